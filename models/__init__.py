@@ -1,0 +1,1 @@
+"""Models, their layers and their hooks: torch, and never HTTP."""

@@ -1,0 +1,79 @@
+"""What can go wrong below HTTP; importable without torch.
+
+LayertapError
+├── UnknownModelError      no model of that name is configured
+├── LoadError              an architecture or its weights can't be had
+├── RequestError           what was asked for can't be done; carries a Fault for each reason
+│   ├── SelectorError      a selector's text or its options make no sense
+│   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
+│   └── InputError         an input does not fit the model
+├── TooLargeError          a figure over its limit
+└── LayerNotReachedError   the forward ended before a point that its catalogue promised
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def quoted(text: str, limit: int = 80) -> str:
+    """A name from outside, safe to show: escaped to printable ASCII, cut to ``limit`` characters, in quotes."""
+    shown = text[: limit + 1].encode("unicode_escape").decode("ascii")
+    return f"'{shown[:limit]}…'" if len(shown) > limit else f"'{shown}'"
+
+
+def near(names: tuple[str, ...]) -> str:
+    """A hint that lists near matches, or nothing."""
+    return "did you mean " + ", ".join(quoted(name) for name in names) + "?" if names else ""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One reason for a refusal: what is wrong, what to type instead, and where in the request it stands."""
+
+    detail: str
+    hint: str = ""
+    pointer: str | None = None
+    input: int | None = None
+
+
+class LayertapError(Exception):
+    """The root of the tree; ``detail`` is fit to be shown to whoever asked."""
+
+    def __init__(self, detail: str, *, hint: str = "", faults: tuple[Fault, ...] = ()) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.hint = hint
+        self.faults = faults
+
+
+class UnknownModelError(LayertapError):
+    """No model of that name is configured."""
+
+
+class LoadError(LayertapError):
+    """An architecture or its weights can't be had; the detail shows no path."""
+
+
+class RequestError(LayertapError):
+    """What was asked for can't be done."""
+
+
+class SelectorError(RequestError):
+    """A selector's text or its options make no sense."""
+
+
+class UnknownLayerError(RequestError):
+    """No layer of that name, or no such call, path or site of it."""
+
+
+class InputError(RequestError):
+    """An input does not fit the model."""
+
+
+class TooLargeError(LayertapError):
+    """A figure over its limit; the detail names both."""
+
+
+class LayerNotReachedError(LayertapError):
+    """The forward ended before a point that the catalogue promised."""
