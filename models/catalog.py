@@ -1,0 +1,88 @@
+"""What one forward of a model does, layer by layer: measured once by ``dryrun``, then only read; needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from models.points import Site
+
+MAX_NEAR = 3
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor that enters or leaves a module.
+
+    ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
+    its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
+    rows. ``mixed`` marks an axis whose entries do not stand in the order of the rows. ``layout`` names the axes
+    (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    row_axis: int | None = 0
+    mixed: bool = False
+    layout: str | None = None
+    prefix: int = 0
+
+    @property
+    def per_row(self) -> int:
+        """Entries of the row axis that belong to one row."""
+        return 1 if self.row_axis is None else self.shape[self.row_axis]
+
+    def shape_for(self, rows: int) -> tuple[int, ...]:
+        """The shape in a forward of ``rows`` rows."""
+        return tuple(size * rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors."""
+
+    order: int
+    cost: float
+    leaves: tuple[Leaf, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a module in a forward."""
+
+    input: Moment
+    output: Moment
+
+    def at(self, site: Site) -> Moment:
+        """The side that a site looks at."""
+        return self.input if site == "input" else self.output
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module under one of its names (a tied module has several)."""
+
+    name: str
+    type: str
+    is_leaf: bool
+    parameters: int
+    calls: tuple[Call, ...]
+    hazards: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Every layer by name, in execution order, those that never run last; for one shape of input.
+
+    ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch.
+    """
+
+    layers: Mapping[str, Layer]
+    seconds: float
+    rowwise: bool
+
+    def near(self, name: str) -> tuple[str, ...]:
+        """Up to three names that look like this one."""
+        return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_NEAR))

@@ -1,0 +1,55 @@
+"""What makes two vectors comparable, as one digest.
+
+Equal fingerprints mean: the same weights, architecture, model dtype, preprocessing, layer, call, path, site,
+narrowing, pooling, normalisation and reply dtype. Nothing of the machine, the device, the time or the model's
+configured name goes in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from torch import nn
+
+from models.points import HookPoint, Reduction
+from models.spec import InputSpec, PreprocessSpec
+
+RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def architecture(module: nn.Module, source: str) -> str:
+    """A digest of a module tree: source, and for each module its name, class and printed settings."""
+    tree = [
+        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()))
+        for name, part in module.named_modules(remove_duplicate=False)
+    ]
+    return _digest([source, tree])
+
+
+def of_model(
+    weights: str, structure: str, dtype: str, preprocess: PreprocessSpec | None, inputs: Iterable[InputSpec]
+) -> str:
+    """The model's part of every fingerprint, from the digests of its weights and its architecture."""
+    row = asdict(preprocess) if preprocess else [asdict(spec) for spec in inputs]
+    return _digest([RECIPE, weights, structure, dtype, row])
+
+
+def of_result(model: str, point: HookPoint, reduction: Reduction) -> str:
+    """The fingerprint of one result, from the model's part."""
+    return _digest([model, asdict(point), asdict(reduction)])
+
+
+def of_reply(results: Iterable[str]) -> str:
+    """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
+    several = sorted(set(results))
+    return several[0] if len(several) == 1 else _digest(several)
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

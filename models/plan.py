@@ -1,0 +1,173 @@
+"""A request's layers made into a plan: what to capture, how large it will be, where the forward may stop.
+
+Everything here happens against a catalogue, before any forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from models.catalog import Catalog, Leaf, Moment
+from models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
+from models.points import HookPoint, Reduction, Selector, path_text
+from models.pooling import reduced_shape
+from models.selectors import Found, find
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One tensor to take and what to do with it; several results may share a capture."""
+
+    point: HookPoint
+    leaf: Leaf
+    reduction: Reduction
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The result's shape for so many rows."""
+        return reduced_shape(self.leaf, self.reduction, rows)
+
+    @property
+    def dtype(self) -> str:
+        """The result's dtype: integers and booleans keep their own."""
+        return self.reduction.dtype if self.leaf.dtype in FLOATS else self.leaf.dtype
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of the result as an array, the int8 scale included."""
+        shape = self.shape(rows)
+        scale = 4 * shape[0] if self.dtype == "int8" and self.leaf.dtype in FLOATS and shape else 0
+        return prod(shape) * ITEM_BYTES[self.dtype] + scale
+
+
+@dataclass(frozen=True)
+class Result:
+    """One key of the reply."""
+
+    key: str
+    capture: Capture
+    module: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one request wants of a forward.
+
+    ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
+    the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
+    """
+
+    results: tuple[Result, ...]
+    stops_at: HookPoint
+    cost: float
+    skipped: tuple[str, ...]
+
+    @property
+    def captures(self) -> frozenset[Capture]:
+        """Each distinct capture once."""
+        return frozenset(result.capture for result in self.results)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the rows may run in several forwards and be joined again."""
+        return not any(capture.leaf.mixed for capture in self.captures)
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of all results as arrays."""
+        return sum(result.capture.nbytes(rows) for result in self.results)
+
+
+def resolve(selectors: Sequence[Selector], catalog: Catalog) -> Plan:
+    """The plan for a request's selectors.
+
+    RequestError with a fault for each selector that can't be met (its pointer is ``/layers/INDEX``), SelectorError
+    where two results claim one key. Sizes are the caller's to compare with its limits.
+    """
+    if not selectors:
+        raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
+    faults: list[Fault] = []
+    matches: list[_Match] = []
+    for index, selector in enumerate(selectors):
+        try:
+            found, skipped = find(selector, catalog)
+            for item in found:
+                _check(item, selector.reduction)
+        except LayertapError as error:
+            faults.append(Fault(error.detail, error.hint, f"/layers/{index}"))
+        else:
+            matches.append(_Match(selector, tuple(found), tuple(skipped)))
+    if faults:
+        raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+    results = tuple(_collect(matches))
+    last = max((result.capture.point for result in results), key=lambda point: _moment(catalog, point).order)
+    skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
+    return Plan(results, last, _moment(catalog, last).cost, tuple(skipped_names))
+
+
+@dataclass(frozen=True)
+class _Match:
+    selector: Selector
+    found: tuple[Found, ...]
+    skipped: tuple[str, ...]
+
+
+def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
+    """Each thing once: what a literal name gives is not given again by a glob, whichever came first."""
+    spelled = {
+        Capture(item.point, item.leaf, match.selector.reduction)
+        for match in matches
+        if not match.selector.is_glob
+        for item in match.found
+    }
+    taken: dict[str, Capture] = {}
+    for match in matches:
+        for item in match.found:
+            capture = Capture(item.point, item.leaf, match.selector.reduction)
+            if match.selector.is_glob and match.selector.alias is None and capture in spelled:
+                continue
+            if taken.get(item.key, capture) != capture:
+                raise SelectorError(
+                    f"two different results would both be called {quoted(item.key)}",
+                    hint="give one of them another name by 'as'",
+                )
+            if item.key not in taken:
+                taken[item.key] = capture
+                yield Result(item.key, capture, item.module)
+
+
+def _moment(catalog: Catalog, point: HookPoint) -> Moment:
+    return catalog.layers[point.layer].calls[point.call].at(point.site)
+
+
+def _check(item: Found, how: Reduction) -> None:
+    name = quoted(item.point.layer + path_text(item.point.path))
+    if item.leaf.dtype not in ITEM_BYTES and item.leaf.dtype not in FLOATS:
+        raise SelectorError(f"{name} is of dtype {item.leaf.dtype}, which no reply format carries")
+    if how.normalize and how.pool == "none":
+        raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
+    if how.pool != "none" and (item.leaf.row_axis is None or item.leaf.mixed):
+        raise SelectorError(
+            f"{name} does not hold one entry for each input, so it can't be pooled", hint="use pool 'none'"
+        )
+    if how.pool not in ("none", "flatten") and item.leaf.layout is None:
+        raise SelectorError(
+            f"the axes of {name}, shape {list(item.leaf.shape)}, are not known, so '{how.pool}' is not defined",
+            hint="use pool 'flatten' or 'none'",
+        )
+    if how.pool == "cls" and item.leaf.prefix == 0:
+        raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
+    _check_indices(name, item.leaf, "channels", "C", how.channels)
+    _check_indices(name, item.leaf, "tokens", "T", how.tokens)
+
+
+def _check_indices(name: str, leaf: Leaf, option: str, axis: str, chosen: tuple[int, ...] | None) -> None:
+    if chosen is None:
+        return
+    if leaf.layout is None or axis not in leaf.layout:
+        raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
+    size = leaf.shape[leaf.layout.index(axis)]
+    if not chosen or not all(0 <= index < size for index in chosen):
+        raise SelectorError(f"'{option}' of {name} must be between 0 and {size - 1}")

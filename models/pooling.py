@@ -1,0 +1,133 @@
+"""A captured tensor made into what the request asked for, on its device: narrow, pool, normalise, cast.
+
+``mean``, ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); prefix tokens stay out of them.
+``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw
+it. Floating results are computed in float32 whatever the model's dtype is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from models.catalog import Leaf
+from models.points import Reduction
+
+GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
+GEM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What is kept of a capture: ``values`` owns its memory and is contiguous; ``scale`` (axis 0) is there for int8."""
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+def reduce(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
+    """Apply a reduction to a captured tensor; never returns memory that the model may still write to."""
+    kept = _narrow(value, leaf.layout, how)
+    if how.pool != "none":
+        kept = POOLS[how.pool](_rows_first(kept, leaf), 0 if how.tokens is not None else leaf.prefix)
+    if how.normalize:
+        kept = torch.nn.functional.normalize(_floating(kept), dim=-1)
+    if how.dtype == "int8" and kept.is_floating_point():
+        return _quantized(kept)
+    if kept.is_floating_point():
+        kept = kept.to(CASTS[how.dtype])
+    kept = kept.contiguous()
+    return Reduced(kept.clone() if _shares(kept, value) else kept)
+
+
+def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
+    """The shape that ``reduce`` gives for a forward of ``rows`` rows."""
+    shape = list(leaf.shape_for(rows))
+    for axis, chosen in (("C", how.channels), ("T", how.tokens)):
+        if chosen is not None and leaf.layout is not None:
+            shape[leaf.layout.index(axis)] = len(chosen)
+    if how.pool == "none":
+        return tuple(shape)
+    if how.pool == "flatten":
+        return (rows, prod(shape) // rows)
+    return (rows, shape[leaf.layout.index("C")] if leaf.layout and "C" in leaf.layout else 1)
+
+
+def _narrow(value: Tensor, layout: str | None, how: Reduction) -> Tensor:
+    for axis, chosen in (("C", how.channels), ("T", how.tokens)):
+        if chosen is not None and layout is not None:
+            index = torch.tensor(chosen, device=value.device)
+            value = value.index_select(layout.index(axis), index)
+    return value
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A tensor as (N, entries per row, …); ``channel`` is the axis of channels, None where there is none."""
+
+    values: Tensor
+    channel: int | None
+
+    def positions(self, skip: int) -> Tensor:
+        """As (N, channels, positions): pixels or tokens in order, without the first ``skip``."""
+        if self.channel is None:
+            return self.values.flatten(1).unsqueeze(1)
+        return self.values.movedim(self.channel, 1).flatten(2)[:, :, skip:]
+
+
+def _rows_first(value: Tensor, leaf: Leaf) -> _Rows:
+    axis = leaf.row_axis or 0
+    first = value.movedim(axis, 0)
+    values = first.reshape(first.shape[0] // leaf.per_row, leaf.per_row, *first.shape[1:])
+    letters = (leaf.layout or "").replace("N", "")
+    return _Rows(values, letters.index("C") + 2 if "C" in letters else None)
+
+
+def _mean(rows: _Rows, skip: int) -> Tensor:
+    return _floating(rows.positions(skip)).mean(-1)
+
+
+def _max(rows: _Rows, skip: int) -> Tensor:
+    return rows.positions(skip).amax(-1)
+
+
+def _gem(rows: _Rows, skip: int) -> Tensor:
+    return _floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1).pow(1.0 / GEM_P)
+
+
+def _cls(rows: _Rows, skip: int) -> Tensor:
+    return rows.positions(0)[:, :, 0]
+
+
+def _flatten(rows: _Rows, skip: int) -> Tensor:
+    return rows.values.flatten(1)
+
+
+def _floating(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float64 else value.to(torch.float32)
+
+
+def _quantized(value: Tensor) -> Reduced:
+    """Symmetric int8 with one float32 scale for each index of axis 0: value ≈ int8 × scale."""
+    flat = value.to(torch.float32).reshape(value.shape[0], -1) if value.ndim else value.reshape(1, 1)
+    scale = flat.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return Reduced((flat / scale[:, None]).round().to(torch.int8).reshape(value.shape).contiguous(), scale)
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+POOLS: dict[str, Callable[[_Rows, int], Tensor]] = {
+    "mean": _mean,
+    "max": _max,
+    "gem": _gem,
+    "cls": _cls,
+    "flatten": _flatten,
+}
+
+CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}

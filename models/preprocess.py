@@ -1,0 +1,117 @@
+"""An image into a model's input tensor, and other libraries' presets into a PreprocessSpec.
+
+Every step is torchvision's own function on a PIL image, so that a preset's numbers come out bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, cast, get_args
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as tvf
+
+from models.spec import Interpolation, PreprocessSpec
+
+
+def preprocess(image: Image.Image, spec: PreprocessSpec) -> Tensor:
+    """One row for the model: resize, centre crop, scale to 0…1, normalise.
+
+    ``image`` is upright and RGB; the result is float32, (3, height, width), contiguous, on the CPU.
+    An image smaller than the crop is padded with black, as torchvision does.
+    """
+    if spec.resize is not None:
+        mode = InterpolationMode(spec.interpolation)
+        image = tvf.resize(image, _sides(spec.resize), interpolation=mode, antialias=True)
+    if spec.crop is not None:
+        image = tvf.center_crop(image, _sides(spec.crop))
+    # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
+    pixels = tvf.pil_to_tensor(image).contiguous()
+    scaled = tvf.convert_image_dtype(pixels, torch.float32)
+    normalised: Tensor = tvf.normalize(scaled, list(spec.mean), list(spec.std), inplace=True)
+    return normalised
+
+
+def resized_pixels(spec: PreprocessSpec, width: int, height: int) -> int:
+    """Pixels of a ``width`` x ``height`` image after the resize step.
+
+    A thin image whose short side is made longer grows without bound, so this is worth asking first.
+    """
+    if spec.resize is None:
+        return width * height
+    if isinstance(spec.resize, tuple):
+        return spec.resize[0] * spec.resize[1]
+    short, long = sorted((width, height))
+    return spec.resize * int(spec.resize * long / short)
+
+
+def output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
+    """Height and width of every result, or None where they depend on the image."""
+    if spec.crop is not None:
+        height, *rest = _sides(spec.crop)
+        return height, rest[0] if rest else height
+    return spec.resize if isinstance(spec.resize, tuple) else None
+
+
+def from_torchvision(preset: object) -> PreprocessSpec | None:
+    """The spec of what a torchvision weights' ``transforms()`` gives; None where it is not for single images."""
+    convert = PRESETS.get(type(preset).__name__)
+    return convert(preset) if convert else None
+
+
+def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
+    """The spec of timm's evaluation transform for a ``resolve_data_config`` result.
+
+    None where resize and centre crop can't say it: borders, crops that keep a non-square image's ratio, other channels.
+    """
+    channels, height, width = config["input_size"]
+    scaled = tuple(math.floor(side / (config["crop_pct"] or 0.875)) for side in (height, width))
+    resize = scaled if config["crop_mode"] == "squash" else scaled[0]
+    if channels != 3 or config["interpolation"] not in get_args(Interpolation):
+        return None
+    if config["crop_mode"] not in ("squash", "center") or (config["crop_mode"] == "center" and height != width):
+        return None
+    return PreprocessSpec(
+        resize=cast("int | tuple[int, int]", resize),
+        crop=(height, width) if height != width else height,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        interpolation=config["interpolation"],
+    )
+
+
+def _sides(size: int | tuple[int, int]) -> list[int]:
+    return [size] if isinstance(size, int) else list(size)
+
+
+def _classification(preset: Any) -> PreprocessSpec:
+    return PreprocessSpec(
+        resize=_size(preset.resize_size),
+        crop=_size(preset.crop_size),
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+        interpolation=preset.interpolation.value,
+    )
+
+
+def _segmentation(preset: Any) -> PreprocessSpec:
+    return PreprocessSpec(
+        resize=None if preset.resize_size is None else _size(preset.resize_size),
+        mean=tuple(preset.mean),
+        std=tuple(preset.std),
+        interpolation=preset.interpolation.value,
+    )
+
+
+def _size(sides: list[int]) -> int | tuple[int, int]:
+    return sides[0] if len(sides) == 1 else (sides[0], sides[1])
+
+
+PRESETS: dict[str, Callable[[Any], PreprocessSpec]] = {
+    "ImageClassification": _classification,
+    "SemanticSegmentation": _segmentation,
+}

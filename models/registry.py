@@ -1,0 +1,71 @@
+"""The configured models and what has become of each: loaded once, found by name, unloaded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from models.errors import LoadError, UnknownModelError, near, quoted
+from models.loaded import LoadedModel, load
+from models.spec import ModelSpec
+
+State = Literal["available", "loading", "ready", "failed"]
+
+
+@dataclass
+class Entry:
+    """One configured model; ``reason`` says why it failed, ``model`` is there when it is ready."""
+
+    spec: ModelSpec
+    state: State = "available"
+    reason: str = ""
+    model: LoadedModel | None = None
+
+
+class Registry:
+    """All configured models by name.
+
+    ``load`` and ``unload`` of one model are called by the thread that owns it; anyone may read.
+    """
+
+    def __init__(self, specs: Iterable[ModelSpec]) -> None:
+        self._entries: dict[str, Entry] = {}
+        for spec in specs:
+            if spec.name in self._entries:
+                raise LoadError(f"two models are called {quoted(spec.name)}")
+            self._entries[spec.name] = Entry(spec)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def entry(self, name: str) -> Entry:
+        """The entry of that name; UnknownModelError with near matches where there is none."""
+        entry = self._entries.get(name)
+        if entry is None:
+            hint = near(tuple(difflib.get_close_matches(name[:200], self._entries, n=3)))
+            raise UnknownModelError(f"there is no model {quoted(name)}", hint=hint or "GET /models lists every model")
+        return entry
+
+    def load(self, name: str) -> LoadedModel:
+        """Load a model that is not loaded yet; LoadError, kept as the entry's reason, where it can't be."""
+        entry = self.entry(name)
+        if entry.model is not None:
+            return entry.model
+        entry.state, entry.reason = "loading", ""
+        try:
+            entry.model = load(entry.spec)
+        except LoadError as error:
+            entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
+            raise
+        except Exception as error:  # a third party's constructor may raise anything; the others serve on
+            entry.state, entry.reason = "failed", f"loading ended in {type(error).__name__}"
+            raise LoadError(entry.reason) from error
+        entry.state = "ready"
+        return entry.model
+
+    def unload(self, name: str) -> None:
+        """Forget a loaded model; it can be loaded again."""
+        entry = self.entry(name)
+        entry.model, entry.state, entry.reason = None, "available", ""

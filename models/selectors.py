@@ -1,0 +1,223 @@
+"""The grammar ``PATTERN[#CALL][PATH][:SITE]``: text to Selector, Selector to the hook points it names in a catalogue.
+
+No part of a selector is ever an attribute name, a file or a regular expression: names are looked up in a dictionary,
+globs are compared character by character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+from models.catalog import Catalog, Layer, Leaf
+from models.errors import SelectorError, UnknownLayerError, near, quoted
+from models.points import SITES, HookPoint, Selector, Site, path_text
+
+MAX_TEXT = 512
+LATER_SITES = ("grad_output", "grad_input", "attention", "attention_grad")
+EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input'"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A hook point that a selector named: its leaf in the catalogue and the key it gets in the reply."""
+
+    key: str
+    point: HookPoint
+    leaf: Leaf
+    module: str
+
+
+def parse(text: str) -> Selector:
+    """A selector from its text; SelectorError where it does not fit the grammar."""
+    if not text or len(text) > MAX_TEXT:
+        raise SelectorError(f"a layer selector has 1 to {MAX_TEXT} characters, this one has {len(text)}", hint=EXAMPLE)
+    rest, site = _split_site(text)
+    rest, path = _split_path(rest, text)
+    pattern, call = _split_call(rest, text)
+    if not pattern:
+        raise SelectorError(f"{quoted(text)} names no layer", hint=EXAMPLE)
+    return Selector(text=text, pattern=pattern, call=call, path=path, site=site)
+
+
+def parse_path(text: str) -> tuple[str, ...]:
+    """A path from its text, ``[out][0]``; SelectorError where brackets do not pair."""
+    rest, path = _split_path(text, text)
+    if rest or path is None:
+        raise SelectorError(f"{quoted(text)} is no path", hint="write a path like '[0]' or '[logits]'")
+    return path
+
+
+def parse_call(text: str) -> int | Literal["*"]:
+    """A call number from its text: ``0``, ``-1``, ``*``."""
+    if text == "*":
+        return "*"
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 6:
+        raise SelectorError(f"{quoted(text)} is no call number", hint="write '#0', '#-1' (the last) or '#*' (all)")
+    return int(text)
+
+
+def parse_site(text: str) -> Site:
+    """A site by its name."""
+    if text in SITES:
+        return cast("Site", text)
+    if text in LATER_SITES:
+        raise SelectorError(f"site {quoted(text)} is not offered by this version", hint="use 'output' or 'input'")
+    raise SelectorError(f"{quoted(text)} is no site", hint="use 'output' or 'input'")
+
+
+def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
+    """The hook points that a selector names, in execution order, and the names a glob passed over.
+
+    A glob passes over layers that never run. UnknownLayerError, with near matches, where nothing is left.
+    """
+    layers, skipped = _layers(selector, catalog)
+    found = [found for layer in layers for found in _in_layer(selector, layer)]
+    if selector.alias is not None:
+        found = _aliased(selector.alias, found)
+    return found, skipped
+
+
+def glob_match(pattern: str, name: str) -> bool:
+    """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
+    at, star, resume = 0, -1, 0
+    index = 0
+    while index < len(name):
+        if at < len(pattern) and pattern[at] == "*":
+            star, resume, at = at, index, at + 1
+        elif at < len(pattern) and pattern[at] in ("?", name[index]):
+            at, index = at + 1, index + 1
+        elif star >= 0:
+            resume, at = resume + 1, star + 1
+            index = resume
+        else:
+            return False
+    return all(char == "*" for char in pattern[at:])
+
+
+def _layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str]]:
+    if not selector.is_glob:
+        return [_literal(selector.pattern, catalog)], []
+    matches = [
+        layer
+        for name, layer in catalog.layers.items()
+        if name != "." and selector.type in (None, layer.type) and glob_match(selector.pattern, name)
+    ]
+    running = [layer for layer in matches if layer.calls]
+    if not running:
+        raise _no_match(selector, catalog, len(matches))
+    return running, [layer.name for layer in matches if not layer.calls]
+
+
+def _literal(name: str, catalog: Catalog) -> Layer:
+    layer = catalog.layers.get(name)
+    if layer is None:
+        hint = near(catalog.near(name)) or "GET /models/{model}/layers lists every layer"
+        raise UnknownLayerError(f"there is no layer {quoted(name)}", hint=hint)
+    if not layer.calls:
+        raise UnknownLayerError(
+            f"layer {quoted(name)} never runs in a forward of this model (its parent uses it without calling it)",
+            hint=f"ask for its parent {quoted(name.rpartition('.')[0] or '.')}",
+        )
+    return layer
+
+
+def _no_match(selector: Selector, catalog: Catalog, silent: int) -> UnknownLayerError:
+    what = f"the pattern {quoted(selector.pattern)}"
+    if selector.type is not None:
+        what += f" with type {quoted(selector.type)}"
+    if silent:
+        return UnknownLayerError(f"{what} matches {silent} layers, none of which runs in a forward")
+    known = tuple(sorted({layer.type for layer in catalog.layers.values()}))
+    wrong_type = selector.type is not None and selector.type not in known
+    hint = f"types here: {', '.join(known[:20])}" if wrong_type else "GET /models/{model}/layers lists every layer"
+    return UnknownLayerError(f"{what} matches no layer", hint=hint)
+
+
+def _in_layer(selector: Selector, layer: Layer) -> Iterator[Found]:
+    for call in _calls(selector, layer):
+        leaves = layer.calls[call].at(selector.site).leaves
+        chosen = [leaf for leaf in leaves if selector.path is None or leaf.path[: len(selector.path)] == selector.path]
+        if not chosen:
+            if selector.is_glob:
+                continue
+            raise _no_leaf(selector, layer, leaves)
+        for leaf in chosen:
+            point = HookPoint(layer.name, call, leaf.path, selector.site)
+            yield Found(_key(selector, layer, point, len(chosen) > 1), point, leaf, layer.type)
+
+
+def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
+    count = len(layer.calls)
+    if selector.call == "*":
+        return range(count)
+    call = -1 if selector.call is None else selector.call
+    if not -count <= call < count:
+        if selector.is_glob:
+            return ()
+        times = "once" if count == 1 else f"{count} times"
+        raise UnknownLayerError(
+            f"layer {quoted(layer.name)} runs {times} in a forward, there is no call {call}",
+            hint=f"use #0 to #{count - 1}, or #* for all",
+        )
+    return (call % count,)
+
+
+def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...]) -> UnknownLayerError:
+    where = f"the {selector.site} of layer {quoted(layer.name)}"
+    paths = [path_text(leaf.path) for leaf in leaves]
+    if not paths:
+        return UnknownLayerError(f"{where} holds no tensor")
+    if paths == [""]:
+        return UnknownLayerError(f"{where} is a single tensor", hint="leave the path out")
+    wrong = path_text(selector.path or ())
+    return UnknownLayerError(f"{where} has nothing at {quoted(wrong)}", hint=f"paths here: {', '.join(paths[:20])}")
+
+
+def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> str:
+    """Literals keep the request's spelling where it names one tensor; everything else gets its canonical name."""
+    if not selector.is_glob and not several and selector.call != "*":
+        return selector.text
+    if selector.is_glob:
+        call = f"#{point.call}" if len(layer.calls) > 1 else ""
+    else:
+        call = "" if selector.call is None else f"#{point.call if selector.call == '*' else selector.call}"
+    site = "" if selector.site == "output" else f":{selector.site}"
+    return f"{layer.name}{call}{path_text(point.path)}{site}"
+
+
+def _aliased(alias: str, found: list[Found]) -> list[Found]:
+    if len(found) == 1:
+        return [replace(found[0], key=alias)]
+    if len({item.point.layer for item in found}) > 1 or len({item.point.call for item in found}) > 1:
+        raise SelectorError(
+            f"'as' gives one name, but the selector names {len(found)} results",
+            hint="leave 'as' out: a pattern's results carry their own names",
+        )
+    return [replace(item, key=alias + path_text(item.point.path)) for item in found]
+
+
+def _split_site(text: str) -> tuple[str, Site]:
+    head, colon, site = text.rpartition(":")
+    if not colon or "]" in site:  # a colon inside a path is a key's
+        return text, "output"
+    return head, parse_site(site)
+
+
+def _split_path(rest: str, text: str) -> tuple[str, tuple[str, ...] | None]:
+    head, bracket, tail = rest.partition("[")
+    if not bracket:
+        return rest, None
+    if not tail.endswith("]"):
+        raise SelectorError(f"the path in {quoted(text)} is not closed", hint="write a path like '[0]' or '[logits]'")
+    keys = tuple(tail[:-1].split("]["))
+    if any(not key or "[" in key or "]" in key for key in keys):
+        raise SelectorError(f"the path in {quoted(text)} is malformed", hint="write a path like '[0]' or '[out][0]'")
+    return head, keys
+
+
+def _split_call(rest: str, text: str) -> tuple[str, int | Literal["*"] | None]:
+    pattern, hash_, call = rest.partition("#")
+    return (pattern, parse_call(call)) if hash_ else (rest, None)

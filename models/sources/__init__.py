@@ -1,0 +1,151 @@
+"""Where architectures come from: torchvision, timm, or a factory in a Python module."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from models.errors import LoadError, near, quoted
+from models.preprocess import output_size
+from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.weights import base_name
+
+
+@dataclass(frozen=True)
+class Built:
+    """A module with its weights in, and what is known about it.
+
+    ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
+    gradient. ``preprocess`` is None where images can't be taken. ``prefix_tokens`` counts class and register tokens
+    in front of the patch tokens. ``weights`` is a label for people and holds no directory.
+    """
+
+    module: nn.Module
+    inputs: tuple[InputSpec, ...]
+    preprocess: PreprocessSpec | None
+    architecture: str
+    prefix_tokens: int
+    weights: str
+
+
+def build(spec: ModelSpec) -> Built:
+    """The module that a configuration's entry describes, with its weights.
+
+    Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
+    """
+    kind, _, ident = spec.source.partition(":")
+    if not ident or kind not in SOURCES:
+        raise _unknown_source(kind, ident)
+    built = _configured(SOURCES[kind](ident, spec), spec)
+    built.module.cpu().eval().requires_grad_(False)
+    return built
+
+
+def listed_architectures() -> list[str]:
+    """The image classification architectures of torchvision, sorted: what the default configuration lists."""
+    from models.sources import torchvision
+
+    return torchvision.classifiers()
+
+
+@contextmanager
+def building(what: str) -> Iterator[None]:
+    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{what} could not be built ({type(error).__name__})") from error
+
+
+@contextmanager
+def downloading(weights: str, what: str) -> Iterator[None]:
+    """Fetch weights inside: whatever goes wrong becomes a LoadError that says what to do instead."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        fault = "downloaded" if _is_network(error) else "loaded"
+        detail = f"weights {quoted(weights)} of {what} could not be {fault} ({type(error).__name__})"
+        raise LoadError(detail, hint=WEIGHTS_HINT) from error
+
+
+def unknown_name(kind: str, ident: str, names: Iterable[str]) -> LoadError:
+    """The refusal of an architecture that a source does not have, with the exact strings of near matches."""
+    shown = base_name(ident)
+    matches = tuple(f"{kind}:{name}" for name in difflib.get_close_matches(shown, names, n=3))
+    return LoadError(f"{kind} has no architecture {quoted(shown)}", hint=near(matches))
+
+
+def _unknown_source(kind: str, ident: str) -> LoadError:
+    if kind in LATER:
+        return LoadError(f"source {kind}: is not offered yet", hint=SOURCE_HINT)
+    if not ident:
+        shown = quoted(base_name(kind))
+        return LoadError(f"source {shown} has no KIND: in front of a name", hint=SOURCE_HINT)
+    matches = tuple(f"{name}:{base_name(ident)}" for name in difflib.get_close_matches(kind, SOURCES, n=1))
+    return LoadError(f"sources of kind {quoted(base_name(kind))} are not known", hint=near(matches) or SOURCE_HINT)
+
+
+def _configured(built: Built, spec: ModelSpec) -> Built:
+    """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
+    if spec.inputs is not None:
+        built = replace(built, inputs=spec.inputs)
+    if spec.preprocess == "preset":
+        return built
+    if spec.preprocess == "none":
+        return replace(built, preprocess=None)
+    return _preprocessed(built, spec.preprocess, fixed=spec.inputs is not None)
+
+
+def _preprocessed(built: Built, wanted: PreprocessSpec, *, fixed: bool) -> Built:
+    first, size = built.inputs[0], output_size(wanted)
+    if len(first.shape) != 3:
+        detail = f"preprocess makes images, and input {quoted(first.name)} takes {len(first.shape)} axes an item"
+        raise LoadError(detail, hint="type preprocess: none, and send tensors")
+    if size is None or first.shape[1:] == size:
+        return replace(built, preprocess=wanted)
+    if fixed:
+        detail = f"preprocess makes images of {size}, and input {quoted(first.name)} is {first.shape}"
+        raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
+    follows = replace(first, shape=(first.shape[0], *size))
+    return replace(built, preprocess=wanted, inputs=(follows, *built.inputs[1:]))
+
+
+def _is_network(error: Exception) -> bool:
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
+
+
+def _torchvision(ident: str, spec: ModelSpec) -> Built:
+    from models.sources import torchvision
+
+    return torchvision.build(ident, spec)
+
+
+def _timm(ident: str, spec: ModelSpec) -> Built:
+    from models.sources import timm
+
+    return timm.build(ident, spec)
+
+
+def _python(ident: str, spec: ModelSpec) -> Built:
+    from models.sources import python
+
+    return python.build(ident, spec)
+
+
+SOURCE_HINT = "type torchvision:ARCH, timm:ARCH or python:package.module:factory"
+WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
+LATER = ("transformers",)
+SOURCES: dict[str, Callable[[str, ModelSpec], Built]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "python": _python,
+}

@@ -1,0 +1,71 @@
+"""Modules from a factory that the operator names: ``python:package.module:factory``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from torch import nn
+
+from models.errors import LoadError, near, quoted
+from models.sources import Built, building
+from models.spec import ModelSpec
+from models.weights import load_into, origin, read_checkpoint, seeded
+
+
+def build(ident: str, spec: ModelSpec) -> Built:
+    """What ``factory()`` returns; DEFAULT leaves the weights as it made them, and ``inputs`` must be configured.
+
+    An attribute ``num_prefix_tokens`` of the module, where there is one, says how many tokens stand before the patches.
+    Raises LoadError where the module, the factory, its result, the inputs or the weights are not as they should be.
+    """
+    if not spec.inputs:
+        raise LoadError(
+            "source python: can't tell what the model takes", hint="add inputs: name, shape and dtype of each"
+        )
+    weights = origin(spec.weights)
+    if weights.label != "DEFAULT" and weights.seed is None and weights.path is None:
+        raise LoadError(f"a python: factory has no weights named {quoted(weights.label)}", hint=WEIGHTS_HINT)
+    state = read_checkpoint(weights.path) if weights.path else None
+    module = _made(ident, weights.seed)
+    if state is not None:
+        load_into(module, state, weights.label)
+    return Built(
+        module=module,
+        inputs=spec.inputs,
+        preprocess=None,
+        architecture=f"python:{ident}",
+        prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
+        weights="as built" if weights.label == "DEFAULT" else weights.label,
+    )
+
+
+def _made(ident: str, seed: int | None) -> nn.Module:
+    name, _, factory = ident.partition(":")
+    if not name or not factory.isidentifier() or not all(part.isidentifier() for part in name.split(".")):
+        raise LoadError("source python: needs a module and a factory", hint="type python:package.module:factory")
+    shown = f"the factory {quoted(f'{name}:{factory}')}"
+    with building(shown), seeded(seed):
+        module = _factory(name, factory)()
+    if not isinstance(module, nn.Module):
+        raise LoadError(f"{shown} returned {quoted(type(module).__name__)}, not a torch.nn.Module")
+    return module
+
+
+def _factory(name: str, factory: str) -> type[object]:
+    try:
+        loaded = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = quoted(error.name or name)
+        hint = "install it, or run where it can be imported"
+        raise LoadError(f"there is no Python module {missing}", hint=hint) from error
+    # The name is the operator's own configuration; nothing from a request comes here.
+    found = getattr(loaded, factory, None)
+    if not callable(found):
+        matches = difflib.get_close_matches(factory, vars(loaded), n=3)
+        hint = near(tuple(f"python:{name}:{match}" for match in matches))
+        raise LoadError(f"Python module {quoted(name)} has no factory {quoted(factory)}", hint=hint)
+    return found  # type: ignore[no-any-return]
+
+
+WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"

@@ -1,0 +1,74 @@
+"""Modules from timm, which is an optional dependency."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from models.errors import LoadError, near, quoted
+from models.preprocess import from_timm
+from models.sources import WEIGHTS_HINT, Built, building, downloading, unknown_name
+from models.spec import InputSpec, ModelSpec
+from models.weights import Origin, load_into, origin, read_checkpoint, seeded
+
+
+def build(ident: str, spec: ModelSpec) -> Built:
+    """The timm model ``ARCH`` or ``ARCH.TAG``; DEFAULT is timm's own weights of that tag, or of its first.
+
+    Raises LoadError where timm is not installed, does not know the name, or its weights can't be had.
+    """
+    timm = _library()
+    _check_name(timm, ident)
+    weights = origin(spec.weights)
+    module = _with_weights(timm, ident, weights)
+    config = timm.data.resolve_data_config({}, model=module)
+    name = next(iter(inspect.signature(module.forward).parameters))
+    tag = module.pretrained_cfg.get("tag") or "pretrained"
+    return Built(
+        module=module,
+        inputs=(InputSpec(name, tuple(config["input_size"])),),
+        preprocess=from_timm(config),
+        architecture=f"timm:{ident}",
+        prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
+        weights=tag if weights.label == "DEFAULT" else weights.label,
+    )
+
+
+def _library() -> Any:
+    try:
+        import timm
+    except ImportError as error:
+        raise LoadError("timm is not installed here", hint='type pip install "layertap[timm]"') from error
+    return timm
+
+
+def _check_name(timm: Any, ident: str) -> None:
+    """Refuse what is not in timm's own registry: it would take hub names and directories too."""
+    name, tag = timm.models.split_model_name_tag(ident)
+    if not timm.is_model(name):
+        raise unknown_name("timm", ident, timm.list_models())
+    try:
+        timm.get_pretrained_cfg(ident)
+    except RuntimeError as error:
+        tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == name]
+        matches = tuple(f"timm:{full}" for full in difflib.get_close_matches(ident, tags, n=3, cutoff=0))
+        raise LoadError(f"timm:{name} has no weights tagged {quoted(tag)}", hint=near(matches)) from error
+
+
+def _with_weights(timm: Any, ident: str, weights: Origin) -> Any:
+    named = weights.seed is None and weights.path is None
+    if named and weights.label != "DEFAULT":
+        hint = f"type weights: DEFAULT, and a tag after a dot in the source, or {WEIGHTS_HINT}"
+        raise LoadError(f"timm weights are not chosen by the name {quoted(weights.label)}", hint=hint)
+    if named:
+        if not timm.is_model_pretrained(timm.models.split_model_name_tag(ident)[0]):
+            raise LoadError(f"timm publishes no weights of timm:{ident}", hint=WEIGHTS_HINT)
+        with downloading("DEFAULT", f"timm:{ident}"), seeded(None):
+            return timm.create_model(ident, pretrained=True)
+    state = read_checkpoint(weights.path) if weights.path else None
+    with building(f"timm:{ident}"), seeded(weights.seed):
+        module = timm.create_model(ident, pretrained=False)
+    if state is not None:
+        load_into(module, state, weights.label)
+    return module

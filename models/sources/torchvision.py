@@ -1,0 +1,202 @@
+"""Modules from torchvision: image classification, semantic segmentation and video classification."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
+from torchvision.models.video import MViT
+
+from models.errors import LoadError, near, quoted
+from models.preprocess import from_torchvision
+from models.sources import Built, building, downloading, unknown_name
+from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.weights import Origin, load_into, origin, read_checkpoint, seeded
+
+FRAMES = 16
+State = Mapping[str, Tensor] | None
+
+
+def build(ident: str, spec: ModelSpec) -> Built:
+    """The torchvision model ``ARCH``, as ``get_model`` gives it for the same weights.
+
+    Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights is
+    taken for them. Raises LoadError for what is unknown, not offered, or can't be had.
+    """
+    kind = _kind(ident)
+    members = get_model_weights(ident).__members__
+    weights = origin(spec.weights)
+    released = _released(ident, members, weights)
+    state = _state(ident, released, weights)
+    with building(f"torchvision:{ident}"), seeded(weights.seed):
+        module = get_model(ident, weights=None, **_options(ident, kind, state, released))
+    label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
+    if state is not None:
+        load_into(module, state, label)
+    entry = released or members["DEFAULT"]
+    name = next(iter(inspect.signature(module.forward).parameters))
+    shape, preset = _fitted(module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms()))
+    return Built(
+        module=module,
+        inputs=(InputSpec(name, shape),),
+        preprocess=preset,
+        architecture=f"torchvision:{ident}",
+        prefix_tokens=_prefix_tokens(module),
+        weights=label,
+    )
+
+
+def classifiers() -> list[str]:
+    """Architectures for image classification, sorted; those made for quantisation left out."""
+    return [name for name in _offered() if _preset(name) == "ImageClassification"]
+
+
+def _kind(ident: str) -> str:
+    """The class name of the architecture's preset, which says what it takes."""
+    if ident not in list_models():
+        raise unknown_name("torchvision", ident, _offered())
+    if ident.startswith(QUANTIZED):
+        hint = f"type torchvision:{ident.removeprefix(QUANTIZED)}"
+        raise LoadError(f"torchvision:{ident} is not offered: it is made for int8 arithmetic", hint=hint)
+    kind = _preset(ident)
+    if kind not in SHAPES:
+        raise LoadError(f"torchvision:{ident} is not offered: {REFUSED.get(kind, 'what it takes is not known')}")
+    return kind
+
+
+def _offered() -> list[str]:
+    return [name for name in list_models() if not name.startswith(QUANTIZED) and _preset(name) in SHAPES]
+
+
+def _preset(name: str) -> str:
+    return type(get_model_weights(name).__members__["DEFAULT"].transforms()).__name__
+
+
+def _released(ident: str, members: Mapping[str, Any], weights: Origin) -> Any | None:
+    """The weights that torchvision publishes and that are meant, by name or by their file's name."""
+    if weights.seed is not None:
+        return None
+    if weights.path is not None:
+        files = {member.url.rpartition("/")[2]: member for member in members.values()}
+        return files.get(weights.path.name)
+    prefix, name = type(members["DEFAULT"]).__name__ + ".", weights.label
+    if (member := members.get(name.removeprefix(prefix))) is not None:
+        return member
+    names = ", ".join(members)
+    hint = near(tuple(difflib.get_close_matches(name, members, n=1))) or f"type one of {names}"
+    raise LoadError(f"torchvision:{ident} has weights {names}, and none named {quoted(name)}", hint=hint)
+
+
+def _state(ident: str, released: Any | None, weights: Origin) -> State:
+    if weights.path is not None:
+        state = read_checkpoint(weights.path)
+    elif released is not None:
+        # The builders' own download would unpickle whatever lies in torch's cache; this one reads tensors only.
+        with downloading(weights.label, f"torchvision:{ident}"):
+            state = released.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
+    else:
+        return None
+    return _renamed(ident, _trimmed(ident, state, released))
+
+
+def _trimmed(ident: str, state: dict[str, Tensor], released: Any | None) -> dict[str, Tensor]:
+    """GoogLeNet's released file holds heads that torchvision drops once it has loaded them."""
+    if ident == "googlenet" and released is not None:
+        for name in [name for name in state if name.startswith(("aux1.", "aux2."))]:
+            del state[name]
+    return state
+
+
+def _renamed(ident: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DenseNet's released files have names from before dots in module names were forbidden."""
+    if ident.startswith("densenet"):
+        for name in list(state):
+            state[OLD_DENSE.sub(r"\1\2", name)] = state.pop(name)
+    return state
+
+
+def _options(ident: str, kind: str, state: State, released: Any | None) -> dict[str, Any]:
+    options = OPTIONS.get(ident) or OPTIONS.get(kind) or OPTIONS.get(ident.partition("_")[0])
+    return options(state, released) if options else {}
+
+
+def _googlenet(state: State, released: Any | None) -> dict[str, Any]:
+    # Only the released weights come without auxiliary heads, and they were trained on inputs scaled another way.
+    aux = _holds(state, "aux1.", otherwise=True)
+    return {"aux_logits": aux, "transform_input": released is not None or not aux, "init_weights": state is None}
+
+
+def _inception(state: State, released: Any | None) -> dict[str, Any]:
+    aux = _holds(state, "AuxLogits.", otherwise=True)
+    return {"aux_logits": aux, "transform_input": released is not None, "init_weights": state is None}
+
+
+def _segmentation(state: State, released: Any | None) -> dict[str, Any]:
+    # Without this the builder would download the backbone's weights only to have them overwritten.
+    options: dict[str, Any] = {"weights_backbone": None}
+    return options | ({"aux_loss": True} if _holds(state, "aux_classifier.", otherwise=False) else {})
+
+
+def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
+    """The image size that a state dict's positions were made for: a square of patches, and the class token."""
+    if state is None or not {POSITIONS, PATCHES} <= state.keys():
+        return {}
+    return {"image_size": math.isqrt(state[POSITIONS].shape[1] - 1) * state[PATCHES].shape[-1]}
+
+
+def _holds(state: State, prefix: str, *, otherwise: bool) -> bool:
+    return otherwise if state is None else any(name.startswith(prefix) for name in state)
+
+
+def _prefix_tokens(module: nn.Module) -> int:
+    return int(isinstance(module, VisionTransformer | MViT))
+
+
+def _fitted(
+    module: nn.Module, shape: tuple[int, ...], preset: PreprocessSpec | None
+) -> tuple[tuple[int, ...], PreprocessSpec | None]:
+    """The weights' shape and preset, or, of a transformer made for another size than theirs, those of that size."""
+    if not isinstance(module, VisionTransformer) or preset is None or shape[1] == module.image_size:
+        return shape, preset
+    side = int(module.image_size)
+    return (3, side, side), replace(preset, resize=side, crop=side)
+
+
+def _image_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
+    return (3, preset.crop_size[0], preset.crop_size[0])
+
+
+def _scene_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
+    """Any size will do; this is a square image's."""
+    return (3, preset.resize_size[0], preset.resize_size[0])
+
+
+def _clip_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
+    return (3, max(FRAMES, meta.get("min_temporal_size", 1)), *preset.crop_size)
+
+
+POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"
+QUANTIZED = "quantized_"
+OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+REFUSED = {
+    "ObjectDetection": "detection takes a list of images with their boxes, not a batch",
+    "OpticalFlow": "optical flow takes two images an item",
+}
+OPTIONS: dict[str, Callable[[State, Any | None], dict[str, Any]]] = {
+    "googlenet": _googlenet,
+    "inception_v3": _inception,
+    "SemanticSegmentation": _segmentation,
+    "vit": _vision_transformer,
+}
+SHAPES: dict[str, Callable[[Any, Mapping[str, Any]], tuple[int, ...]]] = {
+    "ImageClassification": _image_shape,
+    "SemanticSegmentation": _scene_shape,
+    "VideoClassification": _clip_shape,
+}

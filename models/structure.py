@@ -1,0 +1,51 @@
+"""Tensors inside structured values: what modules take and return, leaf by leaf.
+
+A leaf's path is the chain of keys that leads to it: ``()`` for a bare tensor, ``("logits",)`` in a dictionary, a
+named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``[logits]``, ``[0][1]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+Path = tuple[str, ...]
+
+
+def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Every dense tensor in a value with its path, in the value's own order; anything else is passed over."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and not value.is_nested:
+            yield path, value
+        return
+    for key, item in _items(value):
+        yield from leaves(item, (*path, key))
+
+
+def call_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """What a module was called with, as one value: a lone argument stands for itself, several by index and name.
+
+    Arguments that hold no tensor (flags, None) do not count, so ``attn(x, mask=None)`` is simply ``x``.
+    """
+    named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
+    carrying = {key: value for key, value in named.items() if next(leaves(value), None) is not None}
+    if len(carrying) == 1:
+        return next(iter(carrying.values()))
+    return carrying
+
+
+def _items(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key), item
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield field.name, getattr(value, field.name)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip(value._fields, value, strict=True)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield str(index), item

@@ -1,0 +1,1 @@
+"""The service: HTTP in front, one thread for each loaded model behind."""

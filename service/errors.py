@@ -1,0 +1,62 @@
+"""What can go wrong in the service, on top of ``models.errors``.
+
+LayertapError
+├── BadRequestError            not JSON, broken multipart                        400
+├── KeyMissingError            no key, or an unknown one                         401
+├── ForbiddenError             a good key that may not do this                   403
+├── NotAcceptableError         no format on offer suits                          406
+├── BodyTimeoutError           the body came too slowly                          408
+├── UnsupportedMediaError      the body's type is not taken                      415
+├── RetryLaterError            carries seconds for Retry-After
+│   ├── QueueFullError                                                            429
+│   └── UnavailableError       model loading or failed, server draining          503
+└── DeadlineError              time ran out                                      504
+"""
+
+from __future__ import annotations
+
+from models.errors import LayertapError
+
+
+class BadRequestError(LayertapError):
+    """The body is not what its content type says."""
+
+
+class KeyMissingError(LayertapError):
+    """No API key, or one that is not known."""
+
+
+class ForbiddenError(LayertapError):
+    """A known key that may not do this."""
+
+
+class NotAcceptableError(LayertapError):
+    """None of the formats on offer suits the request."""
+
+
+class BodyTimeoutError(LayertapError):
+    """The body did not arrive in time."""
+
+
+class UnsupportedMediaError(LayertapError):
+    """A body of this content type is not taken."""
+
+
+class RetryLaterError(LayertapError):
+    """Not now; ``retry_after`` is in seconds."""
+
+    def __init__(self, detail: str, *, retry_after: float, hint: str = "") -> None:
+        super().__init__(detail, hint=hint)
+        self.retry_after = retry_after
+
+
+class QueueFullError(RetryLaterError):
+    """The queue holds as many rows as it may."""
+
+
+class UnavailableError(RetryLaterError):
+    """The model is not ready, or the server is draining."""
+
+
+class DeadlineError(LayertapError):
+    """The request's time ran out before its answer."""

@@ -1,0 +1,25 @@
+"""What a request sends in: pictures still encoded, and arrays as the model takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    """An encoded picture: ``data`` is the file's bytes, to be decoded and preprocessed."""
+
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ArraysItem:
+    """One array for each of the model's inputs, not preprocessed; the key None means its only input."""
+
+    arrays: dict[str | None, NDArray[Any]] = field(repr=False)
+
+
+Item = ImageItem | ArraysItem

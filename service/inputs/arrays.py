@@ -1,0 +1,200 @@
+"""Arrays out of the formats a request may carry them in; nothing here unpickles or trusts a header's sizes."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zipfile
+from collections.abc import Callable, Sequence
+from io import BytesIO
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+from safetensors import deserialize
+
+from models.errors import InputError, TooLargeError, quoted
+
+Array = NDArray[Any]
+
+_MAX_RANK = 8
+_MAX_AXIS = 2**31 - 1
+_MAX_ENTRIES = 256
+_MAX_HEADER = 4096
+_MAX_NAME = 200
+_NPZ_HINT = "write it with numpy.savez or numpy.savez_compressed"
+_BASE64_HINT = "send standard base64 with its padding and no line breaks, or data:TYPE;base64,…"
+
+
+def read_tensor(dtype: str, shape: Sequence[int], data: bytes | bytearray) -> Array:
+    """An array from little-endian bytes in C order; bfloat16 is widened to float32.
+
+    InputError: no such dtype, an impossible shape, or a number of bytes that does not fit them.
+    """
+    stored = _STORED.get(dtype)
+    if stored is None:
+        raise InputError(f"dtype {quoted(dtype)} is not taken", hint="use " + ", ".join(_STORED))
+    array = _array(stored, dtype, shape, data)
+    return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else array
+
+
+def read_npy(data: bytes) -> Array:
+    """The array of a .npy file, native-endian and C-contiguous; it may be a read-only view of ``data``.
+
+    InputError: not such a file, a dtype other than bool, integers and floats, or a body of another size than declared.
+    """
+    stream = BytesIO(data)
+    try:
+        read_header = _HEADERS[npy_format.read_magic(stream)]
+        shape, fortran, dtype = read_header(stream, max_header_size=_MAX_HEADER)
+    except Exception as error:  # numpy parses the header as a Python literal, and fails in as many ways
+        raise InputError("this is not a .npy file", hint="write it with numpy.save") from error
+    name = dtype.newbyteorder("=").name
+    if dtype.kind not in "biuf" or name not in _STORED:
+        hint = "convert the array to one of " + ", ".join(_STORED)
+        raise InputError("a .npy array of this dtype is not taken", hint=hint)
+    return _array(dtype, name, shape, data, stream.tell(), "F" if fortran else "C")
+
+
+def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:
+    """The arrays of a .npz file by name.
+
+    InputError: not such a file, encrypted, or with entries other than NAME.npy.
+    TooLargeError: unpacks to more than ``max_bytes``, by its directory and before anything is unpacked.
+    """
+    # zipfile builds an object for each entry of the directory, so count their signatures before it does.
+    if data.count(b"PK\x01\x02") > _MAX_ENTRIES:
+        raise InputError(f"the .npz file has more than {_MAX_ENTRIES} entries", hint="send the model's inputs only")
+    try:
+        archive = zipfile.ZipFile(BytesIO(data))
+    except Exception as error:  # zipfile has no one error for a broken directory
+        raise InputError("this is not a .npz file", hint=_NPZ_HINT) from error
+    with archive:
+        entries = _entries(archive)
+        declared = sum(entry.file_size for entry in entries.values())
+        if declared > max_bytes:
+            detail = f"the .npz file unpacks to {declared} bytes; the limit is {max_bytes}"
+            raise TooLargeError(detail, hint="send fewer or smaller arrays")
+        return {name: _unpacked(archive, name, entry) for name, entry in entries.items()}
+
+
+def read_safetensors(data: bytes) -> dict[str, Array]:
+    """The arrays of a safetensors file by name; bfloat16 is widened to float32.
+
+    InputError: not such a file, empty, or with a dtype that numpy has no counterpart for.
+    """
+    load: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
+    try:
+        tensors = load(data)
+    except Exception as error:  # its error class is not public in every version
+        raise InputError("this is not a safetensors file", hint="write it with safetensors.numpy.save") from error
+    if not tensors:
+        raise InputError("the safetensors file holds no tensors", hint="name each of the model's inputs in it")
+    return {name: _safetensor(name, entry) for name, entry in tensors}
+
+
+def require_finite(array: Array) -> None:
+    """InputError if there is a NaN or an infinity in ``array``; integers and booleans always pass."""
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise InputError("the input holds NaN or infinite values", hint="send finite numbers only")
+
+
+def decode_base64(text: str) -> bytes:
+    """The bytes of standard base64, bare or as a ``data:`` URI; InputError for anything else."""
+    if text[:5].lower() == "data:":
+        head, comma, text = text.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise InputError("the data: URI is not base64", hint=_BASE64_HINT)
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise InputError("the text is not base64", hint=_BASE64_HINT) from error
+
+
+def _array(
+    dtype: np.dtype[Any],
+    name: str,
+    shape: Sequence[int],
+    data: bytes | bytearray,
+    offset: int = 0,
+    order: Literal["C", "F"] = "C",
+) -> Array:
+    expected, given = _count(shape) * dtype.itemsize, len(data) - offset
+    if expected != given:
+        detail = f"shape {list(shape)} of {name} takes {expected} bytes; {given} were given"
+        raise InputError(detail, hint="send exactly the bytes of the array")
+    array: Array = np.ndarray(tuple(shape), dtype, buffer=data, offset=offset, order=order)
+    if dtype.kind == "b":  # any other byte than 0 and 1 is a boolean that neither numpy nor torch expects
+        array = array.view(np.uint8) != 0
+    return np.require(array, dtype.newbyteorder("="), ["C_CONTIGUOUS", "ALIGNED"])
+
+
+def _count(shape: Sequence[int]) -> int:
+    if len(shape) > _MAX_RANK:
+        raise InputError(f"the shape has {len(shape)} axes; at most {_MAX_RANK} are taken")
+    # The second product leaves out zeros: numpy refuses an empty array of too long axes as well.
+    if not all(type(n) is int and 0 <= n <= _MAX_AXIS for n in shape) or math.prod(n or 1 for n in shape) >= 2**48:
+        raise InputError("the shape makes no sense", hint="send a list of whole numbers, none negative")
+    return math.prod(shape)
+
+
+def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    entries: dict[str, zipfile.ZipInfo] = {}
+    for entry in archive.infolist():
+        name = entry.filename.removesuffix(".npy")
+        plain = 0 < len(name) <= _MAX_NAME and all(char.isalnum() or char in "_-." for char in name)
+        if not plain or name == entry.filename or name in entries:
+            detail = f"the .npz file has an entry {quoted(entry.filename)}, which is not a plain NAME.npy, once"
+            raise InputError(detail, hint=_NPZ_HINT)
+        if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise InputError(f"entry {quoted(name)} is encrypted or packed in an unusual way", hint=_NPZ_HINT)
+        entries[name] = entry
+    if not entries:
+        raise InputError("the .npz file holds no arrays", hint="name each of the model's inputs in it")
+    return entries
+
+
+def _unpacked(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Array:
+    try:
+        data = archive.read(entry)  # never more than the declared size
+    except Exception as error:  # zipfile and zlib have no one error for broken contents
+        raise InputError(f"entry {quoted(name)} of the .npz file is damaged", hint=_NPZ_HINT) from error
+    try:
+        return read_npy(data)
+    except InputError as error:
+        raise InputError(f"entry {quoted(name)} of the .npz file: {error.detail}", hint=error.hint) from error
+
+
+def _safetensor(name: str, entry: dict[str, Any]) -> Array:
+    dtype = _SAFETENSORS.get(entry["dtype"])
+    if dtype is None:
+        hint = "convert it to one of " + ", ".join(_STORED)
+        raise InputError(f"tensor {quoted(name)} is of a dtype that is not taken", hint=hint)
+    try:
+        return read_tensor(dtype, entry["shape"], entry["data"])
+    except InputError as error:
+        raise InputError(f"tensor {quoted(name)}: {error.detail}", hint=error.hint) from error
+
+
+_HEADERS = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
+
+_STORED: dict[str, np.dtype[Any]] = {
+    "float16": np.dtype("<f2"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "bfloat16": np.dtype("<u2"),
+    "int8": np.dtype("<i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "uint8": np.dtype("<u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+    "uint64": np.dtype("<u8"),
+    "bool": np.dtype("?"),
+}
+
+# safetensors' own codes, in the order of the table above.
+_CODES = ("F16", "F32", "F64", "BF16", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
+_SAFETENSORS = dict(zip(_CODES, _STORED, strict=True))

@@ -1,0 +1,179 @@
+"""Encoded pictures become upright RGB.
+
+A picture is known by its first bytes and handed straight to that format's plugin, so that no label and no other
+decoder (EPS starts Ghostscript) has a say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, ImageCms
+from PIL.BmpImagePlugin import BmpImageFile
+from PIL.GifImagePlugin import GifImageFile
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from models.errors import InputError, TooLargeError
+
+_HINT = "send a complete JPEG, PNG, WebP, GIF, BMP or TIFF file"
+_SMALLER = "send a smaller picture"
+_CHUNK = 1 << 20
+_threshold = Lock()
+
+
+def decode_image(data: bytes, max_pixels: int) -> Image.Image:
+    """The first frame or page of an encoded picture as 8-bit RGB, fully loaded and upright by its EXIF orientation.
+
+    Alpha is dropped, 16-bit gray is scaled to 8 bits, an EXIF block that makes no sense is ignored.
+
+    InputError: not one of the formats, damaged, cut short, or of a pixel type with no fixed scale (float, 32-bit).
+    TooLargeError: more than ``max_pixels``, by the header and before anything is decoded.
+    """
+    plugin = _plugin(data)
+    _let_through(max_pixels)
+    try:
+        image = plugin(BytesIO(data))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        detail = f"the picture has more than {Image.MAX_IMAGE_PIXELS} pixels; the limit is {max_pixels}"
+        raise TooLargeError(detail, hint=_SMALLER) from error
+    except Exception as error:  # a plugin raises whatever a broken header leads it to
+        raise _damaged() from error
+    width, height = image.size
+    if width * height > max_pixels:
+        detail = f"the picture has {width * height} pixels ({width} by {height}); the limit is {max_pixels}"
+        raise TooLargeError(detail, hint=_SMALLER)
+    return _upright_rgb(image)
+
+
+def _plugin(data: bytes) -> type[ImageFile]:
+    for start, plugin in _PLUGINS.items():
+        if data.startswith(start) and (plugin is not WebPImageFile or data[8:12] == b"WEBP"):
+            return plugin
+    raise InputError("the bytes are not a picture of a known format", hint=_HINT)
+
+
+def _let_through(max_pixels: int) -> None:
+    # Pillow warns, and above twice as many pixels raises, by a threshold of its own that TIFF and GIF consult again
+    # while they load. Only ever raised, and under a lock: concurrent callers can't lower it for each other.
+    with _threshold:
+        if Image.MAX_IMAGE_PIXELS is not None and max_pixels > Image.MAX_IMAGE_PIXELS:
+            Image.MAX_IMAGE_PIXELS = max_pixels
+
+
+def _upright_rgb(image: ImageFile) -> Image.Image:
+    try:
+        image.load()
+        # PNG may hold its EXIF after the pixels and TIFF turns itself while loading: ask only now.
+        turn = _TURNS.get(_orientation(image))
+        # A transparent colour is of no use for RGB, and Pillow warns where it can't carry it over.
+        image.info.pop("transparency", None)
+        rgb = _RGB.get(image.mode, _from_any)(image)
+        return rgb if turn is None else rgb.transpose(turn)
+    except InputError:
+        raise
+    except Exception as error:  # a decoder raises whatever broken data leads it to
+        raise _damaged() from error
+
+
+def _damaged() -> InputError:
+    return InputError("the picture can't be decoded: damaged, cut short, or of an unsupported kind", hint=_HINT)
+
+
+def _orientation(image: ImageFile) -> object:
+    try:
+        value: object = image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # whatever is wrong with the EXIF block, the picture itself is fine
+        return None
+    return value if isinstance(value, int) else None
+
+
+def _from_any(image: Image.Image) -> Image.Image:
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _from_premultiplied_gray(image: Image.Image) -> Image.Image:
+    return image.convert("LA").convert("RGB")
+
+
+def _from_lab(image: Image.Image) -> Image.Image:
+    lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    rgb = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
+    if rgb is None:
+        raise _damaged()
+    return rgb
+
+
+def _from_gray16(image: Image.Image) -> Image.Image:
+    """Scaled so that full scale is 255; ``convert`` would clip at 255 instead."""
+    full, inverted = _scale(image)
+    table = np.clip((np.arange(65536, dtype=np.uint32) * 255 + full // 2) // full, 0, 255).astype(np.uint8)
+    values: NDArray[Any] = np.asarray(image)
+    gray = np.empty(values.shape, np.uint8)
+    source, target = values.reshape(-1), gray.reshape(-1)
+    for start in range(0, source.size, _CHUNK):  # indices are widened to 64 bits: not for the whole picture at once
+        target[start : start + _CHUNK] = table[source[start : start + _CHUNK]]
+    return Image.fromarray(255 - gray if inverted else gray).convert("RGB")
+
+
+def _scale(image: Image.Image) -> tuple[int, bool]:
+    """The value that means full scale, and whether zero means white."""
+    if not isinstance(image, TiffImageFile):
+        return 65535, False
+    bits = image.tag_v2.get(ExifTags.Base.BitsPerSample, (16,))
+    return (1 << int(bits[0])) - 1, image.tag_v2.get(ExifTags.Base.PhotometricInterpretation) == 0
+
+
+def _from_int32(image: Image.Image) -> Image.Image:
+    # Older Pillow reads a 16-bit PNG into this mode; in a TIFF it means signed or 32-bit values, which have no scale.
+    if not isinstance(image, PngImageFile):
+        return _refuse(image)
+    return _from_gray16(Image.fromarray(np.asarray(image).astype(np.uint16)))
+
+
+def _refuse(image: Image.Image) -> Image.Image:
+    hint = "convert it to 8 or 16 unsigned bits per channel, or send it as a tensor"
+    raise InputError("pictures of float, signed or 32-bit pixels are not taken", hint=hint)
+
+
+_PLUGINS: dict[bytes, type[ImageFile]] = {
+    b"\xff\xd8\xff": JpegImageFile,
+    b"\x89PNG\r\n\x1a\n": PngImageFile,
+    b"RIFF": WebPImageFile,
+    b"GIF87a": GifImageFile,
+    b"GIF89a": GifImageFile,
+    b"BM": BmpImageFile,
+    b"II*\x00": TiffImageFile,
+    b"MM\x00*": TiffImageFile,
+    b"II+\x00": TiffImageFile,
+    b"MM\x00+": TiffImageFile,
+}
+
+_RGB: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "I;16": _from_gray16,
+    "I;16B": _from_gray16,
+    "I;16L": _from_gray16,
+    "I;16N": _from_gray16,
+    "I": _from_int32,
+    "F": _refuse,
+    "La": _from_premultiplied_gray,
+    "LAB": _from_lab,
+}
+
+_TURNS: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}

@@ -1,0 +1,84 @@
+"""Which format a reply is written in: ``?format=`` if given, else by ``Accept`` (RFC 9110, section 12.5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from models.errors import quoted
+from service.errors import NotAcceptableError
+from service.features import Features
+
+Encoding = Literal["list", "base64"]
+
+_MAX_RANGES = 64
+_MAX_PARAMETERS = 16
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write a reply: its name in ``?format=``, its media type, and features to bytes."""
+
+    name: str
+    media_type: str
+    encode: Callable[[Features, Encoding], bytes]
+
+
+def choose(accept: str | None, format: str | None, formats: Mapping[str, Format]) -> Format:  # noqa: A002
+    """The format to reply in; the table's first where the request does not say.
+
+    Of media types that are equally welcome, the one that was named more exactly wins, then the table's order.
+    NotAcceptableError: an unknown ``format``, or an ``accept`` that none of ``formats`` fits.
+    """
+    if format is not None:
+        if format not in formats:
+            raise NotAcceptableError(f"no format {quoted(format)} is offered", hint="use one of " + ", ".join(formats))
+        return formats[format]
+    if accept is None or not accept.strip(" \t,"):
+        return next(iter(formats.values()))
+    ranges = _qualities(accept)
+    best = max(formats.values(), key=lambda each: _rank(each.media_type, ranges))
+    if _rank(best.media_type, ranges)[0] <= 0:
+        hint = "accept one of " + ", ".join(each.media_type for each in formats.values())
+        raise NotAcceptableError("no media type on offer is accepted", hint=hint)
+    return best
+
+
+def _rank(media_type: str, ranges: Mapping[str, float]) -> tuple[float, int]:
+    """The quality by the most specific range that matches, and how specific that was."""
+    candidates = (media_type, media_type.split("/")[0] + "/*", "*/*")
+    for specificity, candidate in enumerate(candidates):
+        if candidate in ranges:
+            return ranges[candidate], -specificity
+    return 0.0, -len(candidates)
+
+
+def _qualities(accept: str) -> dict[str, float]:
+    """Media ranges to their qualities; of a repeated one, the highest."""
+    found: dict[str, float] = {}
+    for media_range, quality in _ranges(accept):
+        found[media_range] = max(quality, found.get(media_range, 0.0))
+    return found
+
+
+def _ranges(accept: str) -> Iterator[tuple[str, float]]:
+    # What exceeds the bounds is ignored, so that a huge header costs no more than a long one.
+    for element in accept.split(",", _MAX_RANGES)[:_MAX_RANGES]:
+        media_range, *parameters = element.split(";", _MAX_PARAMETERS)[:_MAX_PARAMETERS]
+        quality = _quality(parameters)
+        if quality is not None:
+            yield media_range.strip().lower(), quality
+
+
+def _quality(parameters: list[str]) -> float | None:
+    """The value of ``q``, 1 without one, None for one that is no number between 0 and 1."""
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                quality = float(value)
+            except ValueError:
+                return None
+            return quality if 0 <= quality <= 1 else None
+    return 1.0

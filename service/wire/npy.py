@@ -1,0 +1,38 @@
+"""``application/x-npy``: one array and nothing else."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import IO
+
+from numpy.lib import format as npy_format
+
+from service.errors import NotAcceptableError
+from service.features import Array, Features
+from service.wire.json import little_endian
+from service.wire.negotiate import Encoding
+
+_HINT = "use application/x-npz (format=npz), which holds any number of arrays"
+
+
+def encode(features: Features, encoding: Encoding) -> bytes:
+    """The only result as a .npy file; ``encoding`` has no bearing on it.
+
+    NotAcceptableError: none or several results, or one with a scale.
+    """
+    if len(features.arrays) != 1:
+        detail = f"application/x-npy holds exactly one result; this request has {len(features.arrays)}"
+        raise NotAcceptableError(detail, hint=_HINT)
+    if features.scales:
+        raise NotAcceptableError("application/x-npy has no place for the scale of an int8 result", hint=_HINT)
+    stream = BytesIO()
+    for array in features.arrays.values():
+        write(stream, array)
+    return stream.getvalue()
+
+
+def write(stream: IO[bytes], array: Array) -> None:
+    """Append ``array`` to ``stream`` as a .npy file, format version 1.0."""
+    array = little_endian(array)
+    npy_format.write_array_header_1_0(stream, npy_format.header_data_from_array_1_0(array))
+    stream.write(array.data)

@@ -1,0 +1,86 @@
+"""The embedded default model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
+from models.digits.train import CARD, augmented, correct, splits, train
+from models.sources import Built, build
+from models.weights import digest
+
+
+@pytest.fixture(scope="module")
+def model() -> Built:
+    return build(spec())
+
+
+def figure(name: str) -> str:
+    lines = [line for line in CARD.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {name} |")]
+    assert len(lines) == 1
+    return lines[0].split("|")[2].strip()
+
+
+def test_held_out_accuracy_is_the_cards(model: Built) -> None:
+    """The shipped weights recognise at least 98 % of the held-out pictures, and the card gives that very figure."""
+    training, held_out = splits()
+    hits, count = correct(model.module, held_out), len(held_out.labels)
+    assert hits / count >= 0.98
+    assert figure("Held-out accuracy") == f"{hits / count:.4f} ({hits} of {count})"
+    assert (figure("Training pictures"), figure("Held-out pictures")) == (f"{len(training.labels):,}", f"{count:,}")
+
+
+def test_split_holds_out_a_quarter_of_each_digit() -> None:
+    """Training and held-out pictures are all of scikit-learn's, apart, and stratified; the same on every call."""
+    training, held_out = splits()
+    counts = torch.bincount(training.labels) + torch.bincount(held_out.labels)
+    shares = torch.bincount(held_out.labels) / counts
+    assert int(counts.sum()) == 1797
+    assert ((shares > 0.24) & (shares < 0.26)).all()
+    assert torch.equal(splits()[1].images, held_out.images)
+
+
+def test_card_describes_the_shipped_weights(model: Built) -> None:
+    """The card's digest and number of parameters are those of the shipped file, which is small."""
+    assert figure("Weights digest") == f"`{digest(model.module)}`"
+    parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    assert figure("Parameters") == f"{parameters:,}"
+    assert parameters <= 100_000
+    assert WEIGHTS.stat().st_size < 500_000
+
+
+def test_model_as_configured(model: Built) -> None:
+    """The default model states its input, preprocessing and embedding, and shows no directory."""
+    assert (model.inputs, model.preprocess, model.weights) == (INPUTS, PREPROCESS, "digits.safetensors")
+    names = [name for name, _ in model.module.named_children()]
+    assert names == ["block1", "block2", "block3", "pool", "flatten", "head"]
+    assert spec().embedding in names
+    image = torch.zeros(2, *INPUTS[0].shape)
+    assert model.module(**{INPUTS[0].name: image}).shape == (2, 10)
+
+
+def test_training_is_repeatable() -> None:
+    """Two short trainings end at the same weights."""
+    training, _ = splits()
+    assert digest(train(training, epochs=1)) == digest(train(training, epochs=1))
+
+
+def test_augmented_pictures_stay_pictures() -> None:
+    """An augmented picture has the shape and range of a preprocessed one, and is another picture."""
+    images = splits()[1].images[:16]
+    torch.manual_seed(0)
+    changed = augmented(images)
+    assert changed.shape == images.shape
+    assert -1 <= float(changed.min()) <= float(changed.max()) <= 1 + 1e-6
+    assert not torch.equal(changed, images)
+
+
+def test_package_is_importable_without_torch() -> None:
+    """Naming the default model needs no torch."""
+    code = "import sys; import models.digits; models.digits.spec(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

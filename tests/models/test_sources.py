@@ -1,0 +1,431 @@
+"""Architectures and their weights, from each source."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchvision.models import get_model, get_model_weights
+
+from models.errors import LoadError
+from models.preprocess import from_torchvision
+from models.sources import Built, build, listed_architectures
+from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.weights import digest
+
+VECTOR = (InputSpec("x", (4,)),)
+
+
+def built(source: str, weights: str | Path = "random:0", **fields: object) -> Built:
+    return build(ModelSpec("m", source, str(weights), **fields))  # type: ignore[arg-type]
+
+
+def refused(source: str, weights: str | Path = "random:0", **fields: object) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        built(source, weights, **fields)
+    assert "/" not in caught.value.detail + caught.value.hint
+    return caught.value
+
+
+def seeded_model(name: str, seed: int = 0, **options: object) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_model(name, weights=None, **options).eval()
+
+
+def save(module: nn.Module, path: Path) -> Path:
+    state = module.state_dict()
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of torch's downloads, and a closed port for the way out."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    files = tmp_path / "torch" / "hub" / "checkpoints"
+    files.mkdir(parents=True)
+    return files
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's module, importable as ``operators_models``."""
+    (tmp_path / "operators_models.py").write_text(
+        "from torch import nn\n"
+        "def linear():\n    return nn.Linear(4, 2)\n"
+        "def number():\n    return 3\n"
+        "def broken():\n    raise FileNotFoundError('/secret/place')\n"
+        "def needs(size):\n    return nn.Linear(size, size)\n"
+        "def tokens():\n    module = nn.Linear(4, 2)\n    module.num_prefix_tokens = 5\n    return module\n"
+    )
+    (tmp_path / "operators_broken.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+# --- torchvision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "r3d_18"])
+def test_seeded_weights_are_the_architectures_own(name: str) -> None:
+    """random:SEED is what get_model gives after manual_seed(SEED), every time, and another seed is another model."""
+    first = built(f"torchvision:{name}", "random:3")
+    assert (
+        digest(first.module) == digest(seeded_model(name, 3)) == digest(built(f"torchvision:{name}", "random:3").module)
+    )
+    assert digest(first.module) != digest(built(f"torchvision:{name}", "random:4").module)
+    assert first.weights == "random:3"
+
+
+def test_built_module_is_ready_and_the_process_is_untouched() -> None:
+    """A built module is frozen, in eval mode, float32 and on the CPU, and the process's random numbers go on."""
+    state = torch.get_rng_state()
+    module = built("torchvision:mobilenet_v3_small").module
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(part.training for part in module.modules())
+    for parameter in module.parameters():
+        assert (parameter.requires_grad, parameter.dtype, parameter.device.type) == (False, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "out", "prefix", "images"),
+    [
+        ("resnet18", (3, 224, 224), (1, 1000), 0, True),
+        ("efficientnet_b1", (3, 240, 240), (1, 1000), 0, True),
+        ("vit_b_32", (3, 224, 224), (1, 1000), 1, True),
+        ("swin_v2_t", (3, 256, 256), (1, 1000), 0, True),
+        ("r3d_18", (3, 16, 112, 112), (1, 400), 0, False),
+        ("mvit_v2_s", (3, 16, 224, 224), (1, 400), 1, False),
+    ],
+)
+def test_input_is_what_the_model_takes(
+    name: str, shape: tuple[int, ...], out: tuple[int, ...], prefix: int, images: bool
+) -> None:
+    """The stated input goes through the model, and videos and class tokens are known."""
+    model = built(f"torchvision:{name}")
+    assert model.inputs == (InputSpec("x", shape),)
+    assert tuple(model.module(torch.zeros(1, *shape)).shape) == out
+    assert (model.prefix_tokens, model.preprocess is not None) == (prefix, images)
+    assert model.architecture == f"torchvision:{name}"
+
+
+def test_segmentation_needs_no_download_and_returns_a_dictionary(cache: Path) -> None:
+    """A segmentation model is built without the backbone's weights, and images are resized but not cropped."""
+    model = built("torchvision:lraspp_mobilenet_v3_large")
+    assert model.preprocess == PreprocessSpec(resize=520)
+    assert model.inputs[0].shape == (3, 520, 520)
+    assert model.module(torch.zeros(1, 3, 64, 64))["out"].shape == (1, 21, 64, 64)
+
+
+def test_default_weights_come_from_torchs_cache(cache: Path) -> None:
+    """DEFAULT and an enum's name load torchvision's file and are labelled with the enum's full name."""
+    member = get_model_weights("resnet18").DEFAULT
+    module = seeded_model("resnet18", 8)
+    save(module, cache / member.url.rpartition("/")[2])
+    for weights in ("DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1"):
+        model = built("torchvision:resnet18", weights)
+        assert model.weights == "ResNet18_Weights.IMAGENET1K_V1"
+        assert digest(model.module) == digest(module)
+        assert model.preprocess == from_torchvision(member.transforms())
+
+
+def test_cached_file_with_code_is_refused(cache: Path, tmp_path: Path) -> None:
+    """A file in torch's cache that would run code when unpickled is refused, and the code has not run."""
+    member = get_model_weights("resnet18").DEFAULT
+    marker = tmp_path / "ran"
+
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (marker,)
+
+    torch.save({"fc.weight": Trap()}, cache / member.url.rpartition("/")[2])
+    assert "could not be loaded" in refused("torchvision:resnet18", "DEFAULT").detail
+    assert not marker.exists()
+
+
+def test_no_network_is_said_in_plain_words(cache: Path) -> None:
+    """Weights that can't be downloaded raise LoadError that says what to give instead."""
+    error = refused("torchvision:resnet18", "DEFAULT")
+    assert "could not be downloaded" in error.detail
+    assert "random:SEED" in error.hint
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("name", ["resnet18", "googlenet", "mnasnet0_5", "densenet121", "lraspp_mobilenet_v3_large"])
+def test_checkpoint_of_an_unreleased_model_gives_that_model(tmp_path: Path, name: str, suffix: str) -> None:
+    """A state dict of ``get_model(name, weights=None)`` loads, computes the same, and shows only its file's name."""
+    options = {"init_weights": True} if name == "googlenet" else {}
+    options |= {"weights_backbone": None} if name.startswith("lraspp") else {}
+    module = seeded_model(name, 1, **options)
+    model = built(f"torchvision:{name}", save(module, tmp_path / f"mine{suffix}"))
+    assert model.weights == f"mine{suffix}"
+    assert digest(model.module) == digest(module)
+    image = torch.rand(2, 3, 96, 96)
+    with torch.inference_mode():
+        expected, result = module(image), model.module(image)
+    for leaf, own in zip(leaves(expected), leaves(result), strict=True):
+        assert torch.equal(leaf, own)
+
+
+def leaves(value: Tensor | dict[str, Tensor]) -> list[Tensor]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_released_file_is_built_as_torchvision_builds_it(cache: Path, tmp_path: Path, name: str) -> None:
+    """Released weights, by name or by a copy of their file, get the input scaling and heads that torchvision gives."""
+    member = get_model_weights(name).DEFAULT
+    file = member.url.rpartition("/")[2]
+    save(seeded_model(name, 2, init_weights=True, aux_logits=True), cache / file)
+    (tmp_path / file).write_bytes((cache / file).read_bytes())
+    expected = get_model(name, weights=member, progress=False).eval()
+    for weights in ("DEFAULT", tmp_path / file):
+        module = built(f"torchvision:{name}", weights).module
+        assert digest(module) == digest(expected)
+        assert [part for part, _ in module.named_modules()] == [part for part, _ in expected.named_modules()]
+        image = torch.rand(1, 3, 128, 128)
+        with torch.inference_mode():
+            assert torch.equal(module(image), expected(image))
+
+
+def test_checkpoint_without_googlenets_heads(tmp_path: Path) -> None:
+    """GoogLeNet without auxiliary heads can only come from the released weights, and scales its input as they do."""
+    module = seeded_model("googlenet", 2, init_weights=True, aux_logits=False, transform_input=True)
+    model = built("torchvision:googlenet", save(module, tmp_path / "tuned.pth"))
+    assert model.module.transform_input is True
+    assert digest(model.module) == digest(module)
+
+
+def test_segmentation_checkpoint_with_auxiliary_head(tmp_path: Path) -> None:
+    """A segmentation checkpoint with an auxiliary classifier gets a model that has one."""
+    options = {"weights_backbone": None, "aux_loss": True}
+    module = seeded_model("deeplabv3_mobilenet_v3_large", 2, **options)
+    model = built("torchvision:deeplabv3_mobilenet_v3_large", save(module, tmp_path / "s.pth"))
+    assert set(model.module(torch.zeros(1, 3, 64, 64))) == {"out", "aux"}
+
+
+def test_densenets_old_names_are_read(tmp_path: Path) -> None:
+    """DenseNet's released files, whose names have a dot too many, load from a path."""
+    module = seeded_model("densenet121", 2)
+    dotted = {"norm1.": "norm.1.", "norm2.": "norm.2.", "conv1.": "conv.1.", "conv2.": "conv.2."}
+    old = {}
+    for name, value in module.state_dict().items():
+        block, layer, rest = name.partition("denselayer")
+        for new, before in dotted.items():
+            rest = rest.replace(new, before)
+        old[block + layer + rest] = value
+    assert old.keys() != module.state_dict().keys()
+    torch.save(old, tmp_path / "densenet121-a639ec97.pth")
+    assert digest(built("torchvision:densenet121", tmp_path / "densenet121-a639ec97.pth").module) == digest(module)
+
+
+def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
+    """A vision transformer's checkpoint says for which image size it is, and input and preprocessing follow."""
+    module = seeded_model("vit_b_32", 1, image_size=96)
+    model = built("torchvision:vit_b_32", save(module, tmp_path / "small.safetensors"))
+    assert model.inputs[0].shape == (3, 96, 96)
+    assert model.preprocess is not None
+    assert (model.preprocess.resize, model.preprocess.crop) == (96, 96)
+    assert model.module(torch.zeros(1, 3, 96, 96)).shape == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "words"),
+    [
+        ("torchvision:resnet5", "random:0", "torchvision:resnet50"),
+        ("torchvision:fasterrcnn_resnet50_fpn", "random:0", "detection"),
+        ("torchvision:raft_large", "DEFAULT", "two images"),
+        ("torchvision:quantized_resnet18", "DEFAULT", "type torchvision:resnet18"),
+        ("torchvision:resnet50", "IMAGENET1K_V3", "IMAGENET1K_V2"),
+        ("torchvision:resnet50", "nothing alike", "IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT"),
+        ("torchvision:resnet50", "DEFAULT/x.ckpt", "'x.ckpt'"),
+        ("torchvision:resnet50", "no/such/file.pth", "'file.pth'"),
+        ("torchvision:resnet50", "random:x", "random:0"),
+        ("torchvision:../resnet50", "random:0", "torchvision:resnet50"),
+        ("torchvisoin:resnet50", "random:0", "torchvision:resnet50"),
+        ("transformers:some/directory", "DEFAULT", "not offered yet"),
+        ("resnet50", "random:0", "torchvision:ARCH"),
+        ("torchvision:", "random:0", "torchvision:ARCH"),
+        ("", "random:0", "torchvision:ARCH"),
+    ],
+)
+def test_refusals_say_what_to_type(source: str, weights: str, words: str) -> None:
+    """What is unknown or not offered raises LoadError with the reason, and the string to type where there is one."""
+    error = refused(source, weights)
+    assert words in error.detail + " | " + error.hint
+
+
+def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
+    """A checkpoint that does not fit names its file and some tensors."""
+    error = refused("torchvision:resnet18", save(nn.Linear(2, 2), tmp_path / "x.pth"))
+    assert "'x.pth'" in error.detail
+    assert "unexpected: 'weight', 'bias'" in error.detail
+
+
+def test_listed_architectures_are_the_classifiers() -> None:
+    """The default configuration lists classification, and neither segmentation, video, detection nor int8."""
+    names = listed_architectures()
+    assert len(names) >= 80
+    assert names == sorted(names)
+    assert {"resnet50", "vit_b_16", "googlenet"} <= set(names)
+    assert not {"r3d_18", "fcn_resnet50", "ssd300_vgg16", "raft_small", "quantized_resnet18"} & set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*listed_architectures(), "fcn_resnet101", "deeplabv3_resnet50", "s3d", "swin3d_b"])
+def test_every_architecture_is_built_without_a_warning(name: str) -> None:
+    """Each offered architecture is built from a seed and takes the input that it states."""
+    model = built(f"torchvision:{name}")
+    with torch.inference_mode():
+        model.module(torch.zeros(1, *model.inputs[0].shape))
+
+
+# --- timm -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ident", "prefix"),
+    [("test_vit", 1), ("deit_tiny_distilled_patch16_224", 2), ("test_resnet", 0), ("test_convnext", 0)],
+)
+def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
+    """A timm model takes the input of its configuration, and its prefix tokens are counted."""
+    model = built(f"timm:{ident}", "random:3")
+    assert model.preprocess is not None
+    assert model.inputs == (InputSpec("x", tuple(model.module.pretrained_cfg["input_size"])),)
+    assert model.module(torch.zeros(1, *model.inputs[0].shape)).shape[0] == 1
+    assert model.prefix_tokens == prefix == getattr(model.module, "num_prefix_tokens", 0)
+    assert digest(model.module) == digest(built(f"timm:{ident}", "random:3").module)
+    assert digest(model.module) != digest(built(f"timm:{ident}", "random:4").module)
+
+
+def test_timm_tag_and_checkpoint(tmp_path: Path) -> None:
+    """A tag chooses the variant's classes, and a checkpoint of that variant loads."""
+    source = "timm:vit_tiny_patch16_224.augreg_in21k"
+    module = timm.create_model("vit_tiny_patch16_224", num_classes=21843)
+    model = built(source, save(module, tmp_path / "v.safetensors"))
+    assert (model.weights, model.architecture) == ("v.safetensors", source)
+    assert digest(model.module) == digest(module)
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "words"),
+    [
+        ("timm:vit_base_patch16_225", "random:0", "timm:vit_base_patch16_224"),
+        ("timm:vit_tiny_patch16_224.augreg", "random:0", "timm:vit_tiny_patch16_224.augreg_in21k"),
+        ("timm:hf-hub:timm/resnet18", "random:0", "timm:resnet18"),
+        ("timm:local-dir:/some/where", "random:0", "no architecture"),
+        ("timm:resnet18", "IMAGENET1K_V1", "a tag after a dot"),
+        ("timm:resnet18", "no/such/file.pth", "'file.pth'"),
+    ],
+)
+def test_timm_refusals(source: str, weights: str, words: str) -> None:
+    """Only timm's own registry is served: other names, hubs and directories raise LoadError."""
+    error = refused(source, weights)
+    assert words in error.detail + " | " + error.hint
+
+
+def test_timm_without_network(tmp_path: Path) -> None:
+    """Weights of timm that can't be downloaded raise LoadError that says what to give instead."""
+    code = (
+        "from models.errors import LoadError\n"
+        "from models.sources import build\n"
+        "from models.spec import ModelSpec\n"
+        "try:\n    build(ModelSpec('m', 'timm:test_vit'))\n"
+        "except LoadError as error:\n    print(error.detail, '|', error.hint)\n"
+    )
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+    assert "could not be downloaded" in done.stdout, done.stderr
+    assert "random:SEED" in done.stdout
+    assert "/" not in done.stdout
+
+
+def test_timm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without timm, a timm source raises LoadError with the extra to install."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert "layertap[timm]" in refused("timm:resnet18").hint
+
+
+# --- python ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("factories")
+def test_factory_with_each_kind_of_weights(tmp_path: Path) -> None:
+    """A factory's module keeps its own weights, gets a seed, or loads a checkpoint."""
+    assert built("python:operators_models:linear", "DEFAULT", inputs=VECTOR).weights == "as built"
+    module = built("python:operators_models:linear", "random:1", inputs=VECTOR).module
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        assert digest(nn.Linear(4, 2)) == digest(module)
+    model = built("python:operators_models:linear", save(module, tmp_path / "l.pth"), inputs=VECTOR)
+    assert digest(model.module) == digest(module)
+    assert (model.inputs, model.preprocess, model.prefix_tokens) == (VECTOR, None, 0)
+    assert built("python:operators_models:tokens", "random:1", inputs=VECTOR).prefix_tokens == 5
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize(
+    ("ident", "words"),
+    [
+        ("operators_models:linera", "python:operators_models:linear"),
+        ("operators_models:number", "'int'"),
+        ("operators_models:broken", "FileNotFoundError"),
+        ("operators_models:needs", "TypeError"),
+        ("operators_models", "type python:package.module:factory"),
+        ("operators_models:", "type python:package.module:factory"),
+        ("/etc/passwd:x", "type python:package.module:factory"),
+        ("no_such_package.module:linear", "'no_such_package'"),
+        ("operators_broken:linear", "'no_such_dependency'"),
+    ],
+)
+def test_factory_refusals(ident: str, words: str) -> None:
+    """A factory that is missing, fails, or returns no module raises LoadError without the failure's own words."""
+    error = refused(f"python:{ident}", inputs=VECTOR)
+    assert words in error.detail + " | " + error.hint
+
+
+@pytest.mark.usefixtures("factories")
+def test_factory_without_inputs_or_with_named_weights() -> None:
+    """A factory can't tell its inputs and has no named weights."""
+    assert "inputs" in refused("python:operators_models:linear").hint
+    assert "'V1'" in refused("python:operators_models:linear", "V1", inputs=VECTOR).detail
+
+
+# --- what the configuration overrides -------------------------------------------------------------------------------
+
+
+def test_configured_preprocessing() -> None:
+    """None turns images off, a spec replaces the preset, and the input's shape follows its crop."""
+    source = "torchvision:squeezenet1_1"
+    assert built(source, preprocess="none").preprocess is None
+    wanted = PreprocessSpec(resize=140, crop=(128, 96), mean=(0, 0, 0), std=(1, 1, 1))
+    model = built(source, preprocess=wanted)
+    assert (model.preprocess, model.inputs[0].shape) == (wanted, (3, 128, 96))
+    assert built(source, preprocess=PreprocessSpec(resize=(64, 80))).inputs[0].shape == (3, 64, 80)
+    assert built(source, preprocess=PreprocessSpec(resize=64)).inputs[0].shape == (3, 224, 224)
+
+
+def test_configured_inputs() -> None:
+    """Configured inputs replace the source's."""
+    inputs = (InputSpec("picture", (3, 96, 96)),)
+    assert built("torchvision:squeezenet1_1", inputs=inputs).inputs == inputs
+
+
+def test_contradictory_configuration() -> None:
+    """Images for a video model, or of another size than the configured input, raise LoadError."""
+    error = refused("torchvision:r3d_18", preprocess=PreprocessSpec(crop=112))
+    assert "preprocess: none" in error.hint
+    inputs = (InputSpec("x", (3, 96, 96)),)
+    error = refused("torchvision:squeezenet1_1", inputs=inputs, preprocess=PreprocessSpec(crop=64))
+    assert "(64, 64)" in error.detail

@@ -1,0 +1,260 @@
+"""Checkpoints in, digests out."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchvision.models import mnasnet0_5
+
+from models.errors import LoadError
+from models.weights import digest, load_into, origin, read_checkpoint, seeded
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of several dtypes and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("narrow", torch.randn(4, 3).to(torch.bfloat16))
+        self.register_buffer("index", torch.arange(6).reshape(2, 3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("scalar", torch.tensor(0.5, dtype=torch.float64))
+        self.register_buffer("empty", torch.empty(0, 2))
+
+
+def refused(path: Path) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        read_checkpoint(path)
+    assert "/" not in caught.value.detail + caught.value.hint
+    assert str(path.parent) not in caught.value.detail
+    return caught.value
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_round_trip_of_both_kinds(tmp_path: Path) -> None:
+    """What was saved as .safetensors, .pth or .pt comes back with the same names, dtypes and bits."""
+    state = Mixed().state_dict()
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "a.pth")
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    for name in ("a.safetensors", "a.pth", "a.pt"):
+        assert same(read_checkpoint(tmp_path / name), state), name
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+def test_nesting_and_prefix_are_taken_off(tmp_path: Path, key: str) -> None:
+    """A training script's dictionary and DataParallel's ``module.`` give way to the plain names."""
+    state = nn.DataParallel(Mixed()).state_dict()
+    torch.save({key: state, "epoch": 3}, tmp_path / "run.pth")
+    loaded = read_checkpoint(tmp_path / "run.pth")
+    assert list(loaded) == list(Mixed().state_dict())
+    load_into(Mixed(), loaded, "run.pth")
+
+
+def test_prefix_stays_where_not_every_name_has_it(tmp_path: Path) -> None:
+    """A model that has a part called ``module`` keeps its names."""
+    state = {"module.weight": torch.zeros(1), "head": torch.zeros(1)}
+    torch.save(state, tmp_path / "a.pth")
+    assert read_checkpoint(tmp_path / "a.pth").keys() == state.keys()
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickled_code_is_refused_and_not_run(tmp_path: Path, zipped: bool) -> None:
+    """A checkpoint that would run code when unpickled raises LoadError, and the code has not run."""
+    marker = tmp_path / "ran"
+    torch.save({"a": torch.zeros(1), "b": Trap(marker)}, tmp_path / "x.pth", _use_new_zipfile_serialization=zipped)
+    assert "'x.pth'" in refused(tmp_path / "x.pth").detail
+    assert not marker.exists()
+
+
+def test_plain_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    """A bare pickle under a .pth name is no better."""
+    marker = tmp_path / "ran"
+    (tmp_path / "x.pth").write_bytes(pickle.dumps(Trap(marker)))
+    refused(tmp_path / "x.pth")
+    assert not marker.exists()
+
+
+def test_whole_module_is_refused(tmp_path: Path) -> None:
+    """A pickled module, rather than its state dict, raises LoadError that says what to save instead."""
+    torch.save(nn.Linear(1, 1), tmp_path / "x.pth")
+    assert "state_dict()" in refused(tmp_path / "x.pth").hint
+
+
+@pytest.mark.parametrize("content", [{}, [torch.zeros(1)], {"a": 1}, {1: torch.zeros(1)}, torch.zeros(1)], ids=str)
+def test_content_without_named_tensors_is_refused(tmp_path: Path, content: object) -> None:
+    """Anything but a dictionary of named tensors raises LoadError."""
+    torch.save(content, tmp_path / "x.pth")
+    refused(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.safetensors", "x.bin", "x"])
+def test_junk_absence_and_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
+    """Bytes that are no checkpoint, a missing file, a directory and an unknown ending each raise LoadError."""
+    assert name in refused(tmp_path / name).detail
+    (tmp_path / name).write_bytes(b"junk" * 100)
+    refused(tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    refused(tmp_path / name)
+
+
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
+    """A download that broke off raises LoadError."""
+    buffer = io.BytesIO()
+    torch.save(Mixed().state_dict(), buffer)
+    (tmp_path / "x.pth").write_bytes(buffer.getvalue()[:-100])
+    refused(tmp_path / "x.pth")
+    save_file(Mixed().state_dict(), tmp_path / "x.safetensors")
+    whole = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(whole[:-10])
+    refused(tmp_path / "x.safetensors")
+
+
+def test_misfit_names_what_differs() -> None:
+    """A state dict that does not fit names a few missing, unexpected and mis-shaped tensors, and counts the rest."""
+    state = {f"layer{index}": torch.zeros(1) for index in range(5)} | {"linear.weight": torch.zeros(7, 3)}
+    with pytest.raises(LoadError) as caught:
+        load_into(Mixed(), state, "x.pth")
+    for part in (
+        "'x.pth'",
+        "missing: 'narrow', 'index', 'mask' and 8 more",
+        "'layer2' and 2 more",
+        "'linear.weight' is (7, 3), not (2, 3)",
+    ):
+        assert part in caught.value.detail
+    assert "/" not in caught.value.detail + caught.value.hint
+
+
+def test_module_keeps_its_dtypes() -> None:
+    """Loading half-precision values leaves float parameters float32 and integer buffers integer and exact."""
+    source, target = Mixed(), Mixed()
+    state = {
+        name: value.half() if value.dtype == torch.float32 else value for name, value in source.state_dict().items()
+    }
+    state["norm.num_batches_tracked"] = torch.tensor(2**40 + 1)
+    load_into(target, state, "x.pth")
+    assert {name: value.dtype for name, value in target.state_dict().items()} == {
+        name: value.dtype for name, value in source.state_dict().items()
+    }
+    assert int(target.norm.num_batches_tracked or 0) == 2**40 + 1
+
+
+def test_class_that_insists_on_its_version_loads_from_safetensors(tmp_path: Path) -> None:
+    """The MNASNet of torchvision refuses tensors without a class version; safetensors ones load all the same."""
+    module = mnasnet0_5()
+    save_file(module.state_dict(), tmp_path / "m.safetensors")
+    other = mnasnet0_5()
+    load_into(other, read_checkpoint(tmp_path / "m.safetensors"), "m.safetensors")
+    assert digest(other) == digest(module)
+
+
+def test_digest_is_of_the_weights_not_of_the_way_there(tmp_path: Path) -> None:
+    """Modules that got equal weights by construction, .safetensors or .pth have one digest, in any memory format."""
+    module = Mixed()
+    save_file(module.state_dict(), tmp_path / "a.safetensors")
+    torch.save(module.state_dict(), tmp_path / "a.pth")
+    for name in ("a.safetensors", "a.pth"):
+        other = Mixed()
+        assert digest(other) != digest(module)
+        load_into(other, read_checkpoint(tmp_path / name), name)
+        assert digest(other) == digest(module)
+    conv = nn.Conv2d(3, 4, 3)
+    assert digest(copy.deepcopy(conv).to(memory_format=torch.channels_last)) == digest(conv)
+
+
+def test_digest_is_what_its_description_says() -> None:
+    """The digest can be computed by hand: JSON of name, dtype and shape, then little-endian bytes, by name."""
+    module = nn.Module()
+    module.register_buffer("b", torch.tensor([[1.5, -2.0]]))
+    module.register_buffer("a", torch.tensor(3))
+    expected = hashlib.sha256()
+    expected.update(json.dumps(["a", "int64", []]).encode() + struct.pack("<q", 3))
+    expected.update(json.dumps(["b", "float32", [1, 2]]).encode() + struct.pack("<2f", 1.5, -2.0))
+    assert digest(module) == expected.hexdigest()
+
+
+def test_digest_sees_every_bit() -> None:
+    """Turning over the lowest bit of any one tensor, of any dtype, changes the digest."""
+    module = Mixed()
+    digests = {digest(module)}
+    filled = [name for name, value in module.state_dict().items() if value.numel()]
+    for name in filled:
+        changed = copy.deepcopy(module)
+        value = changed.state_dict()[name]
+        value.reshape(-1)[-1:].view(torch.uint8)[0] ^= 1
+        digests.add(digest(changed))
+    assert len(digests) == 1 + len(filled)
+
+
+def test_digest_sees_names_shapes_and_dtypes() -> None:
+    """Equal bytes under another name, in another shape or of another dtype have another digest."""
+
+    def one(name: str, value: Tensor) -> str:
+        module = nn.Module()
+        module.register_buffer(name, value)
+        return digest(module)
+
+    zeros = torch.zeros(4)
+    variants = [("a", zeros), ("b", zeros), ("a", zeros.view(2, 2)), ("a", zeros.int()), ("a", torch.zeros(2, 0))]
+    assert len({one(name, value) for name, value in variants}) == len(variants)
+
+
+def test_seed_reaches_construction_and_nothing_else() -> None:
+    """Two constructions under one seed are equal, under another differ, and the process's random numbers go on."""
+    torch.manual_seed(99)
+    expected = torch.rand(3)
+    torch.manual_seed(99)
+    made = []
+    for seed in (5, 5, 6):
+        with seeded(seed):
+            made.append(digest(nn.Linear(3, 2)))
+    assert torch.equal(torch.rand(3), expected)
+    assert made[0] == made[1] != made[2]
+    torch.manual_seed(5)
+    assert digest(nn.Linear(3, 2)) == made[0]
+
+
+def test_origin_of_weights() -> None:
+    """A configuration's text is a seed, a checkpoint or a name, and its label holds no directory."""
+    assert origin("random:7").seed == 7
+    assert origin("some/where/x.safetensors").path == Path("some/where/x.safetensors")
+    assert origin("some/where/x.PTH").label == "x.PTH"
+    assert origin("DEFAULT").label == origin("DEFAULT").label
+    assert (origin("DEFAULT").seed, origin("DEFAULT").path) == (None, None)
+    assert origin("ResNet50_Weights.IMAGENET1K_V2").path is None
+
+
+@pytest.mark.parametrize("text", ["random:", "random:x", "random:-1", "random:1.5", f"random:{2**64}", "some/x.ckpt"])
+def test_origin_refuses(text: str) -> None:
+    """A seed that is no whole number in range, and a file of an unknown kind, raise LoadError."""
+    with pytest.raises(LoadError) as caught:
+        origin(text)
+    assert "/" not in caught.value.detail + caught.value.hint

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from service.errors import NotAcceptableError
+from service.wire import FORMATS, Format
+from service.wire.negotiate import choose
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (None, "json"),
+        ("", "json"),
+        (" , ", "json"),
+        ("*/*", "json"),
+        ("application/*", "json"),
+        ("application/json", "json"),
+        ("application/x-npy", "npy"),
+        ("application/x-npz", "npz"),
+        ("application/x-safetensors", "safetensors"),
+        ("Application/X-NPZ", "npz"),
+        ("  application/x-npz  ;  q=0.5 ", "npz"),
+        ("application/x-npz;version=1", "npz"),
+        ("application/x-npz;Q=0.5, application/json;q=0.4", "npz"),
+        ("application/x-npz;q=0.5, application/json;q=0.500", "json"),
+        ("application/x-npz, application/json", "json"),
+        ("application/x-npz, */*", "npz"),
+        ("*/*, application/x-npz", "npz"),
+        ("application/*, */*", "json"),
+        ("application/x-npz, */*;q=0.1", "npz"),
+        ("application/x-npz;q=0.1, */*", "json"),
+        ("application/json;q=0, */*", "npy"),
+        ("application/*;q=0.2, application/x-safetensors;q=0.1, text/*", "json"),
+        ("text/html, application/xhtml+xml, application/xml;q=0.9, image/webp, */*;q=0.8", "json"),
+        ("application/json, text/plain, */*", "json"),
+        ("text/html, application/x-npz;q=0.001", "npz"),
+        ("application/json;q=high, application/x-npz;q=0.1", "npz"),
+        ("application/json;q=nan, application/x-npz;q=0.1", "npz"),
+        ("application/json;q=2, application/x-npz;q=0.1", "npz"),
+        ("application/json;q=0.1, application/x-npz;q=0.2, application/json;q=0.3", "json"),
+        ("rubbish, application/x-npz", "npz"),
+        (";;;=,/,application/x-npz", "npz"),
+    ],
+)
+def test_accept(accept: str | None, expected: str) -> None:
+    """The format is the best one by quality, then by how exactly it was named, then by the table's order."""
+    assert choose(accept, None, FORMATS).name == expected
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "text/html",
+        "image/*",
+        "application/json;q=0",
+        "*/*;q=0",
+        "application/*;q=0.0, text/html",
+        "rubbish",
+        "*",
+        "/",
+        "*/json",
+        "application/json/x",
+        "application/x-np*",
+        "application/json;q=-1",
+        "\x00é",
+    ],
+)
+def test_accept_refused(accept: str) -> None:
+    """Where nothing on offer is accepted, every media type on offer is named."""
+    with pytest.raises(NotAcceptableError) as caught:
+        choose(accept, None, FORMATS)
+    assert all(each.media_type in caught.value.hint for each in FORMATS.values())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("accept", [None, "text/html", "application/json;q=0"])
+def test_format(name: str, accept: str | None) -> None:
+    """A format asked for by name is given, whatever Accept says."""
+    assert choose(accept, name, FORMATS) is FORMATS[name]
+
+
+@pytest.mark.parametrize("name", ["", "JSON", "application/json", "arrow", "x" * 10_000, "__class__", "\x00"])
+def test_format_refused(name: str) -> None:
+    """An unknown name is refused with the names there are, and is itself cut and escaped."""
+    with pytest.raises(NotAcceptableError) as caught:
+        choose(None, name, FORMATS)
+    assert "json, npy, npz, safetensors" in caught.value.hint
+    assert len(caught.value.detail) < 150
+    assert caught.value.detail.isprintable()
+
+
+@pytest.mark.parametrize("piece", [",", "a/b,", "*/*;q=0,", "a/b;q=,", '",', "a/b;c=d;e=f,", "\x00,"])
+def test_many_ranges(piece: str) -> None:
+    """Of a huge header only the beginning counts: a format named after it has no say."""
+    with pytest.raises(NotAcceptableError):
+        choose("a/b," + piece * (100_000 // len(piece)) + "application/x-npz", None, FORMATS)
+
+
+@pytest.mark.parametrize("piece", [";", ";a=b", ";q", ' "', "\t"])
+def test_long_range(piece: str) -> None:
+    """A range with a huge tail leaves the ranges beside it alone."""
+    tail = piece * (100_000 // len(piece))
+    assert choose(f"text/html{tail}, application/x-npz", None, FORMATS).name == "npz"
+
+
+def test_other_table() -> None:
+    """The choice is among the formats that it is given, of any type."""
+    table = {"png": Format("png", "image/png", lambda features, encoding: b"")}
+    assert choose("image/*", None, table).name == "png"
+    assert choose(None, None, table).name == "png"
+    with pytest.raises(NotAcceptableError):
+        choose("application/json", None, table)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import base64
+import json
+import zipfile
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from models.errors import Fault
+from service.errors import NotAcceptableError
+from service.features import Features, Receipt
+from service.wire import FORMATS
+
+Array = np.ndarray[Any, Any]
+
+
+def receipt(layer: str, **changes: Any) -> Receipt:
+    values: dict[str, Any] = {
+        "layer": layer,
+        "call": 1,
+        "module": "Conv2d",
+        "site": "output",
+        "path": "",
+        "layout": "NCHW",
+        "captured": (2, 3, 4, 4),
+        "dtype": "float32",
+        "pool": "mean",
+        "normalize": False,
+        "fingerprint": "f00d",
+    }
+    return Receipt(**values | changes)
+
+
+def features(arrays: dict[str, Array], **changes: Any) -> Features:
+    values: dict[str, Any] = {
+        "model": "resnet50",
+        "fingerprint": "cafe",
+        "rows": 2,
+        "receipts": {key: receipt(key) for key in arrays},
+    }
+    return Features(arrays=arrays, **values | changes)
+
+
+CHANCE = np.random.default_rng(11)
+BITS = CHANCE.integers(0, 65536, 4000, dtype=np.uint16).view(np.float16)
+ARRAYS: dict[str, Array] = {
+    "layer4": CHANCE.standard_normal((2, 5, 3)).astype(np.float32),
+    "tiny and huge": np.array([[1e-45, 3.4e38, -0.0, 1 / 3]], np.float32),
+    "half": BITS[np.isfinite(BITS)][:3000].reshape(2, -1),
+    "double": CHANCE.standard_normal((2, 4)),
+    "int8": CHANCE.integers(-128, 128, (2, 7), dtype=np.int8),
+    "int64": np.array([[2**62 + 1, -(2**62) - 1]]),
+    "mask": np.array([[True, False]]),
+    "no axis": np.array(0.1, np.float32),
+    "one row": np.array([0.1], np.float32),
+    "no rows": np.zeros((0, 3), np.float32),
+    "no columns": np.zeros((2, 0, 3), np.float16),
+    "file": np.array([[1.0]], np.float32),
+    "layer3.0#1[logits][0]:grad_output": np.array([[2.0]], np.float32),
+    "a/b \\ \"c\" 'd' é": np.array([[3.0]], np.float32),
+}
+SKIPPED = (Fault("the picture can't be decoded", "send a JPEG", input=3), Fault("no such layer", pointer="/layers/1"))
+
+
+def same(found: Array, expected: Array) -> bool:
+    return found.dtype == expected.dtype and found.shape == expected.shape and found.tobytes() == expected.tobytes()
+
+
+def from_json(body: bytes) -> dict[str, Array]:
+    found = json.loads(body)["features"]
+    return {key: np.array(each["data"], each["dtype"]).reshape(each["shape"]) for key, each in found.items()}
+
+
+def from_base64(body: bytes) -> dict[str, Array]:
+    return {
+        key: np.frombuffer(base64.b64decode(each["data"], validate=True), each["dtype"]).reshape(each["shape"])
+        for key, each in json.loads(body)["features"].items()
+    }
+
+
+def from_npz(body: bytes) -> dict[str, Array]:
+    with np.load(BytesIO(body), allow_pickle=False) as archive:
+        return {key: archive[key] for key in archive.files}
+
+
+READERS = {
+    "json": ("json", "list", from_json),
+    "base64": ("json", "base64", from_base64),
+    "npz": ("npz", "list", from_npz),
+    "safetensors": ("safetensors", "list", safetensors.numpy.load),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_round_trip(kind: str) -> None:
+    """Every format gives back each array bit by bit, under its own key, to a reader that is not ours."""
+    name, encoding, read = READERS[kind]
+    found = read(FORMATS[name].encode(features(ARRAYS), encoding))  # type: ignore[arg-type]
+    assert found.keys() == ARRAYS.keys()
+    assert [key for key in ARRAYS if not same(found[key], ARRAYS[key])] == []
+
+
+@pytest.mark.parametrize("key", ARRAYS)
+def test_npy(key: str) -> None:
+    """The one result of a .npy reply is read back bit by bit."""
+    body = FORMATS["npy"].encode(features({key: ARRAYS[key]}), "list")
+    assert same(np.load(BytesIO(body), allow_pickle=False), ARRAYS[key])
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_order(kind: str) -> None:
+    """Arrays in another memory order or byte order than promised are still written right."""
+    name, encoding, read = READERS[kind]
+    arrays = {"f": np.asfortranarray(ARRAYS["layer4"]), "b": ARRAYS["layer4"].astype(">f4")}
+    found = read(FORMATS[name].encode(features(arrays), encoding))  # type: ignore[arg-type]
+    assert all(same(found[key], ARRAYS["layer4"]) for key in arrays)
+
+
+@pytest.mark.parametrize("name", ["json", "npz", "safetensors"])
+def test_same_bytes(name: str) -> None:
+    """The same features give the same bytes each time."""
+    result = features(ARRAYS, errors=SKIPPED)
+    assert len({FORMATS[name].encode(result, "list") for _ in range(20)}) == 1
+
+
+def test_json_document() -> None:
+    """The JSON reply has the documented members, and nothing where there is nothing to say."""
+    result = features({"l2": np.array([[1.5], [2.0]], np.float32)}, errors=SKIPPED)
+    assert json.loads(FORMATS["json"].encode(result, "list")) == {
+        "model": "resnet50",
+        "fingerprint": "cafe",
+        "rows": 2,
+        "features": {"l2": {"shape": [2, 1], "dtype": "float32", "data": [[1.5], [2.0]]}},
+        "receipts": {
+            "l2": {
+                "layer": "l2",
+                "call": 1,
+                "module": "Conv2d",
+                "site": "output",
+                "layout": "NCHW",
+                "captured": [2, 3, 4, 4],
+                "dtype": "float32",
+                "pool": "mean",
+                "fingerprint": "f00d",
+            }
+        },
+        "errors": [
+            {"detail": "the picture can't be decoded", "hint": "send a JPEG", "input": 3},
+            {"detail": "no such layer", "pointer": "/layers/1"},
+        ],
+    }
+
+
+def test_first_input() -> None:
+    """A fault of input 0 names it: zero is not nothing."""
+    result = features({}, errors=(Fault("damaged", input=0),))
+    assert json.loads(FORMATS["json"].encode(result, "list"))["errors"] == [{"detail": "damaged", "input": 0}]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_not_finite(dtype: type) -> None:
+    """NaN and infinities are null in a JSON list, and themselves in base64."""
+    result = features({"x": np.array([np.nan, np.inf, -np.inf, 1], dtype)})
+    assert json.loads(FORMATS["json"].encode(result, "list"))["features"]["x"]["data"] == [None, None, None, 1.0]
+    assert same(from_base64(FORMATS["json"].encode(result, "base64"))["x"], result.arrays["x"])
+
+
+QUANTISED = features(
+    {"x": np.array([[127, -128], [5, 0]], np.int8), "y": np.array([[1.0]], np.float32)},
+    scales={"x": np.array([0.1, 2.5], np.float32)},
+)
+
+
+@pytest.mark.parametrize("encoding", ["list", "base64"])
+def test_scale_json(encoding: Any) -> None:
+    """The scale of an int8 result stands beside its data, as a list in both encodings."""
+    found = json.loads(FORMATS["json"].encode(QUANTISED, encoding))["features"]
+    assert same(np.array(found["x"]["scale"], np.float32), QUANTISED.scales["x"])
+    assert "scale" not in found["y"]
+
+
+@pytest.mark.parametrize("name", ["npz", "safetensors"])
+def test_scale(name: str) -> None:
+    """The scale of an int8 result is an array of its own, KEY.scale."""
+    found = READERS[name][2](FORMATS[name].encode(QUANTISED, "list"))
+    assert found.keys() == {"x", "y", "x.scale"}
+    assert same(found["x.scale"], QUANTISED.scales["x"])
+
+
+@pytest.mark.parametrize("name", ["npz", "safetensors"])
+def test_scale_meets_a_key(name: str) -> None:
+    """Where a scale would overwrite another result, the reply is refused."""
+    arrays = {"x": QUANTISED.arrays["x"], "x.scale": QUANTISED.arrays["y"]}
+    with pytest.raises(NotAcceptableError, match=r"'x\.scale'"):
+        FORMATS[name].encode(features(arrays, scales=QUANTISED.scales), "list")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [features({}), features({"a": ARRAYS["file"], "b": ARRAYS["file"]}), features({"x": QUANTISED.arrays["x"]})],
+    ids=["none", "two", "scaled"],
+)
+def test_npy_refused(result: Features) -> None:
+    """A .npy reply is refused for none or several results and for one with a scale, naming the format to use."""
+    scales = QUANTISED.scales if "x" in result.arrays else {}
+    with pytest.raises(NotAcceptableError) as caught:
+        FORMATS["npy"].encode(features(result.arrays, scales=scales), "list")
+    assert "format=npz" in caught.value.hint
+
+
+def test_npz_archive() -> None:
+    """A .npz reply holds its arrays only, unpacked and without the time of day."""
+    with zipfile.ZipFile(BytesIO(FORMATS["npz"].encode(features(ARRAYS), "list"))) as archive:
+        assert archive.testzip() is None
+        assert [entry.filename for entry in archive.infolist()] == [f"{key}.npy" for key in ARRAYS]
+        assert {entry.compress_type for entry in archive.infolist()} == {zipfile.ZIP_STORED}
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+
+
+@pytest.mark.parametrize("arrays", [ARRAYS, {}], ids=["many", "none"])
+def test_safetensors_metadata(arrays: dict[str, Array], tmp_path: Any) -> None:
+    """The metadata of a safetensors reply says what its tensors are, to the library's own reader."""
+    file = tmp_path / "reply.safetensors"
+    file.write_bytes(FORMATS["safetensors"].encode(features(arrays, errors=SKIPPED), "list"))
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        metadata = opened.metadata()
+    assert {key: metadata[key] for key in ("model", "fingerprint", "rows")} == {
+        "model": "resnet50",
+        "fingerprint": "cafe",
+        "rows": "2",
+    }
+    assert json.loads(metadata["receipts"]).keys() == arrays.keys()
+    assert json.loads(metadata["errors"])[0]["input"] == 3
+
+
+def test_safetensors_aligned() -> None:
+    """The tensors of a safetensors reply start on eight bytes, as its readers expect who map the file."""
+    body = FORMATS["safetensors"].encode(features({"x": ARRAYS["double"]}), "list")
+    assert (8 + int.from_bytes(body[:8], "little")) % 8 == 0
+
+
+def test_safetensors_reserved_name() -> None:
+    """A result cannot be named as the format's own entry."""
+    with pytest.raises(NotAcceptableError, match="__metadata__"):
+        FORMATS["safetensors"].encode(features({"__metadata__": ARRAYS["file"]}), "list")
+
+
+def test_table() -> None:
+    """The table holds each format under its name, json first, each with a media type of its own."""
+    assert list(FORMATS) == ["json", "npy", "npz", "safetensors"]
+    assert all(each.name == name for name, each in FORMATS.items())
+    assert len({each.media_type for each in FORMATS.values()}) == len(FORMATS)
