@@ -75,6 +75,10 @@ class Plan:
         """Whether the rows may run in several forwards and be joined again."""
         return not any(capture.leaf.mixed for capture in self.captures)
 
+    def numbers(self, rows: int) -> int:
+        """How many numbers all results hold."""
+        return sum(prod(result.capture.shape(rows)) for result in self.results)
+
     def nbytes(self, rows: int) -> int:
         """Bytes of all results as arrays."""
         return sum(result.capture.nbytes(rows) for result in self.results)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from models.errors import Fault
@@ -52,3 +54,22 @@ class Features:
     receipts: dict[str, Receipt]
     scales: dict[str, Array] = field(default_factory=dict)
     errors: tuple[Fault, ...] = ()
+
+
+def joined(parts: Sequence[Features]) -> Features:
+    """The features of several requests for the same layers of one model as those of one, rows in order."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    return replace(
+        first,
+        rows=sum(part.rows for part in parts),
+        arrays={key: np.concatenate([part.arrays[key] for part in parts], _axis(first, key)) for key in first.arrays},
+        scales={key: np.concatenate([part.scales[key] for part in parts]) for key in first.scales},
+        errors=tuple(fault for part in parts for fault in part.errors),
+    )
+
+
+def _axis(features: Features, key: str) -> int:
+    receipt = features.receipts[key]
+    return (receipt.layout or "N").index("N") if receipt.pool == "none" else 0

@@ -17,9 +17,13 @@ class ImageItem:
 
 @dataclass(frozen=True, eq=False)
 class ArraysItem:
-    """One array for each of the model's inputs, not preprocessed; the key None means its only input."""
+    """One array for each of the model's inputs, not preprocessed; the key None means its only input.
+
+    ``may_batch``: an array with one axis more than the model's input is a batch of items.
+    """
 
     arrays: dict[str | None, NDArray[Any]] = field(repr=False)
+    may_batch: bool = False
 
 
 Item = ImageItem | ArraysItem

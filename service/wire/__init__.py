@@ -15,3 +15,12 @@ _TABLE = (
 )
 
 FORMATS: dict[str, Format] = {each.name: each for each in _TABLE}
+
+JSON_NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
+
+
+def predicted_bytes(format: Format, encoding: Encoding, numbers: int, nbytes: int) -> int:  # noqa: A002
+    """About how large a reply will be, from how many numbers of how many bytes it holds."""
+    if format.name != "json":
+        return nbytes
+    return numbers * JSON_NUMBER_BYTES if encoding == "list" else nbytes * 4 // 3

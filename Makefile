@@ -1,0 +1,76 @@
+# Every target builds .venv first where it is missing or older than requirements.lock or pyproject.toml.
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.layertap-installed
+# The first of these that runs, is 3.11 or newer and can make environments; `make setup PYTHON=/path/to/python` names one.
+PYTHON ?= python3.13 python3.12 python3.11 python3
+
+# Checkpoints are read as tensors only. ruff's S3xx rules see pickle too; this also sees what they let through.
+UNSAFE := ^[[:space:]]*(import|from)[[:space:]]+(_?pickle|cPickle|cloudpickle|dill|joblib|marshal|shelve)|[^_[:alnum:]]pickle\.|allow_pickle=True|weights_only=False|from torch import .*\<load\>
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-all lint format bench lock clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## Build .venv from requirements.lock
+
+serve: $(STAMP) ## Start the server; options in ARGS="--port 9000 --config models.yaml"
+	@$(BIN)/layertap serve $(ARGS)
+
+test: $(STAMP) ## Run the tests, without the slow ones and those that need a GPU; pytest's options in ARGS
+	$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(STAMP) ## Run the slow tests too
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+lint: $(STAMP) ## Check style, formatting, types, import directions and unsafe loading
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-logo
+	@! grep -rnE --include='*.py' '$(UNSAFE)' models service \
+		|| { echo 'lint: read checkpoints with safetensors or models.weights, never with pickle' >&2; exit 1; }
+	@! grep -rnE --include='*.py' 'torch\.load\(' models service | grep -v 'weights_only=True' \
+		|| { echo 'lint: torch.load needs weights_only=True, on the same line' >&2; exit 1; }
+
+format: $(STAMP) ## Apply ruff's fixes and formatting
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+bench: $(STAMP) ## Run the start-up benchmark; its options in ARGS
+	$(BIN)/python -m bench.startup $(ARGS)
+
+lock: $(BIN)/uv ## Bring requirements.lock in line with pyproject.toml; ARGS=--upgrade for the newest versions
+	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \
+		--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' -o requirements.lock $(ARGS)
+
+clean: ## Remove caches and build outputs, but not .venv
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(STAMP): requirements.lock pyproject.toml | $(BIN)/uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/uv pip check --quiet --python $(BIN)/python
+	@touch $@
+
+# The installer comes out of the lock as well, hashes and all.
+$(BIN)/uv: | $(BIN)/python
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null
+	@awk '/^[^ ]/ {on = /^uv==/} on' requirements.lock >$(VENV)/uv.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(VENV)/uv.txt
+
+$(BIN)/python:
+	@bare=; for candidate in $(PYTHON); do \
+		"$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue; \
+		"$$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 || { bare="$$bare $$candidate"; continue; }; \
+		echo "$$candidate -m venv $(VENV)"; exec "$$candidate" -m venv --clear $(VENV); \
+	done; \
+	if [ -n "$$bare" ]; then \
+		echo "make:$$bare cannot make environments (ensurepip is missing): apt-get install python3-venv" >&2; \
+	else \
+		echo 'make: no Python 3.11 or newer among $(PYTHON): install one, or type make setup PYTHON=/path/to/python' >&2; \
+	fi; exit 1

@@ -1,0 +1,59 @@
+"""Where everything is put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+
+from models.registry import Registry
+from service import config
+from service.config import Configuration
+from service.engine.engine import Engine
+from service.engine.fleet import Fleet
+from service.http import errors, extract, health, models, openapi
+from service.http.outermost import Outermost
+from service.settings import Settings
+
+
+def create_app(settings: Settings | None = None, configuration: Configuration | None = None) -> FastAPI:
+    """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense."""
+    settings = settings or Settings()
+    engine = create_engine(settings, configuration)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.fleet.start()
+        yield
+        await engine.close()
+
+    app = FastAPI(
+        title="layertap",
+        summary="Any layer of any PyTorch model, over HTTP.",
+        version=_version(),
+        lifespan=lifespan,
+        redirect_slashes=False,
+    )
+    app.state.engine = engine
+    for router in (extract.router, models.router, health.router):
+        app.include_router(router)
+    errors.install(app)
+    openapi.install(app)
+    app.add_middleware(Outermost, settings=settings)
+    return app
+
+
+def create_engine(settings: Settings, configuration: Configuration | None = None) -> Engine:
+    """The engine for a configuration: the given one, the one in the settings' file, or the embedded one."""
+    if configuration is None:
+        configuration = config.read(settings.config) if settings.config else config.embedded()
+    return Engine(Fleet(Registry(configuration.models), configuration.default, settings), settings)
+
+
+def _version() -> str:
+    try:
+        return version("layertap")
+    except PackageNotFoundError:  # run from a folder that was never installed
+        return "0"

@@ -1,0 +1,211 @@
+"""The command line: ``layertap serve | models | layers | extract``."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.tree import Tree
+
+from models.errors import LayertapError
+from models.points import Reduction, Selector
+
+if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
+    from models.catalog import Catalog, Layer
+    from service.engine.engine import Engine
+    from service.features import Features
+    from service.settings import Settings
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
+out = Console()
+notes = Console(stderr=True)
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+BATCH = 32
+POOLS = "none, mean, max, gem, cls, flatten"
+
+Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
+Model = Annotated[str | None, typer.Option(help="Model name; the configuration's default without it.")]
+
+
+def main() -> None:
+    """Entry point: an error of the tree is one line on stderr and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except LayertapError as error:
+        notes.print(f"layertap: {error.detail}" + (f" ({error.hint})" if error.hint else ""), markup=False)
+        sys.exit(2)
+
+
+@app.command()
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback only with API keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    config: Config = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+) -> None:
+    """Start the server."""
+    import uvicorn
+
+    from service import logs
+    from service.app import create_app
+
+    settings = _settings(host=host, port=port, config=config, log_level=log_level)
+    if settings.host not in LOOPBACK and not settings.guarded:
+        raise LayertapError(
+            f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
+        )
+    logs.configure(settings.log_level)
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.deadline_s),
+    )
+
+
+@app.command()
+def models(config: Config = None) -> None:
+    """List the configured models."""
+    engine = _engine(config)
+    table = Table("model", "source", "weights", "device", "dtype", "load")
+    for entry in engine.fleet.registry:
+        spec = entry.spec
+        name = f"{spec.name} (default)" if spec.name == engine.fleet.default else spec.name
+        table.add_row(name, spec.source, Path(spec.weights).name, spec.device, spec.dtype, spec.load)
+    out.print(table)
+
+
+@app.command()
+def layers(model: Annotated[str, typer.Argument(help="Model name.")], config: Config = None) -> None:
+    """Show a model's layers as a tree, with the shapes that one row has."""
+    engine = _engine(config)
+    loaded = engine.fleet.registry
+    with _waiting(f"loading {model}"):
+        found = loaded.load(model)
+    out.print(_tree(model, found.catalog))
+
+
+@app.command()
+def extract(
+    images: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False)],
+    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas.")],
+    model: Model = None,
+    pool: Annotated[str, typer.Option(help=f"One of {POOLS}.")] = "none",
+    normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
+    file: Annotated[
+        Path | None, typer.Option("--out", help="A .npz, .npy, .safetensors or .json file; a summary without it.")
+    ] = None,
+    config: Config = None,
+) -> None:
+    """Take layers of a model for pictures on disk, without a server."""
+    from service.wire import FORMATS
+
+    format_name = file.suffix.removeprefix(".") if file else "json"
+    if format_name not in FORMATS:
+        raise LayertapError(f"can't write {file}", hint="use a name that ends in ." + ", .".join(FORMATS))
+    engine = _engine(config)
+    features = asyncio.run(_extract(engine, images, _selectors(layers, pool, normalize), model))
+    if file is None:
+        out.print(_summary(features))
+        return
+    file.write_bytes(FORMATS[format_name].encode(features, "list"))
+    notes.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
+
+
+def _settings(**given: Any) -> Settings:
+    from service.settings import Settings
+
+    return Settings(**{key: value for key, value in given.items() if value is not None})
+
+
+def _engine(config: Path | None) -> Engine:
+    from service.app import create_engine
+
+    return create_engine(_settings(config=config))
+
+
+def _selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
+    from models.selectors import parse
+
+    if pool not in POOLS.split(", "):
+        raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
+    reduction = Reduction(pool=pool, normalize=normalize)  # type: ignore[arg-type]  # checked above
+    return tuple(replace(parse(name), reduction=reduction) for name in layers.split(",") if name)
+
+
+async def _extract(
+    engine: Engine, images: Sequence[Path], selectors: tuple[Selector, ...], model: str | None
+) -> Features:
+    """All pictures, a batch at a time, with a bar where it takes long."""
+    from service.engine.job import Ask
+    from service.features import joined
+    from service.inputs import ImageItem
+
+    def never(plan: object, rows: int) -> None:
+        """A file may be as large as the disk holds."""
+
+    parts = []
+    try:
+        with _waiting("loading the model"):
+            await engine.fleet.model(model, float("inf"))
+        with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
+            bar = progress.add_task("extracting", total=len(images))
+            for at in range(0, len(images), BATCH):
+                batch = images[at : at + BATCH]
+                items = tuple((at + index, ImageItem(path.read_bytes())) for index, path in enumerate(batch))
+                parts.append(await engine.extract(Ask(model, items, selectors, time.monotonic() + 3600), never))
+                progress.advance(bar, len(batch))
+    finally:
+        await engine.close()
+    return joined(parts)
+
+
+def _tree(model: str, catalog: Catalog) -> Tree:
+    whole = catalog.layers["."]
+    root = Tree(f"[bold]{model}[/] {_described(whole)}", guide_style="dim")
+    branches = {"": root}
+    for layer in catalog.layers.values():
+        if layer.name == ".":
+            continue
+        parent, _, leaf = layer.name.rpartition(".")
+        branch = branches.get(parent, root)
+        branches[layer.name] = branch.add(f"{leaf if parent in branches else layer.name} {_described(layer)}")
+    return root
+
+
+def _described(layer: Layer) -> str:
+    if not layer.calls:
+        return f"[cyan]{layer.type}[/] [dim]never runs[/]"
+    last = layer.calls[-1].output
+    shapes = ", ".join(
+        "×".join(map(str, leaf.shape)) + (f" {leaf.layout}" if leaf.layout else "") for leaf in last.leaves
+    )
+    times = f" [yellow]{len(layer.calls)} calls[/]" if len(layer.calls) > 1 else ""
+    return f"[cyan]{layer.type}[/] {shapes} [dim]{last.cost:.0%}[/]{times}"
+
+
+def _summary(features: Features) -> Table:
+    table = Table("layer", "shape", "dtype", "mean", "std", "min", "max")
+    for key, array in features.arrays.items():
+        numbers = (array.mean(), array.std(), array.min(), array.max())
+        table.add_row(key, "×".join(map(str, array.shape)), array.dtype.name, *(f"{number:.4g}" for number in numbers))
+    return table
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    with notes.status(f"{what} …"):
+        yield

@@ -1,0 +1,183 @@
+"""A request through the engine in two steps: ``prepare`` does everything before the forward, ``run`` the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from torch import Tensor
+
+from models import fingerprint
+from models.catalog import Catalog
+from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from models.loaded import LoadedModel, Shapes
+from models.plan import Plan, Result, resolve
+from models.points import path_text
+from models.pooling import Reduced
+from service.engine.fleet import Fleet, within
+from service.engine.job import Ask, Job
+from service.engine.rows import Rows, joined, rows_of, shape_of
+from service.errors import DeadlineError
+from service.features import Array, Features, Receipt
+from service.inputs import Item
+from service.settings import Settings
+
+T = TypeVar("T")
+OnHost = tuple[Array, Array | None]  # values, and the scale of int8
+SizeCheck = Callable[[Plan, int], None]
+
+
+class Engine:
+    """Requests to features. Used on the event loop, which it never blocks."""
+
+    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.pool = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+
+    async def close(self) -> None:
+        """Finish what was submitted, then end all threads."""
+        await self.fleet.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    async def off_loop(self, run: Callable[[], T], deadline: float) -> T:
+        """Run something that computes in the pool of the decoders."""
+        return await within(deadline, asyncio.get_running_loop().run_in_executor(self.pool, run))
+
+    async def extract(self, ask: Ask, fits: SizeCheck) -> Features:
+        """The features of a request: what ``prepare`` and ``run`` do, with a place in the queue; QueueFullError."""
+        model = await self.fleet.model(ask.model, ask.deadline)
+        with self.fleet.admitted(model, len(ask.items)):
+            job = await self.prepare(ask, fits)
+            with self.fleet.admitted(model, max(job.rows - len(ask.items), 0)):
+                return await self.run(job)
+
+    async def prepare(self, ask: Ask, fits: SizeCheck) -> Job:
+        """Everything before the forward, the cheapest first: names, sizes, then pixels.
+
+        ``fits`` is asked whether the reply may be so large, before decoding and again if the rows have another shape
+        than the configured one. RequestError, TooLargeError, UnavailableError, DeadlineError.
+        """
+        model = await self.fleet.model(ask.model, ask.deadline)
+        catalog, plan = model.catalog, self._plan(ask, model.catalog)
+        fits(plan, max(len(ask.items), 1))
+        inputs: dict[str, Tensor] = {}
+        faults, rows = ask.faults, 1
+        if ask.items:
+            inputs, bad = await self._decode(ask, model)
+            faults, rows = (*faults, *bad), len(next(iter(inputs.values())))
+            check_count(rows, self.settings)
+            catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
+            plan = self._plan(ask, catalog) if catalog is not model.catalog else plan
+            fits(plan, rows)
+        prints = {result.key: _fingerprint(model, result) for result in plan.results}
+        return Job(model, catalog, plan, inputs, rows, ask.deadline, faults, ask.timings, prints)
+
+    async def run(self, job: Job) -> Features:
+        """Run a job in its model's thread; DeadlineError, LayerNotReachedError."""
+        submitted = time.perf_counter()
+
+        def extract(model: LoadedModel) -> dict[str, OnHost]:
+            job.timings.add("queue", time.perf_counter() - submitted)
+            if time.monotonic() >= job.deadline:
+                raise DeadlineError("the deadline passed before the forward began")
+            with job.timings.step("forward"):
+                taken = model.extract(job.inputs, job.plan, job.catalog, self.settings.max_batch_rows)
+            with job.timings.step("copy"):
+                on_host = {capture: _on_host(reduced) for capture, reduced in taken.items()}
+            return {result.key: on_host[result.capture] for result in job.plan.results}
+
+        return _features(job, await self.fleet.call(job.model, extract, job.deadline))
+
+    def _plan(self, ask: Ask, catalog: Catalog) -> Plan:
+        plan = resolve(ask.selectors, catalog)
+        if len(plan.results) > self.settings.max_results:
+            raise TooLargeError(
+                f"the request names {len(plan.results)} results, the limit is {self.settings.max_results}",
+                hint="ask for fewer layers at once",
+            )
+        return plan
+
+    async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
+        if shapes == model.shapes:
+            return model.catalog
+        return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+
+    async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
+        """The rows of all good items, in order, and the faults of the others."""
+        with ask.timings.step("decode"):
+            attempts = await asyncio.gather(*(self._try(item, model, ask.deadline) for _, item in ask.items))
+        parts: list[Rows] = []
+        faults: list[Fault] = []
+        for (place, _), attempt in zip(ask.items, attempts, strict=True):
+            if isinstance(attempt, LayertapError):
+                faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
+                if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
+                    raise TooLargeError(attempt.detail, hint=attempt.hint, faults=(faults[-1],))
+            elif parts and shape_of(attempt) != shape_of(parts[0]):
+                shapes = f"{_shown(shape_of(attempt))}, the first good one {_shown(shape_of(parts[0]))}"
+                faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
+            else:
+                parts.append(attempt)
+        if faults and (ask.on_error == "fail" or not parts):
+            raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+        return joined(parts), tuple(faults)
+
+    async def _try(self, item: Item, model: LoadedModel, deadline: float) -> Rows | LayertapError:
+        try:
+            return await self.off_loop(lambda: rows_of(item, model, self.settings), deadline)
+        except (InputError, TooLargeError) as error:
+            return error
+
+
+def check_count(inputs: int, settings: Settings) -> None:
+    """TooLargeError where a request has more inputs than it may."""
+    if inputs > settings.max_inputs:
+        raise TooLargeError(
+            f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
+        )
+
+
+def _shown(shapes: Shapes) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+def _on_host(reduced: Reduced) -> OnHost:
+    scale = reduced.scale.cpu().numpy() if reduced.scale is not None else None
+    return reduced.values.cpu().numpy(), scale
+
+
+def _fingerprint(model: LoadedModel, result: Result) -> str:
+    return fingerprint.of_result(model.identity, result.capture.point, result.capture.reduction)
+
+
+def _features(job: Job, arrays: dict[str, OnHost]) -> Features:
+    return Features(
+        model=job.model.spec.name,
+        fingerprint=job.fingerprint,
+        rows=job.rows,
+        arrays={key: array for key, (array, _) in arrays.items()},
+        scales={key: scale for key, (_, scale) in arrays.items() if scale is not None},
+        receipts={result.key: _receipt(job, result) for result in job.plan.results},
+        errors=job.faults,
+    )
+
+
+def _receipt(job: Job, result: Result) -> Receipt:
+    point, leaf, how = result.capture.point, result.capture.leaf, result.capture.reduction
+    return Receipt(
+        layer=point.layer,
+        call=point.call,
+        module=result.module,
+        site=point.site,
+        path=path_text(point.path),
+        layout=leaf.layout,
+        captured=leaf.shape_for(job.rows),
+        dtype=leaf.dtype,
+        pool=how.pool,
+        normalize=how.normalize,
+        fingerprint=job.fingerprints[result.key],
+    )

@@ -1,0 +1,79 @@
+"""A request's way through the engine: what is asked, what was made ready, how long each step took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from models import fingerprint
+from models.catalog import Catalog
+from models.errors import Fault
+from models.loaded import LoadedModel
+from models.plan import Plan
+from models.points import Selector
+from service.inputs import Item
+
+
+@dataclass
+class Timings:
+    """Milliseconds by step, in the order in which the steps ended."""
+
+    steps: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to a step."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - begun)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to a step."""
+        self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request wants, whatever dialect it came in.
+
+    ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
+    on the monotonic clock.
+    """
+
+    model: str | None
+    items: tuple[tuple[int, Item], ...]
+    selectors: tuple[Selector, ...]
+    deadline: float
+    on_error: Literal["fail", "skip"] = "fail"
+    faults: tuple[Fault, ...] = ()
+    timings: Timings = field(default_factory=Timings)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
+
+    ``fingerprints`` holds that of each result by its key.
+    """
+
+    model: LoadedModel
+    catalog: Catalog
+    plan: Plan
+    inputs: dict[str, Tensor]
+    rows: int
+    deadline: float
+    faults: tuple[Fault, ...]
+    timings: Timings
+    fingerprints: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the whole reply."""
+        return fingerprint.of_reply(self.fingerprints.values())

@@ -1,0 +1,105 @@
+"""Items made into rows: decode, preprocess, check against what the model takes. Runs in the decode pool."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.dryrun import DTYPES
+from models.errors import InputError, TooLargeError
+from models.loaded import LoadedModel
+from models.preprocess import preprocess, resized_pixels
+from models.spec import InputSpec
+from service.features import Array
+from service.inputs import ArraysItem, ImageItem, Item
+from service.inputs.arrays import require_finite
+from service.inputs.images import decode_image
+from service.settings import Settings
+
+Rows = Mapping[str, Tensor]
+
+
+def rows_of(item: Item, model: LoadedModel, settings: Settings) -> Rows:
+    """One item as rows, one tensor for each input with the rows on axis 0; InputError or TooLargeError."""
+    if isinstance(item, ImageItem):
+        return {model.inputs[0].name: _image(item, model, settings)}
+    return _arrays(item, model)
+
+
+def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
+    """All rows of a request; their shapes agree."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def shape_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
+    """The shape of one row, input by input."""
+    return tuple(tuple(value.shape[1:]) for value in rows.values())
+
+
+def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
+    if model.preprocess is None or len(model.inputs) != 1:
+        takes = "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in model.inputs)
+        raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {takes}")
+    image = decode_image(item.data, settings.max_pixels)
+    pixels = resized_pixels(model.preprocess, *image.size)
+    if pixels > settings.max_resized_pixels:
+        raise TooLargeError(
+            f"the picture would be resized to {pixels} pixels, the limit is {settings.max_resized_pixels}",
+            hint="send a picture that is less long and narrow",
+        )
+    return preprocess(image, model.preprocess).unsqueeze(0)
+
+
+def _arrays(item: ArraysItem, model: LoadedModel) -> Rows:
+    by_name = _named(item, model.inputs)
+    rows = {spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in model.inputs}
+    counts = {len(value) for value in rows.values()}
+    if len(counts) != 1:
+        raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
+    if counts == {0}:
+        raise InputError("the batch holds no rows")
+    return rows
+
+
+def _named(item: ArraysItem, specs: Sequence[InputSpec]) -> dict[str, Array]:
+    arrays = item.arrays
+    if len(specs) == 1 and len(arrays) == 1:
+        return {specs[0].name: next(iter(arrays.values()))}
+    wanted = {spec.name for spec in specs}
+    if set(arrays) != wanted:
+        raise InputError(
+            f"the model takes {len(specs)} inputs by name, {len(arrays)} arrays were sent",
+            hint="name the arrays " + ", ".join(sorted(wanted)),
+        )
+    return {str(name): array for name, array in arrays.items()}
+
+
+def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
+    batch = array if may_batch and array.ndim == len(spec.shape) + 1 else array[None]
+    fits = batch.ndim == len(spec.shape) + 1 and 0 not in batch.shape[1:]
+    # Height and width may differ where the model takes that; the survey of the new shape tells.
+    if not fits or (len(spec.shape) < 3 and batch.shape[1:] != spec.shape) or batch.shape[1:2] != spec.shape[:1]:
+        raise InputError(
+            f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
+            hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}",
+        )
+    require_finite(batch)
+    return _cast(batch, spec)
+
+
+def _cast(array: Array, spec: InputSpec) -> Tensor:
+    dtype = DTYPES[spec.dtype]
+    if array.dtype.kind == "f" and not dtype.is_floating_point:
+        raise InputError(f"input '{spec.name}' takes {spec.dtype}, not {array.dtype.name}")
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the array is read-only; the cast below or the model's copy owns
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.to(dtype)

@@ -1,0 +1,78 @@
+"""The one thread that ever touches a model: it loads it, surveys it, runs it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from models.errors import LayertapError
+from models.loaded import LoadedModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Task(Generic[T]):
+    run: Callable[[LoadedModel], T]
+    future: Future[T]
+
+    def do(self, model: LoadedModel) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.run(model)
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class Worker:
+    """A model's thread and its queue.
+
+    ``loaded`` tells when the model is there, or why it is not. Tasks run one after another, in the order given; a task
+    whose future was cancelled before its turn never runs.
+    """
+
+    def __init__(self, name: str, load: Callable[[], LoadedModel]) -> None:
+        self.loaded: Future[LoadedModel] = Future()
+        self.rows = 0  # admitted and not answered; touched by the event loop only
+        self.last_used = 0.0
+        self._load = load
+        self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"model-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> bool:
+        """Whether the thread ended though its model was loaded and nobody stopped it."""
+        return not self._thread.is_alive() and self.loaded.done() and self.loaded.exception() is None
+
+    def submit(self, run: Callable[[LoadedModel], T]) -> Future[T]:
+        """Run a function of the model in its thread."""
+        future: Future[T] = Future()
+        self._queue.put(_Task(run, future))
+        return future
+
+    def stop(self) -> None:
+        """End the thread after the tasks that were submitted before."""
+        self._queue.put(None)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout)
+
+    def _work(self) -> None:
+        try:
+            model = self._load()
+        except LayertapError as error:
+            self.loaded.set_exception(error)
+            return
+        self.loaded.set_result(model)
+        while (task := self._queue.get()) is not None:
+            task.do(model)
+            del task  # or its rows would live until the next one comes

@@ -1,0 +1,91 @@
+"""A request's body in memory: counted as it arrives, within a time, never on a disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from fastapi import Request
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+
+from models.errors import TooLargeError
+from service.errors import BadRequestError, BodyTimeoutError
+from service.settings import Settings
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a multipart body."""
+
+    name: str
+    data: bytes
+
+
+async def read(request: Request, settings: Settings) -> bytes:
+    """The whole body; TooLargeError, BodyTimeoutError, BadRequestError where it breaks off."""
+    limit = settings.max_body_bytes
+    announced = request.headers.get("content-length", "0")
+    if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
+        raise _too_large(announced[:20], limit)
+    chunks = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                if len(chunks) + len(chunk) > limit:
+                    raise _too_large(f"more than {limit}", limit)
+                chunks += chunk
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body did not arrive within {settings.body_timeout_s:g} s") from None
+    except ClientDisconnect:
+        raise BadRequestError("the body broke off") from None
+    return bytes(chunks)
+
+
+def parts(headers: Headers, body: bytes, settings: Settings) -> list[Part]:
+    """The parts of a multipart body, in order; BadRequestError where it is broken, TooLargeError for too many parts.
+
+    Computes, so it belongs in a thread.
+    """
+    most = settings.max_inputs + 1
+    parser = _InMemory(headers, _once(body), max_files=most, max_fields=most, max_part_size=len(body) + 1)
+    try:
+        found = asyncio.run(_parsed(parser))
+    except MultiPartException as error:
+        if error.message.startswith("Too many"):
+            raise TooLargeError(f"a multipart body has at most {most} parts") from None
+        raise _broken() from None
+    except (KeyError, ValueError):
+        raise _broken() from None
+    if not body.rstrip().endswith(b"--"):
+        raise _broken()
+    return found
+
+
+async def _parsed(parser: MultiPartParser) -> list[Part]:
+    form = await parser.parse()
+    try:
+        return [
+            Part(name, await value.read() if isinstance(value, UploadFile) else value.encode("utf-8", "replace"))
+            for name, value in form.multi_items()
+        ]
+    finally:
+        await form.close()
+
+
+class _InMemory(MultiPartParser):
+    spool_max_size = 2**62  # the body is in memory and bounded already: nothing goes to a disk
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+    yield body
+
+
+def _broken() -> BadRequestError:
+    return BadRequestError("the multipart body is broken", hint="let the client library write it, boundary included")
+
+
+def _too_large(figure: str, limit: int) -> TooLargeError:
+    return TooLargeError(f"the body has {figure} bytes, the limit is {limit}", hint="send fewer or smaller inputs")

@@ -1,0 +1,177 @@
+"""The three ways to send a request, read into one command: JSON, multipart, or one raw body with query parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+from starlette.datastructures import Headers, QueryParams
+
+from models.errors import Fault, LayertapError, RequestError, TooLargeError
+from service.engine.engine import check_count
+from service.errors import BadRequestError, UnsupportedMediaError
+from service.http import body as body_
+from service.inputs import ArraysItem, ImageItem, Item
+from service.inputs.arrays import read_npy, read_npz, read_safetensors
+from service.schemas import ExtractBody, faults_of, items
+from service.settings import Settings
+
+MAX_LAYER_PARAMETERS = 50_000
+ALWAYS = frozenset({"format", "dry_run"})
+LISTS = frozenset({"layers"})
+FIELDS = frozenset({"model", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated"})
+
+
+@dataclass(frozen=True)
+class Command:
+    """A request as it was sent: its body without inputs, its inputs with their places, faults of those left out."""
+
+    body: ExtractBody
+    items: tuple[tuple[int, Item], ...]
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What arrived."""
+
+    headers: Headers
+    query: QueryParams
+    data: bytes
+    settings: Settings
+
+
+def read(sent: Sent) -> Command:
+    """The command in what arrived; computes, so it belongs in a thread.
+
+    BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
+    """
+    media_type = sent.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not sent.data and not media_type:  # a dry run needs no input
+        return _raw(sent, ())
+    reader = READERS.get("image/*" if media_type.startswith("image/") else media_type)
+    if reader is None:
+        raise UnsupportedMediaError(
+            "a body of this content type is not taken",
+            hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
+            "application/x-npy, application/x-npz or application/x-safetensors",
+        )
+    return reader(sent)
+
+
+def _json(sent: Sent) -> Command:
+    _only(sent.query, ALWAYS, "a JSON body says everything itself")
+    body = _validated(load_json(sent.data, sent.settings.max_json_depth))
+    check_count(len(body.inputs), sent.settings)
+    good, faults = items(body.inputs, skip=body.on_error == "skip")
+    return Command(body, tuple(good), tuple(faults))
+
+
+def _multipart(sent: Sent) -> Command:
+    parts = body_.parts(sent.headers, sent.data, sent.settings)
+    images = [part for part in parts if part.name == "images"]
+    requests = [part for part in parts if part.name == "request"]
+    if len(requests) > 1 or len(images) + len(requests) < len(parts):
+        raise RequestError(
+            "a multipart body has parts named 'images' and at most one named 'request'", hint="rename the others"
+        )
+    check_count(len(images), sent.settings)
+    found = tuple(enumerate(ImageItem(part.data) for part in images))
+    if not requests:
+        return _raw(sent, found)
+    _only(sent.query, ALWAYS, "the part 'request' says everything itself")
+    body = _validated(load_json(requests[0].data, sent.settings.max_json_depth))
+    if body.inputs:
+        raise RequestError("a multipart request has its inputs in parts 'images'", hint="leave 'inputs' out")
+    return Command(body, found)
+
+
+def _image(sent: Sent) -> Command:
+    return _raw(sent, ((0, ImageItem(sent.data)),))
+
+
+def _npy(sent: Sent) -> Command:
+    return _arrays(sent, lambda: {None: read_npy(sent.data)})
+
+
+def _npz(sent: Sent) -> Command:
+    return _arrays(sent, lambda: read_npz(sent.data, sent.settings.max_body_bytes))
+
+
+def _safetensors(sent: Sent) -> Command:
+    return _arrays(sent, lambda: read_safetensors(sent.data))
+
+
+def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
+    try:
+        item = ArraysItem(load(), may_batch=True)
+    except TooLargeError:
+        raise
+    except LayertapError as error:
+        raise RequestError(error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, input=0),)) from None
+    return _raw(sent, ((0, item),))
+
+
+def _raw(sent: Sent, found: tuple[tuple[int, Item], ...]) -> Command:
+    """A command whose body is the query parameters."""
+    _only(sent.query, ALWAYS | FIELDS, "")
+    fields: dict[str, Any] = {key: value for key, value in sent.query.items() if key in FIELDS - LISTS}
+    named = [name for value in sent.query.getlist("layers") for name in value.split(",", MAX_LAYER_PARAMETERS) if name]
+    return Command(_validated({**fields, "layers": named}), found)
+
+
+def load_json(data: bytes, max_depth: int) -> Any:
+    """A JSON document no deeper than it may be; BadRequestError."""
+    try:
+        value = orjson.loads(data)
+    except (orjson.JSONDecodeError, RecursionError):
+        raise BadRequestError("the body is not JSON (UTF-8, no NaN or Infinity)") from None
+    # Only a document with that many brackets can be that deep.
+    if data.count(b"[") + data.count(b"{") > max_depth and _deeper(value, max_depth):
+        raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
+    return value
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _validated(value: Any) -> ExtractBody:
+    try:
+        return ExtractBody.model_validate(value)
+    except ValidationError as error:
+        faults = faults_of(error.errors(include_url=False, include_input=False, include_context=False))
+        detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail
+        raise RequestError(detail, faults=faults) from None
+
+
+def _only(query: QueryParams, allowed: frozenset[str], why: str) -> None:
+    for key in query:
+        if key not in allowed:
+            offered = ", ".join(sorted(allowed))
+            hint = f"{why}; its query parameters are {offered}" if why else f"use {offered}"
+            raise RequestError("there is a query parameter that this route does not take here", hint=hint)
+
+
+READERS: Mapping[str, Callable[[Sent], Command]] = {
+    "application/json": _json,
+    "multipart/form-data": _multipart,
+    "image/*": _image,
+    "application/x-npy": _npy,
+    "application/x-npz": _npz,
+    "application/x-safetensors": _safetensors,
+}

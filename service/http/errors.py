@@ -1,0 +1,159 @@
+"""Errors as ``application/problem+json`` (RFC 9457): one table says which class has which status."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from models.errors import (
+    Fault,
+    LayerNotReachedError,
+    LayertapError,
+    RequestError,
+    TooLargeError,
+    UnknownModelError,
+)
+from service.errors import (
+    BadRequestError,
+    BodyTimeoutError,
+    DeadlineError,
+    ForbiddenError,
+    KeyMissingError,
+    NotAcceptableError,
+    QueueFullError,
+    RetryLaterError,
+    UnavailableError,
+    UnsupportedMediaError,
+)
+from service.schemas import faults_of
+
+log = logging.getLogger("layertap")
+MEDIA_TYPE = "application/problem+json"
+MAX_FAULTS = 16
+MAX_BODY = 1000
+
+
+def problem(
+    status: int,
+    kind: str,
+    detail: str,
+    request_id: str,
+    *,
+    hint: str = "",
+    faults: tuple[Fault, ...] = (),
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """An error's reply, below 1 KiB whatever went wrong: of many faults the first are shown and all are counted."""
+    body: dict[str, Any] = {
+        "type": f"urn:layertap:problem:{kind}",
+        "title": TITLES[status],
+        "status": status,
+        "detail": detail[:300],
+        "request_id": request_id,
+    }
+    shown = [_entry(fault) for fault in (faults or ((Fault(detail, hint),) if hint else ()))[:MAX_FAULTS]]
+    body["errors"] = shown
+    while len(data := orjson.dumps(body)) > MAX_BODY and shown:
+        shown.pop()
+        body["more_errors"] = len(faults) - len(shown)
+    return Response(data, status, headers, MEDIA_TYPE)
+
+
+def of_error(error: LayertapError, request_id: str) -> Response:
+    """The reply to an error of the tree, by the table."""
+    status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+    headers = dict(HEADERS.get(status, {}))
+    if isinstance(error, RetryLaterError):
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    return problem(status, kind, error.detail, request_id, hint=error.hint, faults=error.faults, headers=headers)
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of the app be answered here."""
+    app.add_exception_handler(LayertapError, _layertap)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _bug)
+
+
+def request_id(request: Request) -> str:
+    """The id that the outermost layer gave the request."""
+    return str(request.scope.get("state", {}).get("request_id", ""))
+
+
+async def _layertap(request: Request, error: Exception) -> Response:
+    assert isinstance(error, LayertapError)  # noqa: S101  (the handler's registration says so)
+    return of_error(error, request_id(request))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101
+    faults = faults_of(error.errors())
+    return problem(422, "invalid-request", faults[0].detail, request_id(request), faults=faults)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101
+    details = {404: "there is no such route", 405: "this route does not take that method"}
+    detail = details.get(error.status_code, "the request was refused")
+    hint = "GET /docs lists the routes" if error.status_code == 404 else ""
+    status = error.status_code if error.status_code in TITLES else 400
+    headers = dict(error.headers or {})
+    return problem(status, "http", detail, request_id(request), hint=hint, headers=headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return problem(500, "bug", "something went wrong in the server; its log has the details", request_id(request))
+
+
+def _entry(fault: Fault) -> dict[str, Any]:
+    cut = {key: value[:300] if isinstance(value, str) else value for key, value in asdict(fault).items()}
+    return {key: value for key, value in cut.items() if value is not None and value != ""}
+
+
+STATUS: dict[type[BaseException], tuple[int, str]] = {
+    BadRequestError: (400, "bad-request"),
+    KeyMissingError: (401, "key-missing"),
+    ForbiddenError: (403, "forbidden"),
+    UnknownModelError: (404, "unknown-model"),
+    NotAcceptableError: (406, "not-acceptable"),
+    BodyTimeoutError: (408, "body-timeout"),
+    TooLargeError: (413, "too-large"),
+    UnsupportedMediaError: (415, "unsupported-media-type"),
+    RequestError: (422, "invalid-request"),
+    LayerNotReachedError: (422, "layer-not-reached"),
+    QueueFullError: (429, "queue-full"),
+    UnavailableError: (503, "unavailable"),
+    DeadlineError: (504, "deadline"),
+    LayertapError: (500, "bug"),
+}
+
+HEADERS: dict[int, dict[str, str]] = {
+    401: {"WWW-Authenticate": 'Bearer realm="layertap"'},
+    408: {"Connection": "close"},
+    413: {"Connection": "close"},
+}
+
+TITLES: dict[int, str] = {
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    406: "Not Acceptable",
+    408: "Request Timeout",
+    413: "Content Too Large",
+    415: "Unsupported Media Type",
+    422: "Unprocessable Content",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+}

@@ -1,0 +1,132 @@
+"""``POST /extract``: read, prepare, run, encode."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from models.errors import RequestError, TooLargeError
+from models.plan import Plan
+from models.points import path_text
+from service.engine.engine import Engine
+from service.engine.job import Ask, Job, Timings
+from service.http import body as body_
+from service.http.command import Command, Sent, read
+from service.http.openapi import EXTRACT
+from service.settings import Settings
+from service.wire import FORMATS, Encoding, Format, predicted_bytes
+from service.wire.negotiate import choose
+
+router = APIRouter()
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+@router.post(
+    "/extract", tags=["extract"], summary="What layers of a model compute for your inputs", openapi_extra=EXTRACT
+)
+async def extract(request: Request) -> Response:
+    """Name layers, send inputs, get what these layers take or return, raw or pooled."""
+    engine: Engine = request.app.state.engine
+    settings = engine.settings
+    timings = Timings(request.scope["state"]["timings"])
+    format = choose(request.headers.get("accept"), request.query_params.get("format"), FORMATS)  # noqa: A001
+    dry = _flag(request, "dry_run")
+    deadline = time.monotonic() + _seconds(request, settings)
+    sent = Sent(request.headers, request.query_params, await body_.read(request, settings), settings)
+    with timings.step("parse"):
+        command = await engine.off_loop(lambda: read(sent), deadline)
+    ask = _ask(command, deadline, timings)
+    check = _Size(format, command.body.encoding, settings)
+    if dry:
+        return _estimate(await engine.prepare(ask, check))
+    if not ask.items:
+        faults = command.faults
+        detail = faults[0].detail if faults else "the request has no inputs"
+        raise RequestError(detail, hint="" if faults else "add some, or ask for ?dry_run=true", faults=faults)
+    features = await engine.extract(ask, check)
+    with timings.step("encode"):
+        data = await engine.off_loop(lambda: format.encode(features, command.body.encoding), deadline)
+    return Response(data, media_type=format.media_type, headers={"X-Layertap-Fingerprint": features.fingerprint})
+
+
+class _Size:
+    """Refuses replies over the limit, by what the plan predicts."""
+
+    def __init__(self, format: Format, encoding: Encoding, settings: Settings) -> None:  # noqa: A002
+        self._format = format
+        self._encoding: Encoding = encoding
+        self._limit = settings.max_reply_bytes
+
+    def __call__(self, plan: Plan, rows: int) -> None:
+        size = predicted_bytes(self._format, self._encoding, plan.numbers(rows), plan.nbytes(rows))
+        if size > self._limit:
+            raise TooLargeError(
+                f"the reply would have about {size} bytes, the limit is {self._limit}",
+                hint="pool the layers, ask for fewer, or send fewer inputs at once",
+            )
+
+
+def _ask(command: Command, deadline: float, timings: Timings) -> Ask:
+    body = command.body
+    return Ask(body.model, command.items, body.selectors(), deadline, body.on_error, command.faults, timings)
+
+
+def _estimate(job: Job) -> Response:
+    """What a request would get, with no forward."""
+    plan, rows, catalog = job.plan, job.rows, job.catalog
+    stop = plan.stops_at
+    body: dict[str, Any] = {
+        "model": job.model.spec.name,
+        "fingerprint": job.fingerprint,
+        "rows": rows,
+        "features": {
+            result.key: {
+                "shape": result.capture.shape(rows),
+                "dtype": result.capture.dtype,
+                "bytes": result.capture.nbytes(rows),
+            }
+            for result in plan.results
+        },
+        "bytes": plan.nbytes(rows),
+        "stops_at": f"{stop.layer}#{stop.call}{path_text(stop.path)}:{stop.site}",
+        "cost": plan.cost,
+        "seconds": round(plan.cost * catalog.seconds * rows, 6),
+        "warnings": list(_warnings(job)),
+        "errors": [],
+    }
+    headers = {"X-Layertap-Fingerprint": job.fingerprint}
+    return Response(orjson.dumps(body), media_type="application/json", headers=headers)
+
+
+def _warnings(job: Job) -> list[str]:
+    warnings = []
+    if job.plan.skipped:
+        names = ", ".join(job.plan.skipped[:10]) + (" …" if len(job.plan.skipped) > 10 else "")
+        warnings.append(f"{len(job.plan.skipped)} matching layers never run in a forward and are left out: {names}")
+    if not job.catalog.rowwise:
+        warnings.append("rows of this model affect each other, or it takes one at a time: each input runs alone")
+    return warnings
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false").lower()
+    if value not in FLAGS:
+        raise RequestError(f"'{name}' is true or false")
+    return FLAGS[value]
+
+
+def _seconds(request: Request, settings: Settings) -> float:
+    """How long the answer may take: the caller's wish, at most the server's own limit."""
+    text = request.headers.get("x-request-timeout")
+    if text is None:
+        return settings.deadline_s
+    try:
+        seconds = float(text[:32])
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise RequestError("X-Request-Timeout is a number of seconds above 0")
+    return min(seconds, settings.deadline_s)

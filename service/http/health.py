@@ -1,0 +1,35 @@
+"""``/livez``, ``/readyz`` and the way to the documentation."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse
+
+from service.engine.engine import Engine
+from service.errors import UnavailableError
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def livez(request: Request) -> dict[str, str]:
+    """Whether the process works: 503 once the thread of a loaded model has died."""
+    engine: Engine = request.app.state.engine
+    if not engine.fleet.alive:
+        raise UnavailableError("a model's thread has died; restart the server", retry_after=5.0)
+    return {"status": "alive"}
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> dict[str, str]:
+    """Whether requests are welcome: 503 until the models wanted from the start are loaded, and while draining."""
+    engine: Engine = request.app.state.engine
+    if not engine.fleet.ready or not engine.fleet.alive:
+        raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
+    return {"status": "ready"}
+
+
+@router.get("/", include_in_schema=False)
+async def root() -> RedirectResponse:
+    """The documentation, until there is a page to look at."""
+    return RedirectResponse("docs")

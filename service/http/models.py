@@ -1,0 +1,126 @@
+"""The models and their layers: what there is, in which state, what it does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+
+from models.catalog import Catalog, Layer, Leaf
+from models.loaded import LoadedModel
+from models.points import path_text
+from models.registry import Entry
+from models.selectors import glob_match
+from service.engine.engine import Engine
+from service.http.auth import admin_only
+
+router = APIRouter(tags=["models"])
+Json = dict[str, Any]
+
+
+@router.get("/models")
+def listed(request: Request) -> Json:
+    """Every configured model and its state."""
+    fleet = _engine(request).fleet
+    return {"default": fleet.default, "models": [_entry(entry) for entry in fleet.registry]}
+
+
+@router.get("/models/{name}")
+def shown(request: Request, name: str) -> Json:
+    """One model: state, source, device, dtype, input, preprocessing, weights, default embedding, hooks on it now."""
+    return _entry(_engine(request).fleet.registry.entry(name))
+
+
+@router.get("/models/{name}/layers")
+async def layers(
+    request: Request,
+    name: str,
+    match: Annotated[str | None, Query(max_length=512)] = None,
+    type: Annotated[str | None, Query(max_length=128)] = None,  # noqa: A002
+    leaf: bool | None = None,
+) -> Json:
+    """Every layer in execution order; shapes are those of one row."""
+    model = await _loaded(request, name)
+    wanted = [
+        layer
+        for layer in model.catalog.layers.values()
+        if (match is None or glob_match(match, layer.name))
+        and type in (None, layer.type)
+        and leaf in (None, layer.is_leaf)
+    ]
+    return {"model": name, "layers": [_layer(layer) for layer in wanted], **_facts(model.catalog)}
+
+
+@router.post("/models/{name}/load", dependencies=[Depends(admin_only)])
+async def load(request: Request, name: str) -> Json:
+    """Load a model now, also one whose loading failed before."""
+    engine = _engine(request)
+    await engine.fleet.load(name, time.monotonic() + engine.settings.deadline_s)
+    return _entry(engine.fleet.registry.entry(name))
+
+
+@router.post("/models/{name}/unload", dependencies=[Depends(admin_only)])
+async def unload(request: Request, name: str) -> Json:
+    """Finish what the model has to do, then forget it; the next request loads it again."""
+    engine = _engine(request)
+    await engine.fleet.unload(name)
+    return _entry(engine.fleet.registry.entry(name))
+
+
+def _engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+async def _loaded(request: Request, name: str) -> LoadedModel:
+    engine = _engine(request)
+    return await engine.fleet.model(name, time.monotonic() + engine.settings.deadline_s)
+
+
+def _entry(entry: Entry) -> Json:
+    spec, model = entry.spec, entry.model
+    known: Json = {"name": spec.name, "state": entry.state, "source": spec.source, "dtype": spec.dtype}
+    if entry.reason:
+        known["reason"] = entry.reason
+    if model is None:
+        return known | {"device": spec.device, "hooks": 0}
+    return known | {
+        "device": str(model.device),
+        "inputs": [asdict(each) for each in model.inputs],
+        "preprocess": asdict(model.preprocess) if model.preprocess else None,
+        "weights": model.weights,
+        "weights_digest": model.digest,
+        "embedding": model.embedding,
+        "layers": len(model.catalog.layers),
+        "hooks": model.hooks,
+    }
+
+
+def _facts(catalog: Catalog) -> Json:
+    return {"seconds": round(catalog.seconds, 6), "rowwise": catalog.rowwise}
+
+
+def _layer(layer: Layer) -> Json:
+    last = layer.calls[-1].output if layer.calls else None
+    return {
+        "name": layer.name,
+        "type": layer.type,
+        "leaf": layer.is_leaf,
+        "calls": len(layer.calls),
+        "outputs": [
+            {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.output.leaves
+        ],
+        "inputs": [
+            {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.input.leaves
+        ],
+        "parameters": layer.parameters,
+        "layout": last.leaves[0].layout if last and last.leaves else None,
+        "cost": last.cost if last else None,
+        "hazards": layer.hazards,
+    }
+
+
+def _leaf(leaf: Leaf) -> Json:
+    return {"path": path_text(leaf.path), "shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}

@@ -1,0 +1,101 @@
+"""What FastAPI can't read off the routes by itself: the bodies of ``POST /extract`` and the errors of all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from service.schemas import ExtractBody
+from service.wire import FORMATS
+
+TEMPLATE = "#/components/schemas/{model}"
+BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+PROBLEM: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "request_id"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "request_id": {"type": "string"},
+        "errors": {"type": "array", "items": {"type": "object"}},
+    },
+}
+
+
+def _parameter(name: str, schema: dict[str, Any], where: str = "query") -> dict[str, Any]:
+    return {"name": name, "in": where, "required": False, "schema": schema}
+
+
+def _problem(description: str) -> dict[str, Any]:
+    return {
+        "description": description,
+        "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+    }
+
+
+EXTRACT: dict[str, Any] = {
+    "parameters": [
+        _parameter("format", {"type": "string", "enum": list(FORMATS)}),
+        _parameter("dry_run", {"type": "boolean"}),
+        _parameter("model", {"type": "string"}),
+        _parameter("layers", {"type": "string", "description": "separated by commas"}),
+        _parameter("pool", {"type": "string"}),
+        _parameter("normalize", {"type": "boolean"}),
+        _parameter("dtype", {"type": "string"}),
+        _parameter("encoding", {"type": "string"}),
+        _parameter("on_error", {"type": "string"}),
+        _parameter("isolated", {"type": "boolean"}),
+        _parameter("X-Request-Timeout", {"type": "number"}, "header"),
+    ],
+    "requestBody": {
+        "content": {
+            "application/json": {"schema": {"$ref": "#/components/schemas/ExtractBody"}},
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "request": {"type": "string", "description": "the JSON body without inputs"},
+                        "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                    },
+                }
+            },
+            **dict.fromkeys(("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors"), BINARY),
+        }
+    },
+    "responses": {
+        "200": {
+            "description": "One array per key",
+            "content": {each.media_type: BINARY if each.name != "json" else {} for each in FORMATS.values()},
+        },
+        "400": _problem("Not JSON, or broken multipart"),
+        "401": _problem("A key is missing or not known"),
+        "404": _problem("Unknown model"),
+        "406": _problem("No format on offer suits"),
+        "408": _problem("The body came too slowly"),
+        "413": _problem("Over a limit; the detail has the figure"),
+        "415": _problem("A body of this type is not taken"),
+        "422": _problem("Unknown layer, bad input or contradictory options"),
+        "429": _problem("The queue is full"),
+        "503": _problem("The model is not ready"),
+        "504": _problem("The deadline passed"),
+    },
+}
+
+
+def install(app: FastAPI) -> None:
+    """Give the app a document that has the bodies' schemas."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            body = ExtractBody.model_json_schema(ref_template=TEMPLATE)
+            known = schema.setdefault("components", {}).setdefault("schemas", {})
+            known |= body.pop("$defs", {}) | {"ExtractBody": body, "Problem": PROBLEM}
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

@@ -1,0 +1,83 @@
+"""What surrounds every request: its id, its key, the headers that are always there, its line in the log. Pure ASGI."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from models.errors import quoted
+from service.errors import KeyMissingError
+from service.http.auth import authorize
+from service.http.errors import of_error
+from service.settings import Settings
+
+log = logging.getLogger("layertap.access")
+ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+
+
+class Outermost:
+    """Gives each request its ``state``: ``request_id``, ``admin``, and ``timings`` for routes to fill."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self.settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request without a good key, pass on every other."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+        headers = Headers(scope=scope)
+        state = scope["state"] = {**scope.get("state", {}), "request_id": _id(headers), "admin": False, "timings": {}}
+        status = 0
+
+        async def dressed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                _dress(MutableHeaders(scope=message), state, begun)
+            await send(message)
+
+        try:
+            state["admin"] = authorize(scope["path"], headers, self.settings)
+        except KeyMissingError as error:
+            await of_error(error, state["request_id"])(scope, receive, dressed)
+        else:
+            await self.app(scope, receive, dressed)
+        finally:
+            _log(scope, status, begun)
+
+
+def _dress(headers: MutableHeaders, state: dict[str, object], begun: float) -> None:
+    timings = state["timings"]
+    steps = {**(timings if isinstance(timings, dict) else {}), "total": (time.perf_counter() - begun) * 1000}
+    headers["X-Request-Id"] = str(state["request_id"])
+    headers["Server-Timing"] = ", ".join(f"{name};dur={milliseconds:.2f}" for name, milliseconds in steps.items())
+    headers.add_vary_header("Accept")
+    headers["X-Content-Type-Options"] = "nosniff"
+
+
+def _id(headers: Headers) -> str:
+    """The caller's own id where it is harmless, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if 0 < len(given) <= 64 and ID_CHARACTERS.issuperset(given) else uuid.uuid4().hex
+
+
+def _log(scope: Scope, status: int, begun: float) -> None:
+    log.info(
+        "request",
+        extra={
+            "fields": {
+                "request_id": scope["state"]["request_id"],
+                "method": quoted(scope["method"], 16)[1:-1],
+                "path": quoted(scope["path"], 200)[1:-1],
+                "status": status,
+                "milliseconds": round((time.perf_counter() - begun) * 1000, 2),
+            }
+        },
+    )

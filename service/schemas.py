@@ -1,0 +1,170 @@
+"""The bodies of requests as pydantic models, and how they become selectors and items. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, quoted
+from models.points import Pool, Reduction, ReplyDType, Selector
+from models.selectors import MAX_TEXT, parse, parse_path, parse_site
+from service.inputs import ArraysItem, ImageItem, Item
+from service.inputs.arrays import decode_base64, read_tensor
+
+Index = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_INDICES = 65_536
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TensorBody(_Strict):
+    """A tensor: little-endian bytes in C order, as base64."""
+
+    dtype: str = Field(max_length=16)
+    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
+    data: str
+
+
+class InputBody(_Strict):
+    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor."""
+
+    image: str | None = None
+    url: str | None = Field(None, max_length=8192)
+    tensor: TensorBody | None = None
+
+    def item(self) -> Item:
+        """The input as bytes or arrays; InputError where it is neither."""
+        given = self.model_fields_set
+        if len(given) != 1:
+            raise InputError("an input has exactly one of 'image', 'url' and 'tensor'")
+        if self.tensor is not None:
+            data = decode_base64(self.tensor.data)
+            return ArraysItem({None: read_tensor(self.tensor.dtype, self.tensor.shape, data)})
+        if self.image is not None:
+            return ImageItem(decode_base64(self.image))
+        raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
+
+
+class LayerBody(_Strict):
+    """One entry of ``layers`` in its object form; what is None is taken from the request."""
+
+    layer: str | None = Field(None, max_length=MAX_TEXT)
+    type: str | None = Field(None, max_length=128)
+    call: int | Literal["*"] | None = None
+    path: str | None = Field(None, max_length=MAX_TEXT)
+    site: str | None = Field(None, max_length=32)
+    pool: Pool | None = None
+    normalize: bool | None = None
+    dtype: ReplyDType | None = None
+    channels: list[Index] | None = Field(None, min_length=1, max_length=MAX_INDICES)
+    tokens: list[Index] | None = Field(None, min_length=1, max_length=MAX_INDICES)
+    alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"layer": value} if isinstance(value, str) else value
+
+    def selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
+        """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
+        if self.layer is None and self.type is None:
+            raise SelectorError("an entry of 'layers' needs 'layer' or 'type'")
+        parsed = parse(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
+        return replace(
+            parsed,
+            call=self._one("call", parsed.call, self.call),
+            path=self._one("path", parsed.path, parse_path(self.path) if self.path is not None else None),
+            site=self._site(parsed),
+            type=self.type,
+            reduction=Reduction(
+                channels=tuple(self.channels) if self.channels is not None else None,
+                tokens=tuple(self.tokens) if self.tokens is not None else None,
+                pool=self.pool or pool,
+                normalize=normalize if self.normalize is None else self.normalize,
+                dtype=self.dtype or dtype,
+            ),
+            alias=self.alias,
+        )
+
+    def _site(self, parsed: Selector) -> Any:
+        if self.site is None:
+            return parsed.site
+        site = parse_site(self.site)
+        if parsed.text.endswith(f":{parsed.site}"):
+            self._one("site", parsed.site, site)
+        return site
+
+    @staticmethod
+    def _one(option: str, written: Any, given: Any) -> Any:
+        if written is not None and given is not None and written != given:
+            raise SelectorError(f"'{option}' contradicts the one in 'layer'", hint="give it once")
+        return written if given is None else given
+
+
+class ExtractBody(_Strict):
+    """The body of ``POST /extract``."""
+
+    model: str | None = Field(None, max_length=256)
+    inputs: list[InputBody] = []
+    layers: list[LayerBody] = Field(min_length=1, max_length=50_000)
+    pool: Pool = "none"
+    normalize: bool = False
+    dtype: ReplyDType = "float32"
+    encoding: Literal["list", "base64"] = "list"
+    interventions: list[Any] = Field([], max_length=0, description="Not offered by this version.")
+    objective: None = Field(None, description="Not offered by this version.")
+    on_error: Literal["fail", "skip"] = "fail"
+    isolated: bool = False
+    verify: Literal[False] = Field(False, description="Not offered by this version.")
+
+    def selectors(self) -> tuple[Selector, ...]:
+        """Every entry of ``layers``; RequestError with a fault for each bad one."""
+        found: list[Selector] = []
+        faults: list[Fault] = []
+        for index, layer in enumerate(self.layers):
+            try:
+                found.append(layer.selector(self.pool, self.normalize, self.dtype))
+            except LayertapError as error:
+                faults.append(Fault(error.detail, error.hint, f"/layers/{index}"))
+        _raise(faults)
+        return tuple(found)
+
+
+def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Item]], list[Fault]]:
+    """The inputs with their places, and the faults of those that can't be read; RequestError for these without skip."""
+    good: list[tuple[int, Item]] = []
+    faults: list[Fault] = []
+    for index, body in enumerate(inputs):
+        try:
+            good.append((index, body.item()))
+        except LayertapError as error:
+            faults.append(Fault(error.detail, error.hint, f"/inputs/{index}", index))
+    if not skip:
+        _raise(faults)
+    return good, faults
+
+
+def faults_of(errors: Iterable[Any]) -> tuple[Fault, ...]:
+    """Pydantic's complaints as faults: where and what, never the input."""
+    return tuple(Fault(_message(each), pointer=_pointer(each["loc"])) for each in errors)
+
+
+def _message(error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"there is no field {quoted(str(error['loc'][-1]))}"
+    return str(error["msg"])[:200]
+
+
+def _pointer(loc: tuple[int | str, ...]) -> str:
+    parts = [quoted(str(part))[1:-1].replace("~", "~0").replace("/", "~1") for part in loc]
+    return "".join(f"/{part}" for part in parts)[:200]
+
+
+def _raise(faults: list[Fault]) -> None:
+    if faults:
+        raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))

@@ -1,0 +1,54 @@
+"""Every setting, from ``LAYERTAP_…`` variables; flags of the command line override them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+MIB = 2**20
+Keys = Annotated[tuple[str, ...], NoDecode]
+
+
+class Settings(BaseSettings):
+    """What an operator may set; sizes in bytes, times in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="LAYERTAP_", extra="ignore", frozen=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    config: Path | None = None
+    log_level: str = "info"
+    api_keys: Keys = Field((), repr=False)
+    admin_keys: Keys = Field((), repr=False)
+
+    max_body_bytes: int = Field(32 * MIB, gt=0)
+    body_timeout_s: float = Field(15.0, gt=0)
+    max_inputs: int = Field(256, gt=0)
+    max_pixels: int = Field(50_000_000, gt=0)
+    max_resized_pixels: int = Field(4_000_000, gt=0)
+    max_json_depth: int = Field(32, gt=0)
+    max_results: int = Field(1024, gt=0)
+    max_reply_bytes: int = Field(256 * MIB, gt=0)
+    max_queue_rows: int = Field(1024, gt=0)
+    deadline_s: float = Field(30.0, gt=0)
+
+    max_batch_rows: int = Field(32, gt=0)
+    max_loaded_models: int = Field(8, gt=0)
+    decode_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, gt=0)
+
+    @field_validator("api_keys", "admin_keys", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Keys are separated by commas."""
+        if isinstance(value, str):
+            return tuple(key.strip() for key in value.split(",") if key.strip())
+        return value
+
+    @property
+    def guarded(self) -> bool:
+        """Whether a key is asked for."""
+        return bool(self.api_keys or self.admin_keys)

@@ -1,0 +1,59 @@
+"""A real server on a loopback port, in this process: tests speak HTTP to it and may look at its models."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from service.app import create_app
+from service.config import Configuration
+from service.engine.engine import Engine
+from service.settings import Settings
+
+STARTUP_TRIES = 600
+TRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class Live:
+    """A running server."""
+
+    url: str
+    engine: Engine
+    client: httpx.Client
+
+
+@contextmanager
+def serving(configuration: Configuration | None = None, *, wait: bool = True, **settings: Any) -> Iterator[Live]:
+    """Run a server with a configuration and settings until the block ends; by default wait until it is ready."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = create_app(Settings(**settings), configuration)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=120) as client:
+            if wait:
+                _until_ready(client, thread)
+            yield Live(url, app.state.engine, client)
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def _until_ready(client: httpx.Client, thread: threading.Thread) -> None:
+    for _ in range(STARTUP_TRIES):
+        assert thread.is_alive(), "the server ended while starting"
+        if client.get("/readyz").status_code == 200:
+            return
+        thread.join(TRY_S)
+    raise AssertionError("the server did not become ready")
