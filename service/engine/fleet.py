@@ -65,7 +65,7 @@ class Fleet:
         entry = self.registry.entry(self.default if name is None else name)
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
-        worker = self._workers.get(entry.spec.name) or self._start(entry)
+        worker = self._workers.get(entry.spec.name) or self._start_one_more(entry)
         worker.last_used = time.monotonic()
         try:
             return await within(deadline, asyncio.shield(asyncio.wrap_future(worker.loaded)))
@@ -112,8 +112,11 @@ class Fleet:
         finally:
             worker.rows -= rows
 
-    def _start(self, entry: Entry) -> Worker:
+    def _start_one_more(self, entry: Entry) -> Worker:
         self._make_room()
+        return self._start(entry)
+
+    def _start(self, entry: Entry) -> Worker:
         name = entry.spec.name
         entry.state = "loading"
         worker = self._workers[name] = Worker(name, lambda: self.registry.load(name))

@@ -15,20 +15,25 @@ from models.loaded import LoadedModel
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Task(Generic[T]):
-    run: Callable[[LoadedModel], T]
+    run: Callable[[LoadedModel], T] | None
     future: Future[T]
 
     def do(self, model: LoadedModel) -> None:
-        if not self.future.set_running_or_notify_cancel():
+        run = self.run
+        if run is None or not self.future.set_running_or_notify_cancel():
             return
         try:
-            result = self.run(model)
+            result = run(model)
         except Exception as error:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
+
+    def let_go(self, future: Future[T]) -> None:
+        """Once answered or cancelled, hold no rows: a cancelled task stays in the queue until its turn."""
+        self.run = None
 
 
 class Worker:
@@ -55,7 +60,9 @@ class Worker:
     def submit(self, run: Callable[[LoadedModel], T]) -> Future[T]:
         """Run a function of the model in its thread."""
         future: Future[T] = Future()
-        self._queue.put(_Task(run, future))
+        task = _Task(run, future)
+        future.add_done_callback(task.let_go)
+        self._queue.put(task)
         return future
 
     def stop(self) -> None:

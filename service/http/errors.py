@@ -75,12 +75,16 @@ def of_error(error: LayertapError, request_id: str) -> Response:
     return problem(status, kind, error.detail, request_id, hint=error.hint, faults=error.faults, headers=headers)
 
 
+def bug(request_id: str) -> Response:
+    """The reply where the server itself is wrong."""
+    return problem(500, "bug", "something went wrong in the server; its log has the details", request_id)
+
+
 def install(app: FastAPI) -> None:
     """Let every error of the app be answered here."""
     app.add_exception_handler(LayertapError, _layertap)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _bug)
 
 
 def request_id(request: Request) -> str:
@@ -107,10 +111,6 @@ async def _http(request: Request, error: Exception) -> Response:
     status = error.status_code if error.status_code in TITLES else 400
     headers = dict(error.headers or {})
     return problem(status, "http", detail, request_id(request), hint=hint, headers=headers)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return problem(500, "bug", "something went wrong in the server; its log has the details", request_id(request))
 
 
 def _entry(fault: Fault) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from models.errors import quoted
 from service.errors import KeyMissingError
 from service.http.auth import authorize
-from service.http.errors import of_error
+from service.http.errors import bug, of_error
 from service.settings import Settings
 
 log = logging.getLogger("layertap.access")
@@ -48,9 +49,19 @@ class Outermost:
         except KeyMissingError as error:
             await of_error(error, state["request_id"])(scope, receive, dressed)
         else:
-            await self.app(scope, receive, dressed)
+            await self._answered(scope, receive, dressed, lambda: status == 0)
         finally:
             _log(scope, status, begun)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send, silent: Callable[[], bool]) -> None:
+        """Whatever the app raises is a bug: it goes to the log, and the caller hears no more than that."""
+        try:
+            await self.app(scope, receive, send)
+        except Exception:
+            request_id = scope["state"]["request_id"]
+            log.exception("bug", extra={"fields": {"request_id": request_id}})
+            if silent():
+                await bug(request_id)(scope, receive, send)
 
 
 def _dress(headers: MutableHeaders, state: dict[str, object], begun: float) -> None:

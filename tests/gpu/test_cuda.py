@@ -1,0 +1,76 @@
+"""The same truths on a CUDA device. Marked: they run by ``pytest -m gpu`` on a machine that has one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from safetensors.numpy import load as read_safetensors
+from safetensors.torch import save_file
+
+from models.spec import ModelSpec
+from service.config import Configuration
+from tests.oracle import record, seeded
+from tests.server import serving
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "swin_t", "vit_b_32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_layer_equals_an_offline_hook_on_the_device(arch: str, dtype: str, tmp_path: Path) -> None:
+    """On the GPU, in each dtype, every module's output is what a hook with an immediate copy gives there."""
+    net = seeded(torchvision.models.get_model(arch, weights=None), 1).eval()
+    save_file(net.state_dict(), tmp_path / "net.safetensors")
+    rows = torch.randn((2, 3, 224, 224), generator=torch.Generator().manual_seed(2))
+    torch.backends.cudnn.allow_tf32 = False
+    seen = record(net.to("cuda", getattr(torch, dtype)), rows.to("cuda", getattr(torch, dtype)))
+    spec = ModelSpec(
+        "net", f"torchvision:{arch}", weights=str(tmp_path / "net.safetensors"), device="cuda", dtype=dtype
+    )
+    with serving(Configuration((spec,), "net"), max_reply_bytes=2**31, max_results=10_000, deadline_s=300) as live:
+        got = _extract(live.client, rows, "*#*,.")
+        assert live.client.get("/models/net").json()["device"] == "cuda:0"
+    for (name, call, path, site), value in seen.items():
+        if site != "output" or path:
+            continue
+        key = f"{name}#{call}" if (name, 1, (), "output") in seen else name
+        expected = value.float().cpu().numpy()
+        scale = max(float(np.abs(expected).max()), 1e-6)
+        assert np.abs(got[key] - expected).max() <= TOLERANCE[dtype] * scale, key
+
+
+def test_the_same_request_gives_the_same_bits(tmp_path: Path) -> None:
+    """Twice the same batch on the GPU, twice the same bits; the fingerprint is that of the CPU."""
+    spec = ModelSpec("net", "torchvision:resnet18", weights="random:3")
+    rows = torch.randn((4, 3, 224, 224), generator=torch.Generator().manual_seed(4))
+    prints = set()
+    for device in ("cuda", "cpu"):
+        placed = ModelSpec(spec.name, spec.source, weights=spec.weights, device=device)
+        with serving(Configuration((placed,), "net")) as live:
+            replies = [_post(live.client, rows, "avgpool") for _ in range(2)]
+        assert replies[0].content == replies[1].content
+        prints.add(replies[0].headers["X-Layertap-Fingerprint"])
+    assert len(prints) == 1
+
+
+def _post(client, rows: torch.Tensor, layers: str):
+    body = io.BytesIO()
+    np.save(body, rows.numpy())
+    reply = client.post(
+        "/extract",
+        params={"layers": layers, "format": "safetensors"},
+        content=body.getvalue(),
+        headers={"Content-Type": "application/x-npy"},
+    )
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def _extract(client, rows: torch.Tensor, layers: str) -> dict[str, np.ndarray]:
+    return read_safetensors(_post(client, rows, layers).content)
