@@ -54,7 +54,8 @@ clean: ## Remove caches and build outputs, but not .venv
 $(STAMP): requirements.lock pyproject.toml | $(BIN)/uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
-	$(BIN)/uv pip check --quiet --python $(BIN)/python
+	@$(BIN)/uv pip check --quiet --python $(BIN)/python \
+		|| { echo 'make: requirements.lock does not fit pyproject.toml: make lock' >&2; exit 1; }
 	@touch $@
 
 # The installer comes out of the lock as well, hashes and all.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,8 @@ def serve(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
     logs.configure(settings.log_level)
+    # uvicorn drains on SIGTERM and then raises it again: a server that was asked to end and did so exits with 0.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     uvicorn.run(
         create_app(settings),
         host=settings.host,
