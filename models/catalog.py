@@ -17,8 +17,9 @@ class Leaf:
 
     ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
     its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
-    rows. ``mixed`` marks an axis whose entries do not stand in the order of the rows. ``layout`` names the axes
-    (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens.
+    rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
+    it holds something of all of them; it means what it says only where its rows share a forward with no others.
+    ``layout`` names the axes (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens.
     """
 
     path: tuple[str, ...]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import count
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from models.errors import LayerNotReachedError, quoted
-from models.hooks import SITES
+from models.dryrun import dtype_name
+from models.errors import InputError, LayerNotReachedError, quoted
+from models.hooks import SITES, Take
 from models.plan import Capture
 from models.points import Site, path_text
 from models.pooling import Reduced, reduce
@@ -31,16 +31,17 @@ class FeatureExtractor:
     def __init__(self, module: nn.Module) -> None:
         self._modules = {name or ".": part for name, part in module.named_modules(remove_duplicate=False)}
 
-    def __call__(self, forward: Callable[[], object], captures: Iterable[Capture]) -> dict[Capture, Reduced]:
-        """Run ``forward`` and return each capture reduced, in tensors that the caller owns, on the model's device.
+    def __call__(self, forward: Callable[[], object], captures: Iterable[Capture], rows: int) -> dict[Capture, Reduced]:
+        """Run a forward of so many rows and return each capture reduced, in tensors that the caller owns.
 
-        The forward ends as soon as nothing is pending. LayerNotReachedError if it ends earlier; whatever the forward
-        raises goes through. In every case the hooks are gone.
+        They are on the model's device and, as results of inference mode, not to be differentiated. The forward ends
+        as soon as nothing is pending. LayerNotReachedError if it ends earlier, InputError if a tensor is not as its
+        catalogue says; whatever the forward raises goes through. In every case the hooks are gone.
         """
-        collector = _Collector(captures)
+        collector = _Collector(captures, rows)
         with ExitStack() as stack:
-            for site, module, taken in self._taps(collector):
-                stack.callback(SITES[site](module, taken).remove)
+            for site, module, take in self._taps(collector):
+                SITES[site](stack, module, take)
             try:
                 with torch.inference_mode():
                     forward()
@@ -49,7 +50,7 @@ class FeatureExtractor:
         collector.check()
         return collector.results
 
-    def _taps(self, collector: _Collector) -> Iterable[tuple[Site, nn.Module, Callable[[object], None]]]:
+    def _taps(self, collector: _Collector) -> Iterable[tuple[Site, nn.Module, Take]]:
         """One tap for each module and site, though a tied module may be asked for under several names."""
         groups: dict[tuple[Site, nn.Module], list[Capture]] = defaultdict(list)
         for capture in collector.pending:
@@ -61,35 +62,56 @@ class FeatureExtractor:
 class _Collector:
     """What one forward owes: hooks close over it, nothing of it is stored on the model."""
 
-    def __init__(self, captures: Iterable[Capture]) -> None:
+    def __init__(self, captures: Iterable[Capture], rows: int) -> None:
         self.pending = dict.fromkeys(captures)
         self.results: dict[Capture, Reduced] = {}
+        self._rows = rows
+        self._misfit: InputError | None = None
 
-    def tap(self, wanted: list[Capture]) -> Callable[[object], None]:
+    def tap(self, wanted: list[Capture]) -> Take:
         """A function that takes the wanted captures out of one module's values, call by call."""
-        numbers = count()
         by_call: dict[int, list[Capture]] = defaultdict(list)
         for capture in wanted:
             by_call[capture.point.call].append(capture)
 
-        def take(value: object) -> None:
-            if wanted_now := by_call.get(next(numbers)):
+        def take(call: int, value: object) -> None:
+            if wanted_now := by_call.get(call):
                 self._take(value, wanted_now)
 
         return take
 
     def check(self) -> None:
-        """LayerNotReachedError if anything is still pending."""
+        """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
+        if self._misfit is not None:
+            raise self._misfit
         for capture in self.pending:
-            point = capture.point
-            where = f"{point.layer}#{point.call}{path_text(point.path)}:{point.site}"
-            raise LayerNotReachedError(f"this input's forward never reached {quoted(where)}")
+            raise LayerNotReachedError(f"this input's forward never reached {_where(capture)}")
 
     def _take(self, value: object, wanted: list[Capture]) -> None:
         found = dict(leaves(value))
         for capture in wanted:
-            if capture.point.path in found:
-                self.results[capture] = reduce(found[capture.point.path], capture.leaf, capture.reduction)
-                del self.pending[capture]
+            tensor = found.get(capture.point.path)
+            if tensor is None:
+                continue
+            self._misfit = _misfit(tensor, capture, self._rows)
+            if self._misfit is not None:
+                raise _Complete
+            self.results[capture] = reduce(tensor, capture.leaf, capture.reduction)
+            del self.pending[capture]
         if not self.pending:
             raise _Complete
+
+
+def _misfit(tensor: Tensor, capture: Capture, rows: int) -> InputError | None:
+    """Why a tensor can't be handed out by what its catalogue says; rows would be cut in the wrong places."""
+    leaf, shape = capture.leaf, tuple(tensor.shape)
+    if shape == leaf.shape_for(rows) and dtype_name(tensor.dtype) == leaf.dtype:
+        return None
+    found = f"{dtype_name(tensor.dtype)} {list(shape)}, not {leaf.dtype} {list(leaf.shape_for(rows))}"
+    hint = "send one input at a time" if rows > 1 else "its size depends on the input's values: ask for another layer"
+    return InputError(f"with this input {_where(capture)} is {found}", hint=hint)
+
+
+def _where(capture: Capture) -> str:
+    point = capture.point
+    return quoted(f"{point.layer}#{point.call}{path_text(point.path)}:{point.site}")

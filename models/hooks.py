@@ -1,36 +1,49 @@
 """The kinds of hook: how each attaches to a module and what it hands on.
 
 A hook of ours only looks. It returns None (anything else would replace the output), and the value it hands on must be
-read or copied at once: in-place operations later in the forward write to the same memory.
+read or copied at once: in-place operations later in the forward write to the same memory. Calls of a module are
+numbered in the order in which they begin, so that a call has the same number at each site.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from itertools import count as numbers
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from models.points import Site
 from models.structure import call_value
 
-Take = Callable[[object], None]
+Take = Callable[[int, object], None]
+Attach = Callable[[ExitStack, nn.Module, Take], None]
 
 
-def _on_output(module: nn.Module, take: Take) -> RemovableHandle:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        take(output)
+def _on_output(stack: ExitStack, module: nn.Module, take: Take) -> None:
+    calls, running = numbers(), list[int]()
 
-    return module.register_forward_hook(hook)
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        running.append(next(calls))
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if running:
+            take(running.pop(), output)
+
+    stack.callback(module.register_forward_pre_hook(begin).remove)
+    # Also after a call that raised, in a model that catches it: the call around it would get its number otherwise.
+    stack.callback(module.register_forward_hook(end, always_call=True).remove)
 
 
-def _on_input(module: nn.Module, take: Take) -> RemovableHandle:
+def _on_input(stack: ExitStack, module: nn.Module, take: Take) -> None:
+    calls = numbers()
+
     # A pre-hook: after an in-place module its input is already its output.
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(call_value(args, kwargs))
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        take(next(calls), call_value(args, kwargs))
 
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
 
 def count(module: nn.Module) -> int:
@@ -47,7 +60,7 @@ def count(module: nn.Module) -> int:
     )
 
 
-SITES: Mapping[Site, Callable[[nn.Module, Take], RemovableHandle]] = {
+SITES: Mapping[Site, Attach] = {
     "output": _on_output,
     "input": _on_input,
 }

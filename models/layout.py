@@ -2,45 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torchvision.ops import Permute
 
+Shape = tuple[int, ...]
+Evidence = tuple[Shape, str | None]  # another tensor's shape and layout
 FIRST = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCTHW"}
 LAST = {2: "NC", 3: "NTC", 4: "NHWC", 5: "NTHWC"}
 
 
-def infer(
-    module: nn.Module, shape: tuple[int, ...], row_axis: int | None, before: str | None, same_shape: bool
-) -> str | None:
-    """The layout of what a module returned, or None where nothing tells.
+def plain(shape: Shape, row_axis: int | None) -> bool:
+    """Whether the axes need no guessing: rows are not first, or nothing but channels follows them."""
+    return row_axis != 0 or len(shape) <= 2
 
-    ``before`` is the layout of what went in, ``same_shape`` whether the shape is still that. The module's type is the
-    best evidence, then the shape (two equal neighbours are height and width), then what went in.
-    """
-    if row_axis == 1 and len(shape) == 3:
-        return "TNC"
-    if row_axis != 0:
-        return None
+
+def of_plain(shape: Shape, row_axis: int | None) -> str | None:
+    """The layout of a ``plain`` tensor."""
+    if row_axis == 0:
+        return "NC"[: len(shape)]
+    return "TNC" if row_axis == 1 and len(shape) == 3 else None
+
+
+def of_result(module: nn.Module, shape: Shape, before: Evidence) -> str | None:
+    """The layout that a module's type gives to what it returns, or None; ``before`` is what went in."""
+    if isinstance(module, Permute) and before[1] is not None and len(before[1]) == len(module.dims):
+        return "".join(before[1][axis] for axis in module.dims)
+    return of_argument(module, shape)
+
+
+def of_argument(module: nn.Module, shape: Shape) -> str | None:
+    """The layout that a module's type demands of what it takes, or None."""
     rank = len(shape)
-    if rank <= 2:
-        return "NC"[:rank]
-    return _by_type(module, shape, before) or _by_shape(shape) or (before if same_shape else None) or _only_choice(rank)
-
-
-def of_input(shape: tuple[int, ...], row_axis: int | None) -> str | None:
-    """The layout of a tensor that no module has touched yet: images and video come channels first."""
-    if row_axis != 0:
-        return None
-    return {1: "N", 2: "NC", 3: "NTC", 4: "NCHW", 5: "NCTHW"}.get(len(shape))
-
-
-def _by_type(module: nn.Module, shape: tuple[int, ...], before: str | None) -> str | None:
-    rank = len(shape)
-    if isinstance(module, Permute) and before is not None and len(before) == len(module.dims):
-        return "".join(before[axis] for axis in module.dims)
     if isinstance(module, nn.LayerNorm):
-        # LayerNorm2d of torchvision and timm derive from LayerNorm and permute inside.
-        return FIRST.get(rank) if type(module).__name__.endswith("2d") else LAST.get(rank)
+        if type(module).__name__.endswith("2d"):
+            return FIRST.get(rank)  # those of torchvision and timm permute inside
+        return LAST.get(rank) if len(module.normalized_shape) == 1 else None
     if isinstance(module, CHANNELS_FIRST):
         return FIRST.get(rank)
     if isinstance(module, nn.Linear):
@@ -48,7 +46,20 @@ def _by_type(module: nn.Module, shape: tuple[int, ...], before: str | None) -> s
     return None
 
 
-def _by_shape(shape: tuple[int, ...]) -> str | None:
+def of_unnamed(shape: Shape, evidence: Iterable[Evidence]) -> str | None:
+    """The likely layout of a tensor that no module's type tells about, from others, the nearest first.
+
+    Functions seldom turn axes round; where one did, the same sizes stand in another order.
+    """
+    same_rank = [(known, name) for known, name in evidence if len(known) == len(shape)]
+    for known, name in same_rank:
+        if name is not None and (known == shape or sorted(known) != sorted(shape)):
+            return name
+    return by_shape(shape) or ("NTC" if len(shape) == 3 and not same_rank else None)
+
+
+def by_shape(shape: Shape) -> str | None:
+    """The layout if two equal neighbours can only be height and width."""
     if len(shape) == 4:
         _, a, b, c = shape
         if b == c != a:
@@ -64,8 +75,9 @@ def _by_shape(shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _only_choice(rank: int) -> str | None:
-    return "NTC" if rank == 3 else None
+def of_model_input(shape: Shape) -> str | None:
+    """The layout of what a model takes: pictures and video come channels first."""
+    return by_shape(shape) or {3: "NTC", 4: "NCHW", 5: "NCTHW"}.get(len(shape))
 
 
 CHANNELS_FIRST = (

@@ -108,7 +108,7 @@ class LoadedModel:
 
     def _run(self, rows: Rows, plan: Plan) -> dict[Capture, Reduced]:
         batch = {name: self._placed(value) for name, value in rows.items()}
-        return self.extractor(lambda: self.forward(batch), plan.captures)
+        return self.extractor(lambda: self.forward(batch), plan.captures, len(next(iter(batch.values()))))
 
     def _placed(self, value: Tensor) -> Tensor:
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=True)

@@ -16,6 +16,7 @@ from models.pooling import reduced_shape
 from models.selectors import Found, find
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
+AVERAGES = frozenset({"mean", "gem"})
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -33,13 +34,18 @@ class Capture:
 
     @property
     def dtype(self) -> str:
-        """The result's dtype: integers and booleans keep their own."""
-        return self.reduction.dtype if self.leaf.dtype in FLOATS else self.leaf.dtype
+        """The result's dtype: integers and booleans keep their own, unless an average is made of them."""
+        return self.reduction.dtype if self.is_float else self.leaf.dtype
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the reduced values are floating."""
+        return self.leaf.dtype in FLOATS or self.reduction.pool in AVERAGES or self.reduction.normalize
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the result as an array, the int8 scale included."""
         shape = self.shape(rows)
-        scale = 4 * shape[0] if self.dtype == "int8" and self.leaf.dtype in FLOATS and shape else 0
+        scale = 4 * (shape[0] if shape else 1) if self.dtype == "int8" and self.is_float else 0
         return prod(shape) * ITEM_BYTES[self.dtype] + scale
 
 

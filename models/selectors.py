@@ -75,6 +75,11 @@ def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     """
     layers, skipped = _layers(selector, catalog)
     found = [found for layer in layers for found in _in_layer(selector, layer)]
+    if not found:
+        raise UnknownLayerError(
+            f"{_what(selector)} matches {len(layers)} layers, none of which has such a call, path or site",
+            hint="GET /models/{model}/layers lists calls and paths",
+        )
     if selector.alias is not None:
         found = _aliased(selector.alias, found)
     return found, skipped
@@ -124,10 +129,13 @@ def _literal(name: str, catalog: Catalog) -> Layer:
     return layer
 
 
+def _what(selector: Selector) -> str:
+    kind = f" with type {quoted(selector.type)}" if selector.type is not None else ""
+    return f"the pattern {quoted(selector.pattern)}{kind}"
+
+
 def _no_match(selector: Selector, catalog: Catalog, silent: int) -> UnknownLayerError:
-    what = f"the pattern {quoted(selector.pattern)}"
-    if selector.type is not None:
-        what += f" with type {quoted(selector.type)}"
+    what = _what(selector)
     if silent:
         return UnknownLayerError(f"{what} matches {silent} layers, none of which runs in a forward")
     known = tuple(sorted({layer.type for layer in catalog.layers.values()}))

@@ -43,7 +43,7 @@ def _items(value: object) -> Iterator[tuple[str, object]]:
             yield str(key), item
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield field.name, getattr(value, field.name)
+            yield field.name, getattr(value, field.name, None)  # a field may not have been set yet
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         yield from zip(value._fields, value, strict=True)
     elif isinstance(value, (list, tuple)):

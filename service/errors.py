@@ -10,7 +10,8 @@ LayertapError
 ├── RetryLaterError            carries seconds for Retry-After
 │   ├── QueueFullError                                                            429
 │   └── UnavailableError       model loading or failed, server draining          503
-└── DeadlineError              time ran out                                      504
+├── DeadlineError              time ran out                                      504
+└── ClientGoneError            nobody is there to be answered                    499
 """
 
 from __future__ import annotations
@@ -60,3 +61,7 @@ class UnavailableError(RetryLaterError):
 
 class DeadlineError(LayertapError):
     """The request's time ran out before its answer."""
+
+
+class ClientGoneError(LayertapError):
+    """The client closed the connection before its answer."""

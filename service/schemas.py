@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, quoted
 from models.points import Pool, Reduction, ReplyDType, Selector
@@ -16,6 +17,17 @@ from service.inputs.arrays import decode_base64, read_tensor
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_INDICES = 65_536
+
+
+def _call(value: object) -> int | Literal["*"]:
+    if type(value) is int or value == "*":
+        return value
+    raise PydanticCustomError("call", "Input should be a whole number or '*'")
+
+
+# Not a union: its complaints would each point to a member, not to a place in the request.
+CALL_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "*"}]}
+Call = Annotated[int | Literal["*"], PlainValidator(_call), WithJsonSchema(CALL_SCHEMA)]
 
 
 class _Strict(BaseModel):
@@ -39,8 +51,7 @@ class InputBody(_Strict):
 
     def item(self) -> Item:
         """The input as bytes or arrays; InputError where it is neither."""
-        given = self.model_fields_set
-        if len(given) != 1:
+        if sum(given is not None for given in (self.image, self.url, self.tensor)) != 1:
             raise InputError("an input has exactly one of 'image', 'url' and 'tensor'")
         if self.tensor is not None:
             data = decode_base64(self.tensor.data)
@@ -55,7 +66,7 @@ class LayerBody(_Strict):
 
     layer: str | None = Field(None, max_length=MAX_TEXT)
     type: str | None = Field(None, max_length=128)
-    call: int | Literal["*"] | None = None
+    call: Call | None = None
     path: str | None = Field(None, max_length=MAX_TEXT)
     site: str | None = Field(None, max_length=32)
     pool: Pool | None = None
@@ -157,7 +168,7 @@ def faults_of(errors: Iterable[Any]) -> tuple[Fault, ...]:
 def _message(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         return f"there is no field {quoted(str(error['loc'][-1]))}"
-    return str(error["msg"])[:200]
+    return "Input should be an object" if error["type"] == "model_type" else str(error["msg"])[:200]
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:

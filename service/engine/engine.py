@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,11 +14,12 @@ from models import fingerprint
 from models.catalog import Catalog
 from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from models.loaded import LoadedModel, Shapes
-from models.plan import Plan, Result, resolve
+from models.plan import Plan, Result
 from models.points import path_text
 from models.pooling import Reduced
 from service.engine.fleet import Fleet, within
 from service.engine.job import Ask, Job
+from service.engine.planning import plan_of
 from service.engine.rows import Rows, joined, rows_of, shape_of
 from service.errors import DeadlineError
 from service.features import Array, Features, Receipt
@@ -27,6 +28,8 @@ from service.settings import Settings
 
 T = TypeVar("T")
 OnHost = tuple[Array, Array | None]  # values, and the scale of int8
+Items = Sequence[tuple[int, Item]]
+Attempt = Rows | LayertapError
 SizeCheck = Callable[[Plan, int], None]
 
 
@@ -50,10 +53,10 @@ class Engine:
     async def extract(self, ask: Ask, fits: SizeCheck) -> Features:
         """The features of a request: what ``prepare`` and ``run`` do, with a place in the queue; QueueFullError."""
         model = await self.fleet.model(ask.model, ask.deadline)
-        with self.fleet.admitted(model, len(ask.items)):
+        with self.fleet.admitted(model, len(ask.items)) as hold:
             job = await self.prepare(ask, fits)
-            with self.fleet.admitted(model, max(job.rows - len(ask.items), 0)):
-                return await self.run(job)
+            hold(job.rows)
+            return await self.run(job)
 
     async def prepare(self, ask: Ask, fits: SizeCheck) -> Job:
         """Everything before the forward, the cheapest first: names, sizes, then pixels.
@@ -62,16 +65,16 @@ class Engine:
         than the configured one. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = await self.fleet.model(ask.model, ask.deadline)
-        catalog, plan = model.catalog, self._plan(ask, model.catalog)
+        catalog, plan = model.catalog, await self._plan(ask, model.catalog)
         fits(plan, max(len(ask.items), 1))
         inputs: dict[str, Tensor] = {}
         faults, rows = ask.faults, 1
         if ask.items:
-            inputs, bad = await self._decode(ask, model)
-            faults, rows = (*faults, *bad), len(next(iter(inputs.values())))
+            inputs, faults = await self._decode(ask, model)
+            rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
             catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
-            plan = self._plan(ask, catalog) if catalog is not model.catalog else plan
+            plan = await self._plan(ask, catalog) if catalog is not model.catalog else plan
             fits(plan, rows)
         prints = {result.key: _fingerprint(model, result) for result in plan.results}
         return Job(model, catalog, plan, inputs, rows, ask.deadline, faults, ask.timings, prints)
@@ -92,14 +95,8 @@ class Engine:
 
         return _features(job, await self.fleet.call(job.model, extract, job.deadline))
 
-    def _plan(self, ask: Ask, catalog: Catalog) -> Plan:
-        plan = resolve(ask.selectors, catalog)
-        if len(plan.results) > self.settings.max_results:
-            raise TooLargeError(
-                f"the request names {len(plan.results)} results, the limit is {self.settings.max_results}",
-                hint="ask for fewer layers at once",
-            )
-        return plan
+    async def _plan(self, ask: Ask, catalog: Catalog) -> Plan:
+        return await self.off_loop(lambda: plan_of(ask, catalog, self.settings.max_results), ask.deadline)
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         if shapes == model.shapes:
@@ -107,12 +104,12 @@ class Engine:
         return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
 
     async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
-        """The rows of all good items, in order, and the faults of the others."""
+        """The rows of all good items and the faults of all others, in the order of the inputs."""
         with ask.timings.step("decode"):
             attempts = await asyncio.gather(*(self._try(item, model, ask.deadline) for _, item in ask.items))
         parts: list[Rows] = []
-        faults: list[Fault] = []
-        for (place, _), attempt in zip(ask.items, attempts, strict=True):
+        faults = list(ask.faults)
+        for place, attempt in _placed(ask.items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
@@ -122,15 +119,16 @@ class Engine:
                 faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
             else:
                 parts.append(attempt)
+        faults.sort(key=lambda fault: fault.input or 0)
         if faults and (ask.on_error == "fail" or not parts):
             raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
         return joined(parts), tuple(faults)
 
-    async def _try(self, item: Item, model: LoadedModel, deadline: float) -> Rows | LayertapError:
+    async def _try(self, item: Item, model: LoadedModel, deadline: float) -> Sequence[Attempt]:
         try:
             return await self.off_loop(lambda: rows_of(item, model, self.settings), deadline)
         except (InputError, TooLargeError) as error:
-            return error
+            return [error]
 
 
 def check_count(inputs: int, settings: Settings) -> None:
@@ -139,6 +137,13 @@ def check_count(inputs: int, settings: Settings) -> None:
         raise TooLargeError(
             f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
         )
+
+
+def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Attempt]]:
+    """Every input's place and what became of it; a batch is one item of several inputs."""
+    for (place, _), found in zip(items, attempts, strict=True):
+        for row, attempt in enumerate(found):
+            yield place + row, attempt
 
 
 def _shown(shapes: Shapes) -> str:

@@ -66,6 +66,8 @@ class Fleet:
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
         worker = self._workers.get(entry.spec.name) or self._start_one_more(entry)
+        if worker.stopping:
+            raise _unloaded(entry.spec.name)
         worker.last_used = time.monotonic()
         try:
             return await within(deadline, asyncio.shield(asyncio.wrap_future(worker.loaded)))
@@ -85,32 +87,39 @@ class Fleet:
         """Finish the model's queue, then forget it."""
         self.registry.entry(name)
         await self._stop(name)
-        self.registry.unload(name)
 
     async def call(self, model: LoadedModel, run: Callable[[LoadedModel], T], deadline: float) -> T:
         """Run a function in the model's thread; DeadlineError where it has not ended by then."""
         worker = self._workers.get(model.spec.name)
-        if worker is None:
-            raise UnavailableError(f"model {model.spec.name} was unloaded", retry_after=1.0)
+        if worker is None or worker.stopping:
+            raise _unloaded(model.spec.name)
         return await within(deadline, asyncio.wrap_future(worker.submit(run)))
 
     @contextmanager
-    def admitted(self, model: LoadedModel, rows: int) -> Iterator[None]:
-        """A place for so many rows while they wait and run; QueueFullError where the queue is full."""
-        limit = self._settings.max_queue_rows
-        worker = self._workers.get(model.spec.name)
-        if rows > limit:
-            raise TooLargeError(f"{rows} inputs are more than the queue holds, {limit}", hint="send fewer at once")
-        if worker is None:
-            raise UnavailableError(f"model {model.spec.name} was unloaded", retry_after=1.0)
-        if worker.rows + rows > limit:
-            wait = math.ceil(max(worker.rows * model.catalog.seconds, 1.0))
-            raise QueueFullError(f"the queue holds {worker.rows} rows of {limit}", retry_after=wait)
-        worker.rows += rows
+    def admitted(self, model: LoadedModel, rows: int) -> Iterator[Callable[[int], None]]:
+        """A place for so many rows while they wait and run; the function given makes it one for another number.
+
+        QueueFullError where the queue is full, TooLargeError where it could never hold as many.
+        """
+        worker, limit, held = self._workers.get(model.spec.name), self._settings.max_queue_rows, 0
+        if worker is None or worker.stopping:
+            raise _unloaded(model.spec.name)
+
+        def hold(rows: int) -> None:
+            nonlocal held
+            others = worker.rows - held
+            if rows > limit:
+                raise TooLargeError(f"{rows} inputs are more than the queue holds, {limit}", hint="send fewer at once")
+            if others + rows > limit:
+                wait = math.ceil(max(others * model.catalog.seconds, 1.0))
+                raise QueueFullError(f"the queue holds {others} rows of {limit}", retry_after=wait)
+            worker.rows, held = others + rows, rows
+
+        hold(rows)
         try:
-            yield
+            yield hold
         finally:
-            worker.rows -= rows
+            worker.rows -= held
 
     def _start_one_more(self, entry: Entry) -> Worker:
         self._make_room()
@@ -124,25 +133,31 @@ class Fleet:
 
     def _make_room(self) -> None:
         """Forget idle lazy models, the longest unused first, until one more may be loaded."""
-        while len(self._workers) >= self._settings.max_loaded_models:
+        while sum(not worker.failed for worker in self._workers.values()) >= self._settings.max_loaded_models:
             idle = [name for name, worker in self._workers.items() if self._may_go(name, worker)]
             if not idle:
                 raise UnavailableError("as many models are loaded as may be", retry_after=LOADING_RETRY_S)
             oldest = min(idle, key=lambda name: self._workers[name].last_used)
-            worker = self._workers.pop(oldest)
-            worker.stop()
-            if self.registry.entry(oldest).state == "ready":
-                self.registry.unload(oldest)
+            self._workers.pop(oldest).stop()
+            self.registry.unload(oldest)
 
     def _may_go(self, name: str, worker: Worker) -> bool:
         lazy = self.registry.entry(name).spec.load == "lazy"
-        return lazy and worker.loaded.done() and worker.rows == 0
+        return lazy and worker.loaded.done() and not worker.failed and not worker.stopping and worker.rows == 0
 
     async def _stop(self, name: str) -> None:
-        worker = self._workers.pop(name, None)
+        # The worker keeps its place until its thread has ended: another one would be a second thread in the model.
+        worker = self._workers.get(name)
         if worker is not None:
             worker.stop()
             await asyncio.to_thread(worker.join, self._settings.deadline_s)
+            if self._workers.get(name) is worker:
+                del self._workers[name]
+                self.registry.unload(name)
+
+
+def _unloaded(name: str) -> UnavailableError:
+    return UnavailableError(f"model {name} is being unloaded", retry_after=1.0)
 
 
 async def within(deadline: float, awaited: Awaitable[T]) -> T:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,11 +23,18 @@ from service.settings import Settings
 Rows = Mapping[str, Tensor]
 
 
-def rows_of(item: Item, model: LoadedModel, settings: Settings) -> Rows:
-    """One item as rows, one tensor for each input with the rows on axis 0; InputError or TooLargeError."""
+def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | InputError]:
+    """One item as rows, one tensor for each input with the rows on axis 0; InputError or TooLargeError.
+
+    A batch comes in one piece. Where some of its rows are not finite it comes row by row, an error in place of each;
+    one of more rows than allowed is not looked into.
+    """
     if isinstance(item, ImageItem):
-        return {model.inputs[0].name: _image(item, model, settings)}
-    return _arrays(item, model)
+        return [{model.inputs[0].name: _image(item, model, settings)}]
+    rows = _arrays(item, model)
+    if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows) is None:
+        return [rows]
+    return [_fault(row) or row for row in _one_by_one(rows)]
 
 
 def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
@@ -67,6 +74,22 @@ def _arrays(item: ArraysItem, model: LoadedModel) -> Rows:
     return rows
 
 
+def _one_by_one(rows: Rows) -> Iterator[Rows]:
+    for at in range(len(next(iter(rows.values())))):
+        yield {name: value[at : at + 1] for name, value in rows.items()}
+
+
+def _fault(rows: Rows) -> InputError | None:
+    # Looked at as the model gets them: what is finite in float64 may not be in float32.
+    try:
+        for value in rows.values():
+            if value.is_floating_point():
+                require_finite(value.float().numpy())
+    except InputError as error:
+        return error
+    return None
+
+
 def _named(item: ArraysItem, specs: Sequence[InputSpec]) -> dict[str, Array]:
     arrays = item.arrays
     if len(specs) == 1 and len(arrays) == 1:
@@ -89,7 +112,6 @@ def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
             f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
             hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}",
         )
-    require_finite(batch)
     return _cast(batch, spec)
 
 

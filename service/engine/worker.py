@@ -26,14 +26,22 @@ class _Task(Generic[T]):
             return
         try:
             result = run(model)
-        except Exception as error:
+        except LayertapError as error:
             self.future.set_exception(error)
+        except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+            self.future.set_exception(_raised(error))
         else:
             self.future.set_result(result)
 
     def let_go(self, future: Future[T]) -> None:
         """Once answered or cancelled, hold no rows: a cancelled task stays in the queue until its turn."""
         self.run = None
+
+
+def _raised(error: BaseException) -> RuntimeError:
+    wrapped = RuntimeError(f"the model raised {type(error).__name__}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 class Worker:
@@ -47,6 +55,7 @@ class Worker:
         self.loaded: Future[LoadedModel] = Future()
         self.rows = 0  # admitted and not answered; touched by the event loop only
         self.last_used = 0.0
+        self.stopping = False  # from now on it takes no task
         self._load = load
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"model-{name}", daemon=True)
@@ -55,7 +64,12 @@ class Worker:
     @property
     def dead(self) -> bool:
         """Whether the thread ended though its model was loaded and nobody stopped it."""
-        return not self._thread.is_alive() and self.loaded.done() and self.loaded.exception() is None
+        return not self._thread.is_alive() and self.loaded.done() and not self.failed and not self.stopping
+
+    @property
+    def failed(self) -> bool:
+        """Whether its model could not be loaded."""
+        return self.loaded.done() and self.loaded.exception() is not None
 
     def submit(self, run: Callable[[LoadedModel], T]) -> Future[T]:
         """Run a function of the model in its thread."""
@@ -67,6 +81,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread after the tasks that were submitted before."""
+        self.stopping = True
         self._queue.put(None)
 
     def join(self, timeout: float) -> None:

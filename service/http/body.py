@@ -15,6 +15,8 @@ from models.errors import TooLargeError
 from service.errors import BadRequestError, BodyTimeoutError
 from service.settings import Settings
 
+LATIN = "latin-1"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -50,7 +52,9 @@ def parts(headers: Headers, body: bytes, settings: Settings) -> list[Part]:
     Computes, so it belongs in a thread.
     """
     most = settings.max_inputs + 1
-    parser = _InMemory(headers, _once(body), max_files=most, max_fields=most, max_part_size=len(body) + 1)
+    # A part without a file name is text to the parser; as latin-1 its bytes come through whatever they are.
+    latin = Headers({"content-type": f"{headers['content-type']}; charset={LATIN}"})
+    parser = _InMemory(latin, _once(body), max_files=most, max_fields=most, max_part_size=len(body) + 1)
     try:
         found = asyncio.run(_parsed(parser))
     except MultiPartException as error:
@@ -68,7 +72,7 @@ async def _parsed(parser: MultiPartParser) -> list[Part]:
     form = await parser.parse()
     try:
         return [
-            Part(name, await value.read() if isinstance(value, UploadFile) else value.encode("utf-8", "replace"))
+            Part(name, await value.read() if isinstance(value, UploadFile) else value.encode(LATIN))
             for name, value in form.multi_items()
         ]
     finally:

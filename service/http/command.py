@@ -49,6 +49,8 @@ def read(sent: Sent) -> Command:
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
+    if sent.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaError("a compressed body is not taken", hint="send it uncompressed")
     media_type = sent.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not sent.data and not media_type:  # a dry run needs no input
         return _raw(sent, ())
@@ -118,9 +120,16 @@ def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
 def _raw(sent: Sent, found: tuple[tuple[int, Item], ...]) -> Command:
     """A command whose body is the query parameters."""
     _only(sent.query, ALWAYS | FIELDS, "")
-    fields: dict[str, Any] = {key: value for key, value in sent.query.items() if key in FIELDS - LISTS}
+    fields: dict[str, Any] = {key: _single(sent.query, key) for key in sent.query if key in FIELDS - LISTS}
     named = [name for value in sent.query.getlist("layers") for name in value.split(",", MAX_LAYER_PARAMETERS) if name]
     return Command(_validated({**fields, "layers": named}), found)
+
+
+def _single(query: QueryParams, key: str) -> str:
+    value, *more = query.getlist(key)
+    if more:
+        raise RequestError(f"the query parameter '{key}' is given {1 + len(more)} times", hint="give it once")
+    return value
 
 
 def load_json(data: bytes, max_depth: int) -> Any:

@@ -23,6 +23,7 @@ from models.errors import (
 from service.errors import (
     BadRequestError,
     BodyTimeoutError,
+    ClientGoneError,
     DeadlineError,
     ForbiddenError,
     KeyMissingError,
@@ -58,11 +59,10 @@ def problem(
         "detail": detail[:300],
         "request_id": request_id,
     }
-    shown = [_entry(fault) for fault in (faults or ((Fault(detail, hint),) if hint else ()))[:MAX_FAULTS]]
-    body["errors"] = shown
-    while len(data := orjson.dumps(body)) > MAX_BODY and shown:
+    faults = faults or ((Fault(detail, hint),) if hint else ())
+    shown = body["errors"] = [entry(fault) for fault in faults[:MAX_FAULTS]]
+    while len(data := orjson.dumps(body | _left_out(faults, shown))) > MAX_BODY and shown:
         shown.pop()
-        body["more_errors"] = len(faults) - len(shown)
     return Response(data, status, headers, MEDIA_TYPE)
 
 
@@ -113,7 +113,12 @@ async def _http(request: Request, error: Exception) -> Response:
     return problem(status, "http", detail, request_id(request), hint=hint, headers=headers)
 
 
-def _entry(fault: Fault) -> dict[str, Any]:
+def _left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
+    return {"more_errors": len(faults) - len(shown)} if len(shown) < len(faults) else {}
+
+
+def entry(fault: Fault) -> dict[str, Any]:
+    """A fault as it stands in ``errors``: cut, and without what it does not have."""
     cut = {key: value[:300] if isinstance(value, str) else value for key, value in asdict(fault).items()}
     return {key: value for key, value in cut.items() if value is not None and value != ""}
 
@@ -130,6 +135,7 @@ STATUS: dict[type[BaseException], tuple[int, str]] = {
     RequestError: (422, "invalid-request"),
     LayerNotReachedError: (422, "layer-not-reached"),
     QueueFullError: (429, "queue-full"),
+    ClientGoneError: (499, "client-gone"),
     UnavailableError: (503, "unavailable"),
     DeadlineError: (504, "deadline"),
     LayertapError: (500, "bug"),
@@ -153,6 +159,7 @@ TITLES: dict[int, str] = {
     415: "Unsupported Media Type",
     422: "Unprocessable Content",
     429: "Too Many Requests",
+    499: "Client Closed Request",
     500: "Internal Server Error",
     503: "Service Unavailable",
     504: "Gateway Timeout",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -15,6 +16,8 @@ from service.engine.engine import Engine
 from service.engine.job import Ask, Job, Timings
 from service.http import body as body_
 from service.http.command import Command, Sent, read
+from service.http.connection import while_connected
+from service.http.errors import entry
 from service.http.openapi import EXTRACT
 from service.settings import Settings
 from service.wire import FORMATS, Encoding, Format, predicted_bytes
@@ -36,20 +39,33 @@ async def extract(request: Request) -> Response:
     dry = _flag(request, "dry_run")
     deadline = time.monotonic() + _seconds(request, settings)
     sent = Sent(request.headers, request.query_params, await body_.read(request, settings), settings)
-    with timings.step("parse"):
-        command = await engine.off_loop(lambda: read(sent), deadline)
-    ask = _ask(command, deadline, timings)
-    check = _Size(format, command.body.encoding, settings)
-    if dry:
+    return await while_connected(request, _answer(engine, sent, _Wish(format, dry, deadline, timings)))
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What a request's head says about its answer; ``deadline`` is on the monotonic clock."""
+
+    format: Format
+    dry: bool
+    deadline: float
+    timings: Timings
+
+
+async def _answer(engine: Engine, sent: Sent, wish: _Wish) -> Response:
+    with wish.timings.step("parse"):
+        command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.deadline)
+    check = _Size(wish.format, command.body.encoding, engine.settings)
+    if ask.faults and not ask.items:
+        raise RequestError(ask.faults[0].detail, hint=ask.faults[0].hint, faults=ask.faults)
+    if wish.dry:
         return _estimate(await engine.prepare(ask, check))
     if not ask.items:
-        faults = command.faults
-        detail = faults[0].detail if faults else "the request has no inputs"
-        raise RequestError(detail, hint="" if faults else "add some, or ask for ?dry_run=true", faults=faults)
+        raise RequestError("the request has no inputs", hint="add some, or ask for ?dry_run=true")
     features = await engine.extract(ask, check)
-    with timings.step("encode"):
-        data = await engine.off_loop(lambda: format.encode(features, command.body.encoding), deadline)
-    return Response(data, media_type=format.media_type, headers={"X-Layertap-Fingerprint": features.fingerprint})
+    with wish.timings.step("encode"):
+        data = await engine.off_loop(lambda: wish.format.encode(features, command.body.encoding), wish.deadline)
+    return Response(data, media_type=wish.format.media_type, headers={"X-Layertap-Fingerprint": features.fingerprint})
 
 
 class _Size:
@@ -69,9 +85,11 @@ class _Size:
             )
 
 
-def _ask(command: Command, deadline: float, timings: Timings) -> Ask:
-    body = command.body
-    return Ask(body.model, command.items, body.selectors(), deadline, body.on_error, command.faults, timings)
+def _read(sent: Sent, wish: _Wish) -> tuple[Command, Ask]:
+    command = read(sent)
+    body, faults = command.body, command.faults
+    ask = Ask(body.model, command.items, body.selectors(), wish.deadline, body.on_error, faults, wish.timings)
+    return command, ask
 
 
 def _estimate(job: Job) -> Response:
@@ -95,7 +113,7 @@ def _estimate(job: Job) -> Response:
         "cost": plan.cost,
         "seconds": round(plan.cost * catalog.seconds * rows, 6),
         "warnings": list(_warnings(job)),
-        "errors": [],
+        "errors": [entry(fault) for fault in job.faults],
     }
     headers = {"X-Layertap-Fingerprint": job.fingerprint}
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)

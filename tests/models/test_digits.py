@@ -64,6 +64,7 @@ def test_model_as_configured(model: Built) -> None:
     assert model.module(**{INPUTS[0].name: image}).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_training_is_repeatable() -> None:
     """Two short trainings end at the same weights."""
     training, _ = splits()

@@ -1,0 +1,1 @@
+"""Measurements; each is a module to run, and none is a test."""

@@ -1,0 +1,162 @@
+"""What the dry run's forwards write down: order, shapes, row axes and layouts."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from models import layout
+from models.sketch import Sketch
+from models.structure import Path, leaves
+from models.watching import Hooked
+
+ROWS, PLACE = 3, 1  # of the forward of several rows: how many, and which of them is the row that ran alone
+
+
+@dataclass
+class Seen:
+    """A tensor as one forward showed it; ``sketch`` is of the part that belongs to the row that ran alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sketch: Sketch
+    row_axis: int | None
+    mixed: bool
+    layout: str | None = None
+
+
+@dataclass
+class Visit:
+    """One call of a module as it was seen."""
+
+    start: int
+    end: int = -1
+    input: dict[Path, Seen] = field(default_factory=dict)
+    output: dict[Path, Seen] = field(default_factory=dict)
+
+
+class Recorder(Hooked):
+    """Notes order, shapes and layouts; given the recorder of one row alone, also which axis holds the rows.
+
+    Its own forward then has ROWS rows, that row in the middle: what either neighbour does to it shows.
+    """
+
+    def __init__(self, module: nn.Module, alone: Recorder | None = None) -> None:
+        super().__init__(module)
+        self.visits: dict[nn.Module, list[Visit]] = {}
+        self._alone = alone
+        self._order = 0
+        self._tensors: dict[int, _Sighted] = {}
+        self._recent: dict[int, Seen] = {}  # by number of axes, what was returned last
+
+    @property
+    def course(self) -> dict[nn.Module, list[tuple[set[Path], set[Path]]]]:
+        """Which modules were called, how often, and with and for what kind of value."""
+        return {
+            module: [(set(visit.input), set(visit.output)) for visit in visits]
+            for module, visits in self.visits.items()
+        }
+
+    def enter(self, module: nn.Module, call: int, value: object) -> None:
+        """Note what a call takes."""
+        visit = Visit(self._tick())
+        self.visits.setdefault(module, []).append(visit)
+        for path, leaf in leaves(value):
+            visit.input[path] = seen = self._see(self._past(module, call, "input").get(path), leaf)
+            self._argument(module, leaf, seen, whole=visit.start == 1)
+
+    def leave(self, module: nn.Module, call: int, value: object) -> None:
+        """Note what a call returns."""
+        visit = self.visits[module][call]
+        visit.end = self._tick()
+        came = next(iter(visit.input.values()), None)
+        before: layout.Evidence = (came.shape, came.layout) if came else ((), None)
+        for path, leaf in leaves(value):
+            visit.output[path] = seen = self._see(self._past(module, call, "output").get(path), leaf)
+            self._result(module, leaf, seen, before)
+
+    def _see(self, past: Seen | None, leaf: Tensor) -> Seen:
+        shape = tuple(leaf.shape)
+        if past is None:
+            axis = 0 if shape[:1] == (1,) else None
+            return Seen(shape, leaf.dtype, Sketch.of(leaf), axis, mixed=axis is None)
+        axis = _grown_axis(past.shape, shape)
+        own = leaf if axis is None else leaf.narrow(axis, PLACE * past.shape[axis], past.shape[axis])
+        sketch = Sketch.of(own)
+        return Seen(shape, leaf.dtype, sketch, axis, mixed=own.shape != past.shape or not sketch.like(past.sketch))
+
+    def _past(self, module: nn.Module, call: int, side: str) -> dict[Path, Seen]:
+        visits = self._alone.visits.get(module, []) if self._alone else []
+        sides: dict[Path, Seen] = getattr(visits[call], side) if call < len(visits) else {}
+        return sides
+
+    def _argument(self, module: nn.Module, leaf: Tensor, seen: Seen, *, whole: bool) -> None:
+        if layout.plain(seen.shape, seen.row_axis):
+            seen.layout = layout.of_plain(seen.shape, seen.row_axis)
+            return
+        sighted = self._sighted(leaf)
+        sighted.settle(layout.of_argument(module, seen.shape))
+        shape = seen.shape
+        sighted.add(seen, layout.of_model_input(shape) if whole else layout.of_unnamed(shape, self._nearest(shape)))
+
+    def _result(self, module: nn.Module, leaf: Tensor, seen: Seen, before: layout.Evidence) -> None:
+        if layout.plain(seen.shape, seen.row_axis):
+            seen.layout = layout.of_plain(seen.shape, seen.row_axis)
+            return
+        sighted = self._sighted(leaf)
+        sighted.settle(layout.of_result(module, seen.shape, before))
+        inside = self._nearest(seen.shape) if next(module.children(), None) is not None else []
+        evidence = [before, *inside] if before[0] == seen.shape else [*inside, before]
+        sighted.add(seen, layout.of_unnamed(seen.shape, evidence))
+        self._recent[len(seen.shape)] = seen
+
+    def _nearest(self, shape: tuple[int, ...]) -> list[layout.Evidence]:
+        """What a module returned last with as many axes: within a module, one of its parts."""
+        last = self._recent.get(len(shape))
+        return [(last.shape, last.layout)] if last else []
+
+    def _sighted(self, leaf: Tensor) -> _Sighted:
+        found = self._tensors.get(id(leaf))
+        if found is None or found.reference() is not leaf or found.shape != leaf.shape:
+            found = self._tensors[id(leaf)] = _Sighted(weakref.ref(leaf), leaf.shape)
+        return found
+
+    def _tick(self) -> int:
+        self._order += 1
+        return self._order
+
+
+@dataclass
+class _Sighted:
+    """Every sighting of one tensor: what a module's type tells about it holds for all of them."""
+
+    reference: weakref.ref[Tensor]
+    shape: torch.Size  # an in-place squeeze makes the same object another tensor
+    certain: bool = False
+    layout: str | None = None
+    sightings: list[Seen] = field(default_factory=list)
+
+    def settle(self, known: str | None) -> None:
+        """A module's type tells the layout, or nothing; the first that does is believed."""
+        if known is None or self.certain:
+            return
+        self.certain, self.layout = True, known
+        for seen in self.sightings:
+            seen.layout = known
+
+    def add(self, seen: Seen, guess: str | None) -> None:
+        """The tensor is seen again; only the first guess counts, where nothing is certain."""
+        if not self.certain and not self.sightings:
+            self.layout = guess
+        seen.layout = self.layout
+        self.sightings.append(seen)
+
+
+def _grown_axis(one: tuple[int, ...], several: tuple[int, ...]) -> int | None:
+    if len(one) != len(several):
+        return None
+    grown = [axis for axis, (a, b) in enumerate(zip(one, several, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 and several[grown[0]] == ROWS * one[grown[0]] else None

@@ -1,0 +1,64 @@
+"""Models for tests, and the rule that holds after every one of them: no hook of ours is left anywhere."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+
+from models.loaded import LoadedModel, load
+from models.spec import ModelSpec
+from tests.nets import INPUTS
+
+Loader = Callable[..., LoadedModel]
+TRIES, TRY_S = 100, 0.05
+settings.register_profile("repeatable", deadline=None, database=None, derandomize=True)
+settings.load_profile("repeatable")
+
+
+def net_spec(factory: str, **fields: object) -> ModelSpec:
+    """The configuration of a module of ``tests.nets``, on the CPU, with the weights of a seed."""
+    chosen: dict[str, object] = {"weights": "random:0", "device": "cpu", "inputs": INPUTS[factory], **fields}
+    return ModelSpec(factory, f"python:tests.nets:{factory}", **chosen)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def kept() -> list[LoadedModel]:
+    """Models that live until the end of the test, so that their hooks can be counted then."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_left(kept: list[LoadedModel]) -> Iterator[None]:
+    """After every test, no model that anything loaded has a hook that it did not bring along."""
+    yield
+    alive = [item for item in gc.get_referrers(LoadedModel) if type(item) is LoadedModel]
+    assert {model.spec.name: model.hooks for model in alive if not _idle(model)} == {}
+
+
+def _idle(model: LoadedModel) -> bool:
+    """Whether a model is without hooks, if need be once a server's thread is through with it."""
+    return not model.hooks or any(threading.Event().wait(TRY_S) or not model.hooks for _ in range(TRIES))
+
+
+@pytest.fixture
+def load_net(kept: list[LoadedModel]) -> Loader:
+    """Loads a module of ``tests.nets`` by its name; fields of its configuration may be given."""
+
+    def loaded(factory: str, **fields: object) -> LoadedModel:
+        kept.append(load(net_spec(factory, **fields)))
+        return kept[-1]
+
+    return loaded
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_objects() -> Iterator[None]:
+    """Takes what imports made out of the garbage collector's sight: looking for models after each test is quick."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,0 +1,50 @@
+"""Which architectures are tried, and on rows of which shape: small and of unequal sides, where that is allowed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torchvision
+from torchvision.models import get_model, list_models
+
+from tests.fidelity.hosting import Case
+
+DEFAULT = (
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
+    *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
+    *("resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_32"),
+    *("wide_resnet50_2",),
+)
+SURVEYED = frozenset({"mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"})
+SMALLEST: dict[str, tuple[int, int]] = {"alexnet": (80, 64), "inception": (96, 80), "maxvit": (224, 224)}
+PATCHED: dict[str, int] = {"vit_b_16": 48, "vit_b_32": 96, "vit_h_14": 42, "vit_l_16": 48, "vit_l_32": 96}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "googlenet": {"init_weights": False},
+    "inception_v3": {"init_weights": False},
+    **{name: {"image_size": side} for name, side in PATCHED.items()},
+}
+
+
+def torchvision_case(name: str, shape: tuple[int, ...] | None = None, **options: Any) -> Case:
+    """An architecture of torchvision; of a vision transformer, the one that takes small images."""
+    build = partial(get_model, name, weights=None, **OPTIONS.get(name, {}), **options)
+    return Case(f"torchvision:{name}", build, shape or _shape(name), configured=name not in SURVEYED)
+
+
+def classifiers() -> list[Any]:
+    """Parameters for every classification architecture; those not in DEFAULT are slow."""
+    names = list_models(module=torchvision.models)
+    return [parameter(torchvision_case(name), slow=name not in DEFAULT) for name in names]
+
+
+def parameter(case: Case, *, slow: bool) -> Any:
+    """A case as a parameter of a test."""
+    marks = (pytest.mark.slow, pytest.mark.timeout(3600)) if slow else ()
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+def _shape(name: str) -> tuple[int, ...]:
+    side = PATCHED.get(name)
+    return (3, side, side) if side else (3, *SMALLEST.get(name.partition("_")[0], (64, 48)))

@@ -1,0 +1,125 @@
+"""A model with random weights, run offline under hooks and then served from a file of the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from models.spec import InputSpec, ModelSpec
+from service.config import Configuration
+from tests.fidelity.asking import LIMITS, everything, posted, promised, slices
+from tests.fidelity.compare import ATOL, RTOL, Tally, named
+from tests.fidelity.reductions import Axes, flat, mean
+from tests.oracle import record, seeded
+from tests.server import Live, serving
+from tests.service.support import Array, arrays_of, tensor
+
+ROWS = 2
+SOME = 7  # one in so many is asked for by another pooling
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is built without the service, and the shape of the rows that it gets.
+
+    ``configured``: whether the server knows of that shape, or has to find out when the rows arrive.
+    """
+
+    source: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    configured: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name of its architecture."""
+        return self.source.partition(":")[2]
+
+    def spec(self, weights: Path) -> ModelSpec:
+        """The configuration of the served twin."""
+        inputs = (InputSpec("x", self.shape),) if self.configured else None
+        return ModelSpec(self.name, self.source, str(weights), device="cpu", load="lazy", inputs=inputs)
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A served model, a batch for it, and every tensor that hooks saw when its twin ran that batch offline."""
+
+    live: Live
+    name: str
+    batch: Array
+    wanted: dict[str, Array]
+
+    def check(self, form: str = "npy", reply: str = "safetensors") -> Tally:
+        """All tensors, no others, of the same shapes, dtypes and values; afterwards no hook is left."""
+        shapes = {key: (array.shape, array.dtype.name) for key, array in self.wanted.items()}
+        assert promised(self.live, self.name, self.batch, form) == shapes
+        tally = Tally()
+        for found in everything(self.live, self.name, self.batch, self.wanted, form, reply):
+            tally.add(found, self.wanted)
+        assert tally.tensors == len(self.wanted)
+        assert self.live.client.get(f"/models/{self.name}").json()["hooks"] == 0
+        return tally
+
+    def check_pools(self, axes_of: Axes, prefix: int) -> None:
+        """``mean`` of every tensor and ``flatten`` of some are what numpy makes of the tensors that hooks saw.
+
+        ``prefix``: how many tokens stand before those of patches wherever the axes are NTC.
+        """
+        axes = {key: found for key, array in self.wanted.items() if (found := axes_of(key, array))}
+        assert axes
+        self._check_pool("mean", partial(mean, prefix=prefix), axes)
+        self._check_pool("flatten", partial(flat, prefix=prefix), dict(list(axes.items())[::SOME]))
+
+    def _check_pool(self, pool: str, by_numpy: Callable[[Array, str, int], Array], axes: dict[str, str]) -> None:
+        for names in slices({key: self.wanted[key] for key in axes}):
+            inputs = [tensor(row) for row in self.batch]
+            body = {"model": self.name, "inputs": inputs, "layers": names, "pool": pool}
+            found = arrays_of(posted(self.live, body, format="safetensors"))
+            assert found.keys() == set(names)
+            for key, array in found.items():
+                wanted = by_numpy(self.wanted[key], axes[key], len(self.batch))
+                atol = ATOL * float(np.abs(self.wanted[key]).max())
+                np.testing.assert_allclose(array, wanted, rtol=RTOL, atol=atol, err_msg=f"{pool} of {key}")
+
+
+@contextmanager
+def hosted(case: Case, folder: Path, seed: int = 0) -> Iterator[Hosted]:
+    """Run a model offline, let it go, and serve its twin while the block lasts."""
+    weights = folder / "weights.safetensors"
+    batch = np.random.default_rng(seed).standard_normal((ROWS, *case.shape), dtype=np.float32)
+    wanted = _offline(case, weights, batch, seed)
+    _check_power(wanted)
+    try:
+        with serving(Configuration((case.spec(weights),), case.name), **LIMITS) as live:
+            yield Hosted(live, case.name, batch, wanted)
+    finally:
+        weights.unlink()
+
+
+def save(module: nn.Module, weights: Path) -> None:
+    """Write a module's weights to a file."""
+    save_file({name: value.contiguous() for name, value in module.state_dict().items()}, weights)
+
+
+def _offline(case: Case, weights: Path, batch: Array, seed: int) -> dict[str, Array]:
+    module = seeded(case.build().eval(), seed)
+    save(module, weights)
+    return named(record(module, torch.from_numpy(batch.copy())))
+
+
+def _check_power(wanted: dict[str, Array]) -> None:
+    """Tensors that could be taken for one another, or that say nothing, would prove nothing."""
+    for key, array in wanted.items():
+        assert np.isfinite(array).all(), key
+        assert array.size == 1 or np.ptp(array) > 0, f"{key} is the same everywhere"
+    for key in [key for key in wanted if key.partition("[")[0] == "."]:
+        assert not np.array_equal(*wanted[key]), "the rows are not told apart"

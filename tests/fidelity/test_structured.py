@@ -1,0 +1,64 @@
+"""Models of torchvision that return dictionaries, and such that take clips; arrays go in and come out as npz."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fidelity.asking import posted
+from tests.fidelity.cases import parameter, torchvision_case
+from tests.fidelity.conftest import Noted
+from tests.fidelity.hosting import Case, hosted
+from tests.fidelity.reductions import axes_of
+from tests.service.support import arrays_of, tensor
+
+SCENE = (3, 64, 48)
+CLIP = (3, 4, 32, 24)
+NO_DOWNLOAD = {"weights_backbone": None}
+SCENES = [
+    parameter(torchvision_case(name, SCENE, **NO_DOWNLOAD, **options), slow=slow)
+    for name, options, slow in (
+        ("deeplabv3_mobilenet_v3_large", {"aux_loss": True}, False),
+        ("deeplabv3_resnet50", {}, True),
+        ("deeplabv3_resnet101", {"aux_loss": True}, True),
+        ("fcn_resnet50", {"aux_loss": True}, True),
+        ("fcn_resnet101", {}, True),
+        ("lraspp_mobilenet_v3_large", {}, True),
+    )
+]
+CLIPS = [
+    parameter(torchvision_case(name, shape), slow=slow)
+    for name, shape, slow in (
+        ("r3d_18", CLIP, False),
+        ("mc3_18", CLIP, True),
+        ("r2plus1d_18", CLIP, True),
+        ("swin3d_t", (3, 4, 64, 48), True),
+        ("swin3d_s", (3, 4, 64, 48), True),
+        ("swin3d_b", (3, 4, 64, 48), True),
+    )
+]
+
+
+@pytest.mark.parametrize("case", SCENES)
+def test_dictionaries(case: Case, tmp_path: Path, noted: Noted) -> None:
+    """Every tensor in every dictionary that goes in or out anywhere; one can be asked for by its path."""
+    with hosted(case, tmp_path) as host:
+        noted(host.check(form="npz", reply="npz"))
+        paths = {".[out]": "." if "." in host.wanted else ".[out]", "backbone[out]": "backbone[out]"}
+        if "lraspp" in case.name:
+            paths = {".[out]": ".", "backbone[low]": "backbone[low]"}
+        body = {"model": host.name, "inputs": [tensor(row) for row in host.batch], "layers": list(paths)}
+        found = arrays_of(posted(host.live, body, format="npz"))
+        assert {key: array.tobytes() for key, array in found.items()} == {
+            key: host.wanted[name].tobytes() for key, name in paths.items()
+        }
+
+
+@pytest.mark.parametrize("case", CLIPS)
+def test_clips(case: Case, tmp_path: Path, noted: Noted) -> None:
+    """Every tensor of a model of clips, (N, C, T, H, W), and pooled over time and space where that is its layout."""
+    with hosted(case, tmp_path) as host:
+        noted(host.check(form="npz", reply="npz"))
+        if "swin" not in case.name:
+            host.check_pools(axes_of(case.name), prefix=0)

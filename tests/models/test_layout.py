@@ -1,0 +1,174 @@
+"""Which axis is what, as a dry run finds out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models import get_model
+from torchvision.ops import Permute
+
+from models.catalog import Catalog
+from tests.nets import Cube, Sound, resnet, surveyed, swin
+
+
+def outputs(catalog: Catalog) -> dict[str, str | None]:
+    """Layer and call to the layout of the first leaf."""
+    return {
+        f"{layer.name}#{number}": call.output.leaves[0].layout
+        for layer in catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        if call.output.leaves
+    }
+
+
+def inputs(catalog: Catalog) -> dict[str, str | None]:
+    return {
+        f"{layer.name}#{number}": call.input.leaves[0].layout
+        for layer in catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        if call.input.leaves
+    }
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 16, 8), (3, 32, 24), (3, 6, 10)])
+def test_channels_height_and_width_may_be_equal(shape: tuple[int, int, int]) -> None:
+    """With 8 channels of 8 x 8, or 8 x 4, a map is told from a channels-last one by the modules that it passes."""
+    catalog = surveyed(Cube(), *shape)
+    out, into = outputs(catalog), inputs(catalog)
+    first = ("stem#0", "down#0", "down.conv#0", "act#0")
+    last = ("last#0", "last.norm#0", "last.mlp#0", "again#0", "again.0#0", "again.1#0")
+    assert {out[name] for name in first} == {into[name] for name in first} == {"NCHW"}
+    assert {out[name] for name in last} == {into[name] for name in last} == {"NHWC"}
+    assert (into[".#0"], out[".#0"]) == ("NCHW", "NC")
+
+
+@pytest.mark.parametrize("length", [4, 8, 12])
+def test_one_dimensional_convolutions(length: int) -> None:
+    """Sound is (N, C, L) from the input on, also where a block's output comes out of a function."""
+    catalog = surveyed(Sound(), 2, length)
+    layouts = {*inputs(catalog).items(), *outputs(catalog).items()}
+    assert {layout for name, layout in layouts if not name.startswith(("head", "."))} == {"NCL"}
+    assert inputs(catalog)[".#0"] == "NCL"
+
+
+@pytest.mark.parametrize("size", [(32, 32), (32, 48), (48, 32), (64, 32)])
+def test_swin_is_channels_last_inside(size: tuple[int, int]) -> None:
+    """Swin's inner layers are NHWC at any size, its ends are NCHW."""
+    out = outputs(surveyed(swin(), 3, *size))
+    ends = {name for name, layout in out.items() if layout == "NCHW"}
+    assert ends == {"features.0.0#0", "permute#0", "avgpool#0"}
+    assert {layout for name, layout in out.items() if name.startswith("features.") and name not in ends} == {"NHWC"}
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "resnet": (resnet, (3, 32, 32), (3, 24, 40)),
+    "convnext": (partial(get_model, "convnext_tiny", weights=None), (3, 32, 32), (3, 32, 64)),
+    "shufflenet": (partial(get_model, "shufflenet_v2_x0_5", weights=None), (3, 64, 64), (3, 32, 64)),
+    "squeezenet": (partial(get_model, "squeezenet1_1", weights=None), (3, 64, 64), (3, 40, 64)),
+    "r3d": (partial(get_model, "r3d_18", weights=None), (3, 4, 16, 16), (3, 2, 16, 24)),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_layouts_do_not_depend_on_the_size(name: str) -> None:
+    """A square picture and one that is not give the same layouts, and none is unknown."""
+    factory, square, oblong = NETS[name]
+    module = factory()
+    first, second = surveyed(module, *square), surveyed(module, *oblong)
+    assert outputs(first) == outputs(second)
+    assert inputs(first) == inputs(second)
+    assert None not in outputs(first).values()
+
+
+def one(module: nn.Module, *shape: int) -> str | None:
+    """The layout of what a module returns as the only part of a model."""
+    return surveyed(nn.Sequential(module), *shape).layers["0"].calls[0].output.leaves[0].layout
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "layout"),
+    [
+        (nn.Conv1d(4, 4, 1), (4, 4), "NCL"),
+        (nn.Conv2d(4, 4, 1), (4, 4, 4), "NCHW"),
+        (nn.Conv3d(4, 4, 1), (4, 4, 4, 4), "NCTHW"),
+        (nn.BatchNorm2d(4), (4, 5, 4), "NCHW"),
+        (nn.GroupNorm(2, 4), (4, 4), "NCL"),
+        (nn.AdaptiveAvgPool2d(1), (4, 4, 4), "NCHW"),
+        (nn.Linear(4, 4), (4, 4, 4), "NHWC"),
+        (nn.Linear(4, 5), (4, 4), "NTC"),
+        (nn.Linear(4, 5), (4,), "NC"),
+        (nn.LayerNorm(4), (4, 4, 4), "NHWC"),
+        (nn.LayerNorm((4, 6, 8)), (4, 6, 8), "NCHW"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1), Permute([0, 2, 3, 1])), (4, 4, 4), "NHWC"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Dropout()), (4, 4, 4), "NCHW"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2)), (4, 4, 6), "NCHW"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1), nn.PixelShuffle(2)), (4, 3, 5), "NCHW"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1), nn.ZeroPad2d(1)), (4, 3, 5), "NCHW"),
+        (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Flatten()), (4, 3, 5), "NC"),
+        (nn.LSTM(4, 6, batch_first=True), (5, 4), "NTC"),
+        (nn.GRU(4, 4), (5, 4), None),
+        (nn.Flatten(0), (4,), "N"),
+    ],
+    ids=str,
+)
+def test_single_modules(module: nn.Module, shape: tuple[int, ...], layout: str | None) -> None:
+    """What a module's type says about its axes counts for more than their sizes, and is not forgotten after it."""
+    found = one(module, *shape)
+    assert found == layout or (layout is None and found == "NTC")
+
+
+class Apply(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def test_what_nothing_tells_is_unknown() -> None:
+    """A layout that neither types nor sizes give away is None, not a guess."""
+    turned = nn.Sequential(nn.Conv2d(3, 4, 1), Apply(lambda x: x.permute(0, 2, 3, 1)))
+    assert one(turned, 3, 5, 6) is None
+    six = nn.Sequential(nn.Conv2d(3, 4, 1), Apply(lambda x: x[:, :, None, None]))
+    assert one(six, 3, 5, 6) is None
+    ahead = nn.Sequential(nn.Conv1d(3, 4, 1), Apply(lambda x: x.transpose(1, 2)))
+    assert one(ahead, 3, 5) is None
+
+
+def test_a_later_module_tells_about_an_earlier_tensor() -> None:
+    """A tensor that a function made is known by the first module whose type says what it takes."""
+    module = nn.Sequential(Apply(lambda x: x.flatten(2)), nn.Conv1d(4, 4, 1))
+    catalog = surveyed(module, 4, 3, 5)
+    assert outputs(catalog)["0#0"] == "NCL"
+    tokens = nn.Sequential(Apply(lambda x: x.flatten(2).mT), nn.Sequential(nn.Identity(), nn.Linear(4, 4)))
+    assert set(inputs(surveyed(tokens, 4, 3, 5)).values()) == {"NCHW", "NTC"}
+
+
+def test_pictures_with_channels_last() -> None:
+    """A model that takes (H, W, 3) is seen to."""
+    catalog = surveyed(nn.Sequential(nn.Linear(3, 4)), 8, 8, 3)
+    assert inputs(catalog) == {".#0": "NHWC", "0#0": "NHWC"}
+
+
+def test_prefix_tokens() -> None:
+    """Class tokens are counted where a sequence has more tokens than any map has pixels, and nowhere else."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 4, 4),
+        Apply(lambda x: x.flatten(2).mT),
+        nn.LayerNorm(8),
+        Apply(lambda x: torch.cat([x[:, :2] * 0, x], 1)),
+        nn.Linear(8, 6),
+        Apply(lambda x: x[:, 2:]),
+        nn.Linear(6, 6),
+        Apply(lambda x: x[:, 0]),
+    )
+    catalog = surveyed(module, 3, 16, 24, prefix=2)
+    found = {name: layer.calls[0].output.leaves[0].prefix for name, layer in catalog.layers.items()}
+    assert found == {".": 0, "0": 0, "1": 0, "2": 0, "3": 2, "4": 2, "5": 0, "6": 0, "7": 0}

@@ -1,0 +1,125 @@
+"""Configured models: what becomes of each."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from models.errors import LoadError, UnknownModelError
+from models.registry import Registry
+from models.spec import InputSpec, ModelSpec
+from tests.conftest import net_spec
+
+VECTOR = (InputSpec("x", (4,)),)
+SEEN: ContextVar[tuple[Registry, list[str]]] = ContextVar("SEEN")
+
+
+class Sick(nn.Linear):
+    """Raises where nobody expects it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def state_dict(self, *args: object, **kwargs: object) -> dict[str, object]:  # type: ignore[override]
+        raise ZeroDivisionError("/a/path of this machine")
+
+
+class Demanding(nn.Linear):
+    """Can't be made without an argument."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+
+
+def watching() -> nn.Module:
+    """Notes in which state its own entry is while it is made."""
+    registry, states = SEEN.get()
+    states.append(registry.entry("m").state)
+    return nn.Linear(4, 4)
+
+
+def own(factory: str) -> ModelSpec:
+    return ModelSpec("m", f"python:{__name__}:{factory}", device="cpu", inputs=VECTOR)
+
+
+def test_states() -> None:
+    """A model is available, then loading, then ready; unloaded it is available and can be loaded again."""
+    registry = Registry([own("watching")])
+    entry = registry.entry("m")
+    states: list[str] = [entry.state]
+    token = SEEN.set((registry, states))
+    try:
+        first = registry.load("m")
+        states.append(registry.entry("m").state)
+        assert registry.entry("m").model is first
+        registry.unload("m")
+        states.append(registry.entry("m").state)
+        assert registry.entry("m").model is None
+        assert registry.load("m") is not first
+        states.append(registry.entry("m").state)
+    finally:
+        SEEN.reset(token)
+    assert states == ["available", "loading", "ready", "available", "loading", "ready"]
+
+
+def test_once() -> None:
+    """A loaded model is not loaded again, and the others are left alone."""
+    registry = Registry([net_spec("Chain"), net_spec("Tied")])
+    assert registry.load("Chain") is registry.load("Chain")
+    assert [(entry.spec.name, entry.state) for entry in registry] == [("Chain", "ready"), ("Tied", "available")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (replace(net_spec("Chain"), source="python:tests.nets:Chian"), "no factory 'Chian'; did you mean"),
+        (own("Demanding"), "could not be built (TypeError)"),
+        (net_spec("Chain", inputs=VECTOR), "can't take an input of this shape"),
+        (net_spec("Chain", weights="nowhere.safetensors"), "no checkpoint 'nowhere.safetensors'"),
+        (net_spec("Chain", device="tpu"), "'tpu' is no device"),
+        (own("Sick"), "loading ended in ZeroDivisionError"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.source,
+)
+def test_failed(spec: ModelSpec, reason: str) -> None:
+    """What can't be loaded is failed and says why, whoever raised what, and shows no path."""
+    registry = Registry([spec])
+    for _ in range(2):
+        with pytest.raises(LoadError):
+            registry.load(spec.name)
+        entry = registry.entry(spec.name)
+        assert (entry.state, entry.model) == ("failed", None)
+        assert reason in entry.reason
+        assert "/" not in entry.reason
+
+
+def test_failed_then_unloaded() -> None:
+    """Unloading a failed model forgets the reason; the models beside it load as ever."""
+    registry = Registry([own("Demanding"), net_spec("Chain")])
+    with pytest.raises(LoadError):
+        registry.load("m")
+    assert registry.load("Chain") is registry.entry("Chain").model
+    registry.unload("m")
+    assert (registry.entry("m").state, registry.entry("m").reason) == ("available", "")
+
+
+def test_unknown() -> None:
+    """A name that is not configured is refused with the names that look like it, or the way to the list."""
+    registry = Registry([net_spec("Chain"), net_spec("Tied")])
+    with pytest.raises(UnknownModelError, match="no model 'Chian'") as caught:
+        registry.entry("Chian")
+    assert caught.value.hint == "did you mean 'Chain'?"
+    for call in (registry.entry, registry.load, registry.unload):
+        with pytest.raises(UnknownModelError) as caught:
+            call("\x00" * 500)
+        assert caught.value.hint == "GET /models lists every model"
+        assert len(caught.value.detail) < 120
+
+
+def test_duplicate() -> None:
+    """Two models of one name are refused before anything is loaded."""
+    with pytest.raises(LoadError, match="two models are called 'Chain'"):
+        Registry([net_spec("Chain"), net_spec("Chain", weights="random:1")])

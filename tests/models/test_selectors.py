@@ -1,0 +1,297 @@
+"""The grammar of selectors, globs, and what they name in a catalogue."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.catalog import Call, Catalog, Layer, Leaf, Moment
+from models.errors import SelectorError, UnknownLayerError
+from models.points import Selector, path_text
+from models.selectors import MAX_TEXT, Found, find, glob_match, parse, parse_call, parse_path, parse_site
+
+GOOD = {
+    "layer4": ("layer4", None, None, "output"),
+    ".": (".", None, None, "output"),
+    ".:input": (".", None, None, "input"),
+    "layer3.*.bn2": ("layer3.*.bn2", None, None, "output"),
+    "relu#0": ("relu", 0, None, "output"),
+    "relu#-1": ("relu", -1, None, "output"),
+    "relu#*": ("relu", "*", None, "output"),
+    "relu#007": ("relu", 7, None, "output"),
+    "encoder[0]": ("encoder", None, ("0",), "output"),
+    "encoder[out][0]:input": ("encoder", None, ("out", "0"), "input"),
+    "a.b#2[logits]:output": ("a.b", 2, ("logits",), "output"),
+    "x[a:b]": ("x", None, ("a:b",), "output"),
+    "x[a:b]:input": ("x", None, ("a:b",), "input"),
+    "x[a#1]": ("x", None, ("a#1",), "output"),
+    "x[a.b c]": ("x", None, ("a.b c",), "output"),
+    "größe": ("größe", None, None, "output"),
+    "*": ("*", None, None, "output"),
+    "a]": ("a]", None, None, "output"),
+    "{}": ("{}", None, None, "output"),
+    "__class__": ("__class__", None, None, "output"),
+    "(?!x)|.^$\\": ("(?!x)|.^$\\", None, None, "output"),
+}
+BAD = {
+    "": "1 to 512 characters",
+    "x" * (MAX_TEXT + 1): "this one has 513",
+    "#0": "names no layer",
+    "[0]": "names no layer",
+    ":input": "names no layer",
+    "#*[0]:input": "names no layer",
+    "a#": "is no call number",
+    "a#x": "is no call number",
+    "a#1.0": "is no call number",
+    "a#+1": "is no call number",
+    "a#--1": "is no call number",
+    "a#²": "is no call number",
+    "a#٣": "is no call number",
+    "a#1#2": "is no call number",
+    "a# 1": "is no call number",
+    "a#1234567": "is no call number",
+    "a[": "is not closed",
+    "a[0": "is not closed",
+    "a[0]x": "is not closed",
+    "a[0]#1": "is not closed",
+    "a[]": "is malformed",
+    "a[0][]": "is malformed",
+    "a[0]]": "is malformed",
+    "a[[0]": "is malformed",
+    "a:": "is no site",
+    "a:outputs": "is no site",
+    "a:input:input": None,
+    "a:grad_output": "is not offered by this version",
+    "a:grad_input": "is not offered by this version",
+    "a:attention": "is not offered by this version",
+    "a[0]:attention_grad": "is not offered by this version",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_good_texts(text: str) -> None:
+    """Every part of the grammar is read, and nothing else is special."""
+    selector = parse(text)
+    assert (selector.pattern, selector.call, selector.path, selector.site) == GOOD[text]
+    assert selector.text == text
+    assert selector.type is None
+
+
+@pytest.mark.parametrize("text", [text for text in BAD if BAD[text]])
+def test_bad_texts(text: str) -> None:
+    """What does not fit the grammar is refused with what is wrong and, cut and escaped, what was written."""
+    with pytest.raises(SelectorError, match=re.escape(BAD[text] or "")) as caught:
+        parse(text)
+    assert len(caught.value.detail) < 200
+    assert caught.value.hint
+
+
+def test_only_the_last_colon_is_a_sites() -> None:
+    """A colon within a name stays with the name."""
+    assert parse("a:input:input").pattern == "a:input"
+
+
+def test_messages_escape_what_they_quote() -> None:
+    """Control characters and lone surrogates of a request do not get into a message."""
+    with pytest.raises(SelectorError) as caught:
+        parse("a\n\x1b[31m\ud800#x")
+    assert caught.value.detail.isascii()
+    assert caught.value.detail.isprintable()
+
+
+def test_parts_alone() -> None:
+    """Calls, paths and sites can be read apart, as the object form of a selector needs."""
+    assert [parse_call("0"), parse_call("-12"), parse_call("*")] == [0, -12, "*"]
+    assert parse_path("[a][0]") == ("a", "0")
+    assert parse_site("input") == "input"
+    for text in ("", "a", "a[0]", "[0]b", "[", "[]"):
+        with pytest.raises(SelectorError):
+            parse_path(text)
+
+
+names = st.text(st.characters(exclude_characters="#[]:*?", exclude_categories=["Cs"]), min_size=1, max_size=20)
+keys = st.text(st.characters(exclude_characters="[]", exclude_categories=["Cs"]), min_size=1, max_size=8)
+calls = st.none() | st.just("*") | st.integers(-99999, 999999)
+paths = st.none() | st.lists(keys, min_size=1, max_size=3).map(tuple)
+
+
+@given(names, calls, paths, st.sampled_from(["", ":output", ":input"]))
+def test_round_trip(name: str, call: int | str | None, path: tuple[str, ...] | None, site: str) -> None:
+    """What is put together by the grammar is taken apart into the same parts."""
+    text = name + ("" if call is None else f"#{call}") + path_text(path or ()) + site
+    selector = parse(text)
+    assert (selector.pattern, selector.call, selector.path) == (name, call, path)
+    assert selector.site == (site[1:] or "output")
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    """No text does anything but give a selector or a SelectorError."""
+    try:
+        read = parse(text).pattern
+    except SelectorError as error:
+        read = error.detail
+    assert read
+
+
+few = st.text("ab.*?[", max_size=12)
+
+
+@settings(max_examples=1000)
+@given(few, few)
+def test_globs_by_fnmatch(pattern: str, name: str) -> None:
+    """Globs agree with the standard library's, its brackets escaped."""
+    assert glob_match(pattern, name) == fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+@settings(max_examples=300)
+@given(st.text("ab*?", max_size=14), st.text("ab", max_size=14))
+def test_globs_by_dynamic_programming(pattern: str, name: str) -> None:
+    """Globs agree with a table of which prefix of the pattern fits which prefix of the name."""
+    table = [[False] * (len(name) + 1) for _ in range(len(pattern) + 1)]
+    table[0][0] = True
+    for i, char in enumerate(pattern, 1):
+        table[i][0] = char == "*" and table[i - 1][0]
+        for j, letter in enumerate(name, 1):
+            if char == "*":
+                table[i][j] = table[i - 1][j] or table[i][j - 1]
+            else:
+                table[i][j] = table[i - 1][j - 1] and char in ("?", letter)
+    assert glob_match(pattern, name) == table[-1][-1]
+
+
+def test_a_glob_that_would_blow_up_a_regular_expression() -> None:
+    """Many stars against a long name that does not fit take at most length times length steps."""
+    assert not glob_match("*a" * 200 + "b", "a" * 2000)
+    assert glob_match("*" * 500, "a" * 2000)
+
+
+def leaf(*path: str) -> Leaf:
+    return Leaf(path, (1, 4), "float32", layout="NC")
+
+
+def layer(name: str, kind: str, *calls: tuple[Leaf, ...]) -> Layer:
+    runs = tuple(Call(Moment(2 * k, 0.0, (leaf(),)), Moment(2 * k + 1, 0.0, out)) for k, out in enumerate(calls))
+    return Layer(name, kind, True, 0, runs, ())
+
+
+CATALOG = Catalog(
+    {
+        item.name: item
+        for item in (
+            layer(".", "Net", (leaf("out"), leaf("aux", "0"), leaf("aux", "1"))),
+            layer("conv1", "Conv2d", (leaf(),)),
+            layer("block.conv2", "Conv2d", (leaf(),)),
+            layer("block.relu", "ReLU", (leaf(),), (leaf(),), (leaf(),)),
+            layer("block", "Block", (leaf("0"), leaf("1"))),
+            layer("empty", "Nothing", ()),
+            layer("silent", "Linear"),
+            layer("head.silent", "Linear"),
+        )
+    },
+    0.1,
+    True,
+)
+
+
+def found(text: str, **fields: object) -> list[Found]:
+    selector = parse(text)
+    return find(Selector(**{**vars(selector), **fields}), CATALOG)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("conv1", ["conv1"]),
+        ("conv1#0", ["conv1#0"]),
+        ("conv1#-1:output", ["conv1#-1:output"]),
+        ("conv1:input", ["conv1:input"]),
+        ("block.relu", ["block.relu"]),
+        ("block.relu#*", ["block.relu#0", "block.relu#1", "block.relu#2"]),
+        ("block.relu#*:input", ["block.relu#0:input", "block.relu#1:input", "block.relu#2:input"]),
+        ("block", ["block[0]", "block[1]"]),
+        ("block#0", ["block#0[0]", "block#0[1]"]),
+        ("block[1]", ["block[1]"]),
+        (".", [".[out]", ".[aux][0]", ".[aux][1]"]),
+        (".[aux]", [".[aux][0]", ".[aux][1]"]),
+        (".[aux][1]", [".[aux][1]"]),
+        ("*conv*", ["conv1", "block.conv2"]),
+        ("conv?", ["conv1"]),
+        ("*.relu", ["block.relu#2"]),
+        ("*.relu#0", ["block.relu#0"]),
+        ("*relu#*", ["block.relu#0", "block.relu#1", "block.relu#2"]),
+        ("*relu#1:input", ["block.relu#1:input"]),
+        ("block*", ["block.conv2", "block.relu#2", "block[0]", "block[1]"]),
+        ("*[0]", ["block[0]"]),
+        ("*#1", ["block.relu#1"]),
+    ],
+)
+def test_keys(text: str, keys: list[str]) -> None:
+    """A literal keeps its spelling; a glob's matches have canonical names, and "." is none of them."""
+    assert [item.key for item in found(text)] == keys
+
+
+def test_types() -> None:
+    """A class name selects by itself or together with a glob or a name."""
+    assert [item.key for item in found("*", type="Conv2d")] == ["conv1", "block.conv2"]
+    assert [item.key for item in found("block.*", type="Conv2d")] == ["block.conv2"]
+    assert [item.key for item in found("conv1", type="Conv2d")] == ["conv1"]
+    with pytest.raises(UnknownLayerError, match="type 'conv2d' matches no layer") as caught:
+        found("*", type="conv2d")
+    assert "Conv2d" in caught.value.hint
+
+
+def test_calls_count_from_both_ends() -> None:
+    """Call -1 is the last and the default; a number beyond the calls is refused with those there are."""
+    assert [found(text)[0].point.call for text in ("block.relu", "block.relu#-1", "block.relu#-3")] == [2, 2, 0]
+    for text in ("block.relu#3", "block.relu#-4"):
+        with pytest.raises(UnknownLayerError, match="runs 3 times in a forward") as caught:
+            found(text)
+        assert "#0 to #2" in caught.value.hint
+    with pytest.raises(UnknownLayerError, match="runs once"):
+        found("conv1#1")
+
+
+@pytest.mark.parametrize(
+    ("text", "detail", "hint"),
+    [
+        ("conv3", "there is no layer 'conv3'", "conv1"),
+        ("__class__", "there is no layer '__class__'", "lists every layer"),
+        ("silent", "never runs in a forward", "ask for its parent '.'"),
+        ("head.silent", "never runs in a forward", "ask for its parent 'head'"),
+        ("*silent", "matches 2 layers, none of which runs", ""),
+        ("nothing*", "matches no layer", "lists every layer"),
+        ("conv1[0]", "is a single tensor", "leave the path out"),
+        ("block[2]", "has nothing at '[2]'", "[0], [1]"),
+        ("empty", "holds no tensor", ""),
+        ("*#7", "matches", ""),
+        ("*[logits]", "matches", ""),
+        ("emp*", "matches", ""),
+    ],
+)
+def test_what_is_not_there(text: str, detail: str, hint: str) -> None:
+    """Whatever names nothing is refused with what there is, be it a name, a glob, a call or a path."""
+    with pytest.raises(UnknownLayerError, match=re.escape(detail)) as caught:
+        found(text)
+    assert hint in caught.value.hint
+
+
+def test_silent_layers_that_a_glob_passes_over() -> None:
+    """A glob leaves out layers that never run and says which."""
+    items, skipped = find(parse("*e*"), CATALOG)
+    assert [item.key for item in items] == ["block.relu#2"]
+    assert skipped == ["silent", "head.silent"]
+
+
+def test_alias() -> None:
+    """``as`` names a single result, or the leaves of one structured value; several layers or calls can't share it."""
+    assert [item.key for item in found("conv1", alias="x")] == ["x"]
+    assert [item.key for item in found("*.conv2", alias="x")] == ["x"]
+    assert [item.key for item in found("block", alias="x")] == ["x[0]", "x[1]"]
+    for text in ("*conv*", "block.relu#*"):
+        with pytest.raises(SelectorError, match="'as' gives one name"):
+            found(text, alias="x")

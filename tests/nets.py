@@ -1,0 +1,688 @@
+"""Small real modules, one for each thing that a model may do to whoever hooks it, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.models import VisionTransformer as Vit
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.models.swin_transformer import SwinTransformer
+
+from models.catalog import Catalog
+from models.dryrun import DTYPES, survey
+from models.spec import InputSpec
+from tests.oracle import seeded
+
+
+def batch(inputs: Sequence[InputSpec], rows: int, seed: int = 0) -> dict[str, Tensor]:
+    """So many random rows; integers are 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        spec.name: torch.randn(rows, *spec.shape, generator=generator).to(DTYPES[spec.dtype])
+        if DTYPES[spec.dtype].is_floating_point
+        else torch.randint(0, 2, (rows, *spec.shape), generator=generator)
+        for spec in inputs
+    }
+
+
+def surveyed(module: nn.Module, *shape: int, prefix: int = 0) -> Catalog:
+    """The catalogue of a module for float32 rows of one shape."""
+    specs = (InputSpec("x", shape),)
+    device = torch.device("cpu")
+    return survey(module.eval(), specs, lambda rows: module(*rows.values()), device, prefix, torch.float32)
+
+
+def resnet() -> ResNet:
+    """Basic blocks: ``out += identity`` after ``bn2``, in-place ReLUs that run twice."""
+    return seeded(ResNet(BasicBlock, [1, 1, 1, 1], num_classes=7), 1)
+
+
+def bottlenecks() -> ResNet:
+    """Bottleneck blocks: one ReLU that runs three times in each."""
+    return seeded(ResNet(Bottleneck, [1, 1, 1, 1], num_classes=7), 2)
+
+
+def vit() -> Vit:
+    """One class token and 4 x 4 patches of 8 pixels."""
+    module = Vit(image_size=32, patch_size=8, num_layers=2, num_heads=2, hidden_dim=24, mlp_dim=48, num_classes=7)
+    module.num_prefix_tokens = 1
+    return seeded(module, 3)
+
+
+def swin() -> SwinTransformer:
+    """NHWC inside, windows of 4 x 4 folded into the batch."""
+    return seeded(SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=7), 4)
+
+
+class Chain(nn.Module):
+    """A plain stack of convolutions whose ReLU writes in place, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.relu(self.conv(image))
+        x -= 0.3
+        x = self.relu(x)
+        scores: Tensor = self.head(x.mean((2, 3)))
+        return scores
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@dataclass
+class Card:
+    value: Tensor
+    note: str
+    more: list[Tensor]
+
+
+class Nested(nn.Module):
+    """Whatever a module may return: a dictionary of everything else."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {
+            "pair": Pair(x + 1, x * 2),
+            "card": Card(x.sin(), "a note", [x.cos(), x.tan()]),
+            "nothing": None,
+            "count": 3,
+            "list": [(x - 1,), x > 0],
+            "index": x.argmax(-1),
+        }
+
+
+class Structured(nn.Module):
+    """Returns nested containers and calls a part that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.nested = Nested()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self.nested(self.linear(x))
+        return found
+
+
+class Gate(nn.Module):
+    """Takes what it needs by position and by name."""
+
+    def forward(self, x: Tensor, *, gate: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
+        out = x * gate.sigmoid() * scale
+        return out if bias is None else out + bias
+
+
+class Keywords(nn.Module):
+    """Two inputs by name; calls a part with keywords, once with fewer of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2, 6)
+        self.linear = nn.Linear(4, 6)
+        self.gate = Gate()
+
+    def forward(self, *, pixels: Tensor, kind: Tensor) -> Tensor:
+        x = self.linear(pixels)
+        x = self.gate(x, gate=self.embed(kind), scale=2.0)
+        out: Tensor = self.gate(x=x, gate=x, bias=x)
+        return out
+
+
+class Tied(nn.Module):
+    """One linear layer under two names, called under both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(5, 5)
+        self.decode = self.encode
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.decode(self.act(self.encode(x)))
+        return out
+
+
+class NeverCalled(nn.Module):
+    """Uses the weights of one part without calling it; many calls of another before the last part runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent = nn.Linear(4, 4)
+        self.often = nn.Tanh()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.linear(x, self.silent.weight)
+        for _ in range(20):
+            x = self.often(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+class TimeFirst(nn.Module):
+    """Attention that runs (T, N, C)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(6, 8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.proj(x).transpose(0, 1)
+        y = self.norm(y + self.attention(y, y, y)[0])
+        return y.transpose(0, 1)
+
+
+class TimeOut(TimeFirst):
+    """The same, and the output stays (T, N, C)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).transpose(0, 1)
+
+
+class BatchCentred(nn.Module):
+    """Each row loses the mean of all rows, by a part; another part returns that mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mean = Mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        centred: Tensor = x - self.mean(x)
+        return centred
+
+
+class Mean(nn.Module):
+    """Over axis 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(0)
+
+
+class BatchScaled(nn.Module):
+    """Each row is divided by the largest value of all rows, as dynamic quantisation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x / x.amax()
+
+
+class Recurrent(nn.Module):
+    """An LSTM that takes axis 0 for time: a row depends on the rows before it, never on those after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+class Backwards(Recurrent):
+    """A row depends on the rows after it, never on those before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flip(0)).flip(0)
+
+
+class Inner(nn.Module):
+    """Rows meet inside, and the output does not show it: similarities, the first row, the mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.similar = Similar()
+        self.first = First()
+        self.mean = Mean()
+        self.table = Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.similar(x), self.first(x), self.mean(x)
+        out: Tensor = x + self.table(x)
+        return out
+
+
+class Similar(nn.Module):
+    """(N, N)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ x.T
+
+
+class First(nn.Module):
+    """The first row alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[0]
+
+
+class Table(nn.Module):
+    """A parameter, whatever comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values
+
+
+class OneRow(nn.Module):
+    """Takes one row at a time, and drops its axis inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != 1:
+            raise ValueError("one row at a time")
+        out: Tensor = self.act(self.linear(x)[0])
+        return out[None]
+
+
+class PerRow(nn.Module):
+    """Calls a part once for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.linear(row[None]) for row in x])
+
+
+class Windows(nn.Module):
+    """Folds windows of tokens into the batch axis, row by row, and unfolds them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, channels = x.shape
+        folded = self.inner(self.fold(x.reshape(rows, tokens // 2, 2, channels)))
+        return self.unfold(folded, rows).reshape(x.shape)
+
+    def fold(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
+
+    def unfold(self, x: Tensor, rows: int) -> Tensor:
+        return x.unflatten(0, (rows, -1))
+
+
+class WindowMajor(Windows):
+    """The same, but the windows of one place of all rows stand together."""
+
+    def fold(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1).flatten(0, 1)
+
+    def unfold(self, x: Tensor, rows: int) -> Tensor:
+        return x.unflatten(0, (-1, rows)).transpose(0, 1)
+
+
+class Swallows(nn.Module):
+    """Catches every Exception of a part and goes on without it; counts how often the tail ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.tail = nn.Linear(4, 2)
+        self.tails = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.head(x)
+        except Exception:
+            x = x + 1
+        self.tails += 1
+        out: Tensor = self.tail(x)
+        return out
+
+
+class Picky(nn.Module):
+    """Refuses what is negative on average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] % 2:
+            raise ValueError("odd")
+        return x * 2
+
+
+class Retries(nn.Module):
+    """Calls a part that fails, and once more with what it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picky = Picky()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.picky(x)
+        except ValueError:
+            x = self.picky(x[..., 1:])
+        return x
+
+
+class Countdown(nn.Module):
+    """Calls itself: call 0 begins first and ends last."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth == 0:
+            return x + 1
+        below: Tensor = self(x * 2, depth - 1)
+        return below + x
+
+
+class Recursive(nn.Module):
+    """Holds a part that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Countdown()
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.down(x))
+        return out
+
+
+class EarlyExit(nn.Module):
+    """Runs its second half only for inputs that are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.abs().amax() < 1000:
+            x = self.second(x)
+        return x
+
+
+class Pruned(nn.Module):
+    """Keeps as many tokens as are large: another number for each input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = Keep()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.keep(x)).mean(1)
+        return out
+
+
+class Keep(nn.Module):
+    """All tokens, or half of them where the input is far from zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2] if x.mean() > 50 else x
+
+
+class Masked(nn.Module):
+    """Minus infinity, the smallest float and not-a-number where a mask says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.hide = Hide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.hide(self.linear(x))
+        return scores.clone()
+
+
+class Hide(nn.Module):
+    """Three of four entries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, 0], x[:, 1], x[:, 2] = -torch.inf, torch.finfo(x.dtype).min, torch.nan
+        return x
+
+
+class DTypes(nn.Module):
+    """Leaves of every kind of number."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {
+            "double": x.double(),
+            "half": x.half(),
+            "brain": x.bfloat16(),
+            "index": x.long(),
+            "small": x.to(torch.int8),
+            "flag": x > 0,
+            "complex": torch.complex(x, x),
+        }
+
+
+class Kinds(nn.Module):
+    """Holds a part with leaves of every kind of number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = DTypes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.kinds(x * 20)["double"]
+        return out.float()
+
+
+class Views(nn.Module):
+    """Parts that return views: of a larger storage, expanded, channels last, and of their own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slice = Slice()
+        self.same = nn.Identity()
+        self.wide = Wide()
+        self.last = Last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.same(x)
+        y = self.slice(x) + self.wide(x)
+        self.last(x)
+        x.zero_()
+        return y
+
+
+class Slice(nn.Module):
+    """One position of many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :, 0, 0]
+
+
+class Wide(nn.Module):
+    """One column, expanded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1, 0, 0].expand(-1, x.shape[1])
+
+
+class Last(nn.Module):
+    """The same values in another order of memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.contiguous(memory_format=torch.channels_last)
+
+
+class Residual1d(nn.Module):
+    """Halves the length; its output comes out of a function, not out of a part."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(channels, channels, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm1d(channels)
+        self.down = nn.Conv1d(channels, channels, 1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.norm(self.conv(x)) + self.down(x))
+
+
+class Sound(nn.Module):
+    """One-dimensional convolutions: (N, C, L)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv1d(2, 4, 3, padding=1)
+        self.block = Residual1d(4)
+        self.act = nn.GELU()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.block(self.stem(x)))
+        out: Tensor = self.head(x.mean(-1))
+        return out
+
+
+class Residual2d(nn.Module):
+    """Channels first; its output comes out of a function, and of another shape than what came in."""
+
+    def __init__(self, channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, out_channels, 3, stride=2, padding=1)
+        self.down = nn.Conv2d(channels, out_channels, 1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.conv(x), self.down(x)], 1).relu()
+
+
+class ChannelsLast(nn.Module):
+    """Linear layers over the last axis of (N, H, W, C), a residual between them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.mlp = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Cube(nn.Module):
+    """Where channels, height and width may all be equal, first one way round, then the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 1)
+        self.down = Residual2d(8, 4)
+        self.act = nn.ReLU()
+        self.last = ChannelsLast(8)
+        self.again = nn.Sequential(ChannelsLast(8), nn.Dropout())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.down(self.stem(x)))
+        x = self.again(self.last(x.permute(0, 2, 3, 1)) * 2)
+        return x.mean((1, 2))
+
+
+class Writes(nn.Module):
+    """Writes into its own input, as a model's preprocessing may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Opaque:
+    """A class of a model's own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Wrapped(nn.Module):
+    """Returns something that is no container of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(self.linear(x))
+
+
+class Encoder(nn.Module):
+    """PyTorch's own encoder layer, which takes a fused path where nobody hooks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(x)[:, 0])
+        return out
+
+
+def _x(*shape: int) -> tuple[InputSpec, ...]:
+    return (InputSpec("x", shape),)
+
+
+INPUTS: dict[str, tuple[InputSpec, ...]] = {
+    "resnet": _x(3, 40, 32),
+    "bottlenecks": _x(3, 32, 32),
+    "vit": _x(3, 32, 32),
+    "swin": _x(3, 32, 48),
+    "Chain": _x(3, 8, 8),
+    "Structured": _x(4),
+    "Keywords": (InputSpec("pixels", (4,)), InputSpec("kind", (), "int64")),
+    "Tied": _x(5),
+    "NeverCalled": _x(4),
+    "TimeFirst": _x(5, 6),
+    "TimeOut": _x(5, 6),
+    "BatchCentred": _x(4),
+    "BatchScaled": _x(4),
+    "Recurrent": _x(3, 4),
+    "Backwards": _x(3, 4),
+    "Inner": _x(4),
+    "OneRow": _x(4),
+    "PerRow": _x(4),
+    "Windows": _x(8, 6),
+    "WindowMajor": _x(8, 6),
+    "Swallows": _x(4),
+    "Retries": _x(5),
+    "Recursive": _x(4),
+    "EarlyExit": _x(4),
+    "Pruned": _x(6, 4),
+    "Masked": _x(4),
+    "Kinds": _x(4),
+    "Views": _x(4, 8, 8),
+    "Sound": _x(2, 12),
+    "Cube": _x(3, 16, 16),
+    "Writes": _x(4),
+    "Wrapped": _x(4),
+    "Encoder": _x(5, 8),
+}

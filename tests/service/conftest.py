@@ -1,0 +1,111 @@
+"""Servers that tests share, and what holds for them after every test: nothing waits, nothing hangs on a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from models.spec import InputSpec, ModelSpec
+from service.config import Configuration
+from tests.server import Live, serving
+from tests.service import support
+from tests.service.support import ROW, Control, configured, net, until
+
+NETS = (
+    ModelSpec("encoder", "python:tests.nets:Encoder", weights="random:0", inputs=(InputSpec("x", (5, 8)),)),
+    ModelSpec("structured", "python:tests.nets:Structured", weights="random:0", inputs=(ROW,)),
+    ModelSpec("never_called", "python:tests.nets:NeverCalled", weights="random:0", inputs=(ROW,)),
+    ModelSpec("centred", "python:tests.nets:BatchCentred", weights="random:0", inputs=(ROW,)),
+)
+Serve = Callable[..., AbstractContextManager[Live]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_settings_from_outside() -> None:
+    """Whoever runs the tests may have settings of their own."""
+    for name in [name for name in os.environ if name.startswith("LAYERTAP_")]:
+        del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def lives() -> list[Live]:
+    """The servers that run now."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def serve(lives: list[Live]) -> Serve:
+    """Starts a server as ``tests.server.serving`` does, and has it looked at after every test."""
+
+    @contextmanager
+    def started(configuration: Configuration | None = None, **settings: Any) -> Iterator[Live]:
+        with serving(configuration or configured(), **settings) as live:
+            lives.append(live)
+            try:
+                yield live
+            finally:
+                lives.remove(live)
+
+    return started
+
+
+@pytest.fixture(scope="session")
+def live(serve: Serve) -> Iterator[Live]:
+    """A server with the settings as they come."""
+    specs = (
+        net("gated", "Gated"),
+        net("touchy", "Touchy"),
+        net("never", "Never"),
+        *(
+            ModelSpec(name, f"python:tests.nets:{factory}", weights="random:0", inputs=(row,))
+            for name, factory, row in NETS
+        ),
+        net("two", "TwoInputs", InputSpec("pixels", (4,)), InputSpec("kind", (), "int64")),
+    )
+    with serve(configured(*specs), max_loaded_models=20) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def limited(serve: Serve) -> Iterator[Live]:
+    """A server with limits that small requests exceed."""
+    limits = {
+        "max_body_bytes": 2_000_000,
+        "body_timeout_s": 0.5,
+        "max_inputs": 4,
+        "max_pixels": 10_000,
+        "max_resized_pixels": 40_000,
+        "max_json_depth": 16,
+        "max_results": 8,
+        "max_reply_bytes": 400_000,
+        "max_queue_rows": 6,
+    }
+    with serve(configured(net("gated", "Gated"), net("never", "Never")), **limits) as live:
+        yield live
+
+
+@pytest.fixture(scope="session")
+def control(live: Live) -> Control:
+    """A good request to the server with the settings as they come."""
+    return support.control(live)
+
+
+@pytest.fixture(scope="session")
+def limited_control(limited: Live) -> Control:
+    """A good request to the server with small limits."""
+    return support.control(limited)
+
+
+@pytest.fixture(autouse=True)
+def _idle(lives: list[Live]) -> Iterator[None]:
+    """After every test no row is admitted anywhere and no model has a hook on it."""
+    yield
+    for live in lives:
+        workers = live.engine.fleet._workers
+        until(lambda workers=workers: all(worker.rows == 0 for worker in workers.values()))  # type: ignore[misc]
+        models = [entry.model for entry in live.engine.fleet.registry if entry.model is not None]
+        until(lambda models=models: all(model.hooks == 0 for model in models))  # type: ignore[misc]

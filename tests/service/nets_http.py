@@ -1,0 +1,86 @@
+"""Models whose forwards a test can hold up or make fail. Each class is a ``python:`` factory."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import CancelledError
+from threading import Event
+
+from torch import Tensor, nn
+
+PATIENCE_S = 60
+
+
+class Gated(nn.Module):
+    """Runs only while its gate is open, and notes how many rows each forward had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.gate = Event()
+        self.gate.set()
+        self.entered = Event()
+        self.forwards: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards.append(len(x))
+        self.entered.set()
+        if not self.gate.wait(PATIENCE_S):
+            raise TimeoutError("nobody opened the gate")
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Touchy(nn.Module):
+    """Raises the error whose number, beyond ``LIMIT``, is the largest entry of its input."""
+
+    LIMIT = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = int(x.amax())
+        if largest >= self.LIMIT:
+            raise ERRORS[largest - self.LIMIT]
+        out: Tensor = self.linear(x)
+        return out
+
+
+class TwoInputs(nn.Module):
+    """Takes its inputs by name: one of floats and one of indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, *, pixels: Tensor, kind: Tensor) -> dict[str, Tensor]:
+        a, b = self.linear(pixels), self.embed(kind)
+        return {"sum": a + b, "product": a * b}
+
+
+class Never(nn.Module):
+    """Can't be built."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("/secret/path: no such file, object at 0x7f00deadbeef")
+
+
+ERRORS = (
+    RuntimeError("secret"),
+    ValueError("secret"),
+    KeyError("secret"),
+    TimeoutError("secret"),
+    MemoryError("secret"),
+    RecursionError("secret"),
+    StopIteration("secret"),
+    OSError(2, "secret", "/secret/path"),
+    AssertionError("secret"),
+    SystemExit(3),
+    KeyboardInterrupt("secret"),
+    GeneratorExit("secret"),
+    CancelledError("secret"),
+    asyncio.CancelledError("secret"),
+)

@@ -1,0 +1,257 @@
+"""What the tests of the HTTP side share: requests to make, replies to read, what must hold of every error."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import tempfile
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from io import BytesIO
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import httpx
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from PIL import Image
+
+from models.digits import spec as digits
+from models.spec import InputSpec, ModelSpec
+from service.config import Configuration
+from tests.server import Live
+from tests.service.nets_http import Gated
+
+Array = NDArray[Any]
+Json = dict[str, Any]
+
+TRIES, TRY_S = 1500, 0.02
+SECRETS = ("Traceback", "secret", "site-packages", ".py", str(Path.cwd()), sys.prefix, tempfile.gettempdir())
+ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
+ALWAYS = ("x-request-id", "server-timing", "vary")
+ROW = InputSpec("x", (4,))
+
+
+def net(name: str, factory: str, *inputs: InputSpec, **fields: Any) -> ModelSpec:
+    """The entry of a model of ``nets_http``; it takes rows of four numbers where nothing else is said."""
+    chosen = {"weights": "random:0", "device": "cpu", **fields}
+    return ModelSpec(name, f"python:tests.service.nets_http:{factory}", inputs=inputs or (ROW,), **chosen)
+
+
+def configured(*specs: ModelSpec) -> Configuration:
+    """A configuration of ``digits``, which is the default, and others."""
+    return Configuration((digits(), *specs), "digits")
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (40, 32), format: str = "PNG") -> bytes:  # noqa: A002
+    """An encoded picture of noise."""
+    stream = BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(stream, format)
+    return stream.getvalue()
+
+
+def text64(data: bytes) -> str:
+    """Base64."""
+    return b64encode(data).decode()
+
+
+def image(data: bytes) -> Json:
+    """An entry of ``inputs``."""
+    return {"image": text64(data)}
+
+
+def tensor(array: Array) -> Json:
+    """An entry of ``inputs``."""
+    return {"tensor": {"dtype": array.dtype.name, "shape": list(array.shape), "data": text64(array.tobytes())}}
+
+
+def rows(count: int = 1, value: float = 1.0) -> Array:
+    """Rows for a model that takes four numbers each."""
+    return np.full((count, 4), value, np.float32)
+
+
+def npy(array: Array) -> bytes:
+    """A .npy file."""
+    stream = BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def npz(**arrays: Array) -> bytes:
+    """A .npz file."""
+    stream = BytesIO()
+    np.savez(stream, **arrays)  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def raw(data: bytes, media_type: str, **query: Any) -> Json:
+    """The arguments of a request whose body is one input."""
+    return {"content": data, "headers": {"content-type": media_type}, "params": query}
+
+
+def arrays_of(response: httpx.Response) -> dict[str, Array]:
+    """The arrays of a reply, whatever its format."""
+    assert response.status_code == 200, response.text
+    return READERS[response.headers["content-type"]](response)
+
+
+def same(a: dict[str, Array], b: dict[str, Array]) -> bool:
+    """Whether keys, dtypes, shapes and bits are equal."""
+    return a.keys() == b.keys() and all(
+        (x.dtype, x.shape, x.tobytes()) == (b[key].dtype, b[key].shape, b[key].tobytes()) for key, x in a.items()
+    )
+
+
+def problem(response: httpx.Response, status: int, *, seconds: bool = False) -> Json:
+    """An error's body, once it is sure that it has the fields of RFC 9457 and gives nothing away.
+
+    ``seconds``: whether it says when to try again.
+    """
+    assert response.status_code == status, response.text[:2000]
+    assert response.headers["content-type"] == "application/problem+json"
+    assert all(name in response.headers for name in ALWAYS)
+    assert ("retry-after" in response.headers) == seconds
+    assert not seconds or int(response.headers["retry-after"]) >= 1
+    body: Json = response.json()
+    assert body["type"].startswith("urn:layertap:problem:")
+    assert body["status"] == status
+    assert body["title"] in (TITLES.get(status), HTTPStatus(status).phrase)
+    assert body["request_id"] == response.headers["x-request-id"]
+    assert body["detail"].strip() == body["detail"] != ""
+    assert all(set(fault) <= {"detail", "hint", "pointer", "input"} and fault["detail"] for fault in body["errors"])
+    assert len(response.content) < 1024
+    assert not [secret for secret in SECRETS if secret in response.text]
+    assert not ADDRESS.search(response.text)
+    assert response.text.isprintable()
+    return body
+
+
+@dataclass(frozen=True)
+class Control:
+    """A good request and the reply that it must always get."""
+
+    live: Live
+    request: Json
+    expected: bytes
+
+    def check(self) -> None:
+        """The server is as well as before: same bytes, no hook left, ready."""
+        response = self.live.client.post("/extract", **self.request)
+        assert (response.status_code, response.content) == (200, self.expected)
+        assert self.live.client.get("/models/digits").json()["hooks"] == 0
+        assert self.live.client.get("/readyz").status_code == 200
+
+
+def control(live: Live) -> Control:
+    """A control of a server, by its reply now."""
+    request = {"json": {"layers": ["block?", "head"], "pool": "mean", "inputs": [image(picture(99))]}}
+    response = live.client.post("/extract", **request)
+    assert response.status_code == 200, response.text
+    return Control(live, request, response.content)
+
+
+def until(come_true: Callable[[], bool]) -> None:
+    """Look again and again, but not for ever, until something has come true."""
+    pause = Event()
+    assert any(come_true() or pause.wait(TRY_S) for _ in range(TRIES)), "it never came true"
+
+
+def gated(live: Live, name: str = "gated") -> Gated:
+    """The module of a model that can be held up."""
+    model = live.engine.fleet.registry.entry(name).model
+    assert model is not None
+    assert isinstance(model.module, Gated)
+    return model.module
+
+
+def waiting(live: Live, name: str = "gated") -> int:
+    """Rows of a model that are admitted and not answered."""
+    return live.engine.fleet._workers[name].rows
+
+
+def ask(live: Live, count: int = 1, model: str = "gated", **headers: str) -> httpx.Response:
+    """A request for some rows through a model that takes four numbers each."""
+    return live.client.send(row_request(live, count, model, **headers))
+
+
+def row_request(live: Live, count: int, model: str = "gated", **headers: str) -> httpx.Request:
+    """What ``ask`` sends."""
+    request = raw(npy(rows(count)), "application/x-npy", layers="linear", model=model)
+    request["headers"] |= headers
+    return live.client.build_request("POST", "/extract", **request)
+
+
+def connected(live: Live) -> socket.socket:
+    """A connection of its own."""
+    url = httpx.URL(live.url)
+    return socket.create_connection((url.host, url.port), timeout=TRIES * TRY_S)
+
+
+def on_the_wire(request: httpx.Request) -> bytes:
+    """A request as bytes."""
+    head = [f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"]
+    head += [f"{name}: {value}" for name, value in request.headers.items()]
+    return "\r\n".join([*head, "", ""]).encode() + request.read()
+
+
+def received(connection: socket.socket, request: httpx.Request) -> httpx.Response:
+    """What comes back on a connection until the server closes it."""
+    data = bytearray()
+    with suppress(ConnectionResetError):  # where it closes without having read everything
+        while part := connection.recv(2**16):
+            data += part
+    head, _, content = bytes(data).partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+    return httpx.Response(int(status.split()[1]), headers=headers, content=content, request=request)
+
+
+@contextmanager
+def blocked(live: Live, name: str = "gated") -> Iterator[Gated]:
+    """Hold a model up inside a request of one row, which is answered after the block."""
+    module = gated(live, name)
+    module.gate.clear()
+    module.entered.clear()
+    with ThreadPoolExecutor(1) as pool:
+        occupant: Future[httpx.Response] = pool.submit(ask, live, model=name)
+        try:
+            assert module.entered.wait(TRIES * TRY_S)
+            module.forwards.clear()
+            yield module
+        finally:
+            module.gate.set()
+        assert occupant.result().status_code == 200
+
+
+def _listed(response: httpx.Response) -> dict[str, Array]:
+    found = {}
+    for key, entry in response.json()["features"].items():
+        data, dtype = entry["data"], np.dtype(entry["dtype"])
+        array = np.frombuffer(b64decode(data), dtype) if isinstance(data, str) else np.array(data, dtype)
+        found[key] = array.reshape(entry["shape"])
+        if "scale" in entry:
+            found[f"{key}.scale"] = np.array(entry["scale"], np.float32)
+    return found
+
+
+def _npz(response: httpx.Response) -> dict[str, Array]:
+    with np.load(BytesIO(response.content), allow_pickle=False) as archive:
+        return dict(archive)
+
+
+READERS: dict[str, Callable[[httpx.Response], dict[str, Array]]] = {
+    "application/json": _listed,
+    "application/x-npy": lambda response: {"": np.load(BytesIO(response.content), allow_pickle=False)},
+    "application/x-npz": _npz,
+    "application/x-safetensors": lambda response: dict(safetensors.numpy.load(response.content)),
+}
+
+TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}  # as RFC 9110 has them, newer than Python's

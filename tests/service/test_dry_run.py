@@ -1,0 +1,138 @@
+"""What a request would get, without a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.bad_requests import BAD
+from tests.service.support import (
+    Control,
+    Json,
+    arrays_of,
+    gated,
+    image,
+    npy,
+    picture,
+    problem,
+    raw,
+    rows,
+    tensor,
+)
+
+DRY = {"dry_run": "true"}
+PNG = picture(1)
+
+
+def dry(live: Live, **body: Any) -> Any:
+    """The estimate for a request."""
+    return live.client.post("/extract", params=DRY, json=body)
+
+
+@pytest.mark.parametrize("options", [{}, {"pool": "mean"}, {"dtype": "float16"}, {"dtype": "int8", "pool": "flatten"}])
+def test_as_the_real_one(live: Live, options: Json) -> None:
+    """Keys, shapes, dtypes, bytes and fingerprint are those of the real reply."""
+    layers = ["block?", "block2.relu#*", "head:input"]
+    body: Json = {"layers": layers, "inputs": [image(PNG), image(picture(2))], **options}
+    estimate, reply = dry(live, **body), live.client.post("/extract", json=body)
+    arrays = arrays_of(reply)
+    promised = estimate.json()
+    expected = {key: (list(a.shape), a.dtype.name) for key, a in arrays.items() if not key.endswith(".scale")}
+    assert {key: (each["shape"], each["dtype"]) for key, each in promised["features"].items()} == expected
+    assert promised["bytes"] == sum(array.nbytes for array in arrays.values())
+    assert promised["bytes"] == sum(each["bytes"] for each in promised["features"].values())
+    assert promised["rows"] == 2
+    assert promised["fingerprint"] == reply.json()["fingerprint"] == estimate.headers["x-layertap-fingerprint"]
+
+
+def test_no_forward(live: Live) -> None:
+    """Nothing runs, with inputs or without."""
+    module = gated(live)
+    module.forwards.clear()
+    assert dry(live, model="gated", layers=["*"]).status_code == 200
+    assert dry(live, model="gated", layers=["*"], inputs=[tensor(rows()[0])]).json()["rows"] == 1
+    request = raw(npy(rows(7)), "application/x-npy", model="gated", layers="linear", **DRY)
+    reply = live.client.post("/extract", **request)
+    assert reply.json()["features"]["linear"]["shape"] == [7, 3]
+    assert module.forwards == []
+
+
+def test_without_a_body(live: Live) -> None:
+    """Query parameters are enough; one row is assumed."""
+    reply = live.client.post("/extract", params={"layers": "pool,block1", **DRY})
+    assert {key: each["shape"] for key, each in reply.json()["features"].items()} == {
+        "pool": [1, 64, 1, 1],
+        "block1": [1, 16, 32, 32],
+    }
+
+
+def test_where_it_stops(live: Live) -> None:
+    """The estimate says after which point the forward ends, and how much of it that is."""
+    asked = (["block1", "block1.0"], ["block2.relu#0"], [".", "pool"])
+    estimates = [dry(live, layers=layers).json() for layers in asked]
+    assert [each["stops_at"] for each in estimates] == ["block1#0:output", "block2.relu#0:output", ".#0:output"]
+    costs = [each["cost"] for each in estimates]
+    assert 0 < costs[0] <= costs[1] <= costs[2] <= 1
+    assert all(each["seconds"] >= 0 for each in estimates)
+    assert dry(live, layers=["block2:input"]).json()["stops_at"] == "block2#0:input"
+
+
+def test_another_shape(live: Live) -> None:
+    """With inputs of another shape than configured the estimate is for that shape."""
+    estimate = dry(live, layers=["block1"], inputs=[tensor(np.zeros((3, 16, 24), np.float32))]).json()
+    assert estimate["features"]["block1"]["shape"] == [1, 16, 16, 24]
+
+
+def test_warnings(live: Live) -> None:
+    """Layers that never run, and rows that affect each other, are warned of."""
+    assert dry(live, layers=["*"]).json()["warnings"] == []
+    assert "silent" in dry(live, model="never_called", layers=["*"]).json()["warnings"][0]
+    assert "alone" in dry(live, model="centred", layers=["linear"]).json()["warnings"][0]
+
+
+def test_skipped_inputs(live: Live) -> None:
+    """Inputs that would be left out are named."""
+    inputs = [image(PNG), image(b"no picture"), {"image": "!"}, image(PNG)]
+    estimate = dry(live, layers=["pool"], on_error="skip", inputs=inputs).json()
+    assert estimate["rows"] == 2
+    assert [error["input"] for error in estimate["errors"]] == [1, 2]
+    assert all(error["detail"] for error in estimate["errors"])
+    none = dry(live, layers=["pool"], on_error="skip", inputs=[{"image": "!"}])
+    assert problem(none, 422)["errors"][0]["input"] == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "unknown model",
+            "unknown format",
+            "near name",
+            "predicted reply",
+            "results",
+            "JSON inputs",
+            "distinct names",
+        ),
+        *("wrong pool", "not JSON", "an image cut short", "NaN in a tensor", "pixels", "unknown type of body"),
+    ],
+)
+def test_refused_as_the_real_one(limited: Live, limited_control: Control, name: str) -> None:
+    """What would be refused is refused in the same words."""
+    case = BAD[name]
+    request = case.request | {"params": {**case.request.get("params", {}), **DRY}}
+    real, found = (limited.client.post("/extract", **each) for each in (case.request, request))
+    a, b = problem(real, case.status), problem(found, case.status)
+    assert {**a, "request_id": ""} == {**b, "request_id": ""}
+    limited_control.check()
+
+
+@pytest.mark.parametrize("value", ["true", "1", "TRUE"])
+def test_flag(live: Live, value: str) -> None:
+    """The flag is true by ``true`` and by ``1``, false by ``false``, ``0``, and by not being there."""
+    body = {"layers": ["pool"], "inputs": [image(PNG)]}
+    assert "cost" in live.client.post("/extract", params={"dry_run": value}, json=body).json()
+    for other in ("false", "0"):
+        assert "receipts" in live.client.post("/extract", params={"dry_run": other}, json=body).json()

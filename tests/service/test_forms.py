@@ -1,0 +1,178 @@
+"""Three ways to send a request, one meaning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from models.preprocess import preprocess
+from service.inputs.images import decode_image
+from tests.oracle import record
+from tests.server import Live
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    image,
+    npy,
+    npz,
+    picture,
+    raw,
+    rows,
+    same,
+    tensor,
+    text64,
+)
+
+LAYERS = ["block1", "block2.bn2", "block3:input", "pool"]
+QUERY = {"layers": ",".join(LAYERS), "dtype": "float16"}
+BODY = {"layers": LAYERS, "dtype": "float16"}
+PNG, JPEG = picture(1), picture(2, (64, 48), "JPEG")
+
+
+def prepared(live: Live, data: bytes) -> Array:
+    """What the model takes for a picture."""
+    model = live.engine.fleet.registry.entry("digits").model
+    assert model is not None
+    assert model.preprocess is not None
+    return preprocess(decode_image(data, 10**6), model.preprocess).numpy()
+
+
+def files(*pictures: bytes, request: Json | None = None, name: str = "p.bin") -> list[tuple[str, Any]]:
+    parts: list[tuple[str, Any]] = [("images", (name, each, "application/octet-stream")) for each in pictures]
+    return [("request", (None, json.dumps(request), "application/json")), *parts] if request is not None else parts
+
+
+def test_one_meaning(live: Live) -> None:
+    """A picture gives the same bits by each of the ways to send it, or the tensor that it becomes."""
+    row = prepared(live, PNG)
+    forms: dict[str, Json] = {
+        "base64": {"json": BODY | {"inputs": [image(PNG)]}},
+        "data URI": {"json": BODY | {"inputs": [{"image": f"data:image/png;base64,{text64(PNG)}"}]}},
+        "wrong label": {"json": BODY | {"inputs": [{"image": f"DATA:text/plain;charset=x;BASE64,{text64(PNG)}"}]}},
+        "tensor": {"json": BODY | {"inputs": [tensor(row)]}},
+        "request and images": {"files": files(PNG, request=BODY)},
+        "images and query": {"files": files(PNG), "params": QUERY},
+        "raw": raw(PNG, "image/png", **QUERY),
+        "raw with a wrong label": raw(PNG, "image/anything; q=1", **QUERY),
+        "several layers parameters": raw(PNG, "IMAGE/PNG", layers=LAYERS, dtype="float16"),
+        "npy": raw(npy(row), "application/x-npy", **QUERY),
+        "npy of a batch": raw(npy(row[None]), "application/x-npy", **QUERY),
+        "Fortran order": raw(npy(np.asfortranarray(row)), "application/x-npy", **QUERY),
+        "big-endian": raw(npy(row.astype(">f4")), "application/x-npy", **QUERY),
+        "npz": raw(npz(image=row), "application/x-npz", **QUERY),
+        "npz, any name": raw(npz(arr_0=row[None]), "application/x-npz", **QUERY),
+        "safetensors": raw(safetensors.numpy.save({"image": row}), "application/x-safetensors", **QUERY),
+    }
+    replies = {name: live.client.post("/extract", **form) for name, form in forms.items()}
+    first = arrays_of(replies["base64"])
+    assert {array.dtype.name for array in first.values()} == {"float16"}
+    assert [name for name, reply in replies.items() if not same(arrays_of(reply), first)] == []
+    assert len({reply.json()["fingerprint"] for reply in replies.values()}) == 1
+
+
+def test_truth(live: Live) -> None:
+    """What comes back is what a hook with an immediate copy sees, though the model goes on in place."""
+    model = live.engine.fleet.registry.entry("digits").model
+    assert model is not None
+    seen = record(model.module, torch.from_numpy(prepared(live, PNG))[None])
+    found = arrays_of(live.client.post("/extract", json={"layers": LAYERS, "inputs": [image(PNG)]}))
+    for key, array in found.items():
+        layer, _, site = key.partition(":")
+        np.testing.assert_allclose(array, seen[layer, 0, (), site or "output"].numpy(), atol=1e-5)
+    assert not np.array_equal(found["block2.bn2"], seen["block2.relu", 1, (), "output"].numpy())
+
+
+@pytest.mark.parametrize("form", ["json", "request and images", "images and query", "npy", "npz", "safetensors"])
+def test_several_inputs(live: Live, form: str) -> None:
+    """Rows come back in the order in which their inputs were sent, whatever form they were sent in."""
+    pictures = [PNG, JPEG, picture(3), PNG]
+    batch = np.stack([prepared(live, each) for each in pictures])
+    forms: dict[str, Json] = {
+        "json": {"json": BODY | {"inputs": [image(each) for each in pictures]}},
+        "request and images": {"files": files(*pictures, request=BODY)},
+        "images and query": {"files": files(*pictures), "params": QUERY},
+        "npy": raw(npy(batch), "application/x-npy", **QUERY),
+        "npz": raw(npz(image=batch), "application/x-npz", **QUERY),
+        "safetensors": raw(safetensors.numpy.save({"image": batch}), "application/x-safetensors", **QUERY),
+    }
+    reply = live.client.post("/extract", **forms[form])
+    found = arrays_of(reply)
+    assert reply.json()["rows"] == 4
+    assert reply.json()["receipts"]["pool"]["captured"] == [4, 64, 1, 1]
+    for at, each in enumerate(pictures):
+        alone = arrays_of(live.client.post("/extract", json=BODY | {"inputs": [image(each)]}))
+        for key, array in found.items():
+            np.testing.assert_allclose(array[at], alone[key][0], atol=1e-2)
+    assert np.array_equal(found["pool"][0], found["pool"][3])
+
+
+def test_mixed_inputs(live: Live) -> None:
+    """Pictures and tensors may stand beside each other in one request."""
+    inputs = [tensor(prepared(live, JPEG)), image(PNG), tensor(prepared(live, PNG).astype(np.float64))]
+    pictures = [image(JPEG), image(PNG), image(PNG)]
+    mixed, plain = (live.client.post("/extract", json=BODY | {"inputs": each}) for each in (inputs, pictures))
+    assert mixed.content == plain.content
+
+
+@pytest.mark.parametrize("name", [None, "p.png"])
+def test_multipart_bytes(live: Live, name: str | None) -> None:
+    """A part of a multipart body is its bytes, whether or not the client gives it the name of a file."""
+    parts = [("images", (name, PNG)), ("request", (name, json.dumps(BODY)))]
+    reply = live.client.post("/extract", files=parts)
+    assert same(arrays_of(reply), arrays_of(live.client.post("/extract", json=BODY | {"inputs": [image(PNG)]})))
+
+
+def test_another_shape(live: Live) -> None:
+    """A tensor of another height and width than configured is taken where the model takes it."""
+    array = np.zeros((3, 48, 40), np.float32)
+    reply = live.client.post("/extract", json={"layers": ["block1", "head"], "inputs": [tensor(array)]})
+    assert {key: array.shape for key, array in arrays_of(reply).items()} == {"block1": (1, 16, 48, 40), "head": (1, 10)}
+
+
+@pytest.mark.parametrize("form", ["npz", "safetensors"])
+@pytest.mark.parametrize("count", [None, 3])
+def test_several_inputs_of_a_model(live: Live, form: str, count: int | None) -> None:
+    """An npz or safetensors body names the inputs of a model that has several, for one row or a batch."""
+    pixels, kind = rows(count or 1, 0.5), np.arange(count or 1)
+    arrays = {"pixels": pixels, "kind": kind} if count else {"pixels": pixels[0], "kind": kind[0]}
+    body = npz(**arrays) if form == "npz" else safetensors.numpy.save({k: np.array(v) for k, v in arrays.items()})
+    reply = live.client.post("/extract", **raw(body, f"application/x-{form}", model="two", layers="."))
+    found = arrays_of(reply)
+    assert {key: array.shape for key, array in found.items()} == dict.fromkeys(
+        (".[sum]", ".[product]"), (count or 1, 3)
+    )
+    model = live.engine.fleet.registry.entry("two").model
+    assert model is not None
+    expected = model.module(pixels=torch.from_numpy(pixels), kind=torch.from_numpy(kind))
+    np.testing.assert_allclose(found[".[sum]"], expected["sum"].detach().numpy(), atol=1e-6)
+
+
+def test_json_needs_no_content_type_details(live: Live) -> None:
+    """A JSON body is one whatever parameters, and whatever capitals, its content type has."""
+    content = json.dumps(BODY | {"inputs": [image(PNG)]}).encode()
+    for label in ("application/json; charset=utf-8", "Application/JSON", "application/json ;x"):
+        reply = live.client.post("/extract", content=content, headers={"content-type": label})
+        assert reply.status_code == 200
+
+
+def test_body_in_chunks(live: Live) -> None:
+    """A body may come in chunks, without its length."""
+    content = json.dumps(BODY | {"inputs": [image(PNG)]}).encode()
+    chunks = (content[at : at + 1000] for at in range(0, len(content), 1000))
+    reply = live.client.post("/extract", content=chunks, headers={"content-type": "application/json"})
+    assert same(arrays_of(reply), arrays_of(live.client.post("/extract", **raw(PNG, "image/png", **QUERY))))
+
+
+def test_default_model(live: Live) -> None:
+    """A request that names no model gets the default one."""
+    named, unnamed = (
+        live.client.post("/extract", **raw(PNG, "image/png", **QUERY, **m)) for m in ({"model": "digits"}, {})
+    )
+    assert named.content == unnamed.content
+    assert named.json()["model"] == "digits"

@@ -1,0 +1,64 @@
+"""Alive and ready: when, and when not."""
+
+from __future__ import annotations
+
+from threading import Event
+
+import pytest
+from torch import nn
+
+from models.spec import ModelSpec
+from tests.server import Live
+from tests.service import nets_http
+from tests.service.conftest import Serve
+from tests.service.nets_http import Gated
+from tests.service.support import Control, ask, configured, net, problem, until
+
+
+def test_alive_and_ready(live: Live) -> None:
+    """A server that has loaded what it should is alive and ready."""
+    assert live.client.get("/livez").json() == {"status": "alive"}
+    assert live.client.get("/readyz").json() == {"status": "ready"}
+
+
+def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until every model wanted from the start is loaded the server is alive, not ready, and serves what it has."""
+    gate = Event()
+
+    def slow() -> nn.Module:
+        assert gate.wait(60)
+        return Gated()
+
+    monkeypatch.setattr(nets_http, "slow", slow, raising=False)
+    specs: tuple[ModelSpec, ...] = (net("slow", "slow"), net("gated", "Gated"))
+    with serve(configured(*specs), wait=False) as live:
+        try:
+            until(lambda: live.client.get("/models/gated").json()["state"] == "ready")
+            problem(live.client.get("/readyz"), 503, seconds=True)
+            assert live.client.get("/models/slow").json()["state"] == "loading"
+            assert live.client.get("/livez").status_code == 200
+            assert ask(live).status_code == 200
+            found = problem(ask(live, model="slow", **{"x-request-timeout": "0.1"}), 503, seconds=True)
+            assert "slow is loading" in found["detail"]
+        finally:
+            gate.set()
+        until(lambda: live.client.get("/readyz").status_code == 200)
+        assert ask(live, model="slow").status_code == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_dead_thread(serve: Serve) -> None:
+    """Once a model's thread has died the server says that it is not alive any more, so that it is started anew."""
+    with serve() as live:
+        live.engine.fleet._workers["digits"]._queue.put(object())  # type: ignore[arg-type]  # kills it
+        until(lambda: live.client.get("/livez").status_code == 503)
+        problem(live.client.get("/livez"), 503, seconds=True)
+        problem(live.client.get("/readyz"), 503, seconds=True)
+
+
+def test_way_to_the_documentation(live: Live, control: Control) -> None:
+    """The root leads to the documentation."""
+    reply = live.client.get("/")
+    assert (reply.status_code, reply.headers["location"]) == (307, "docs")
+    assert live.client.get("/docs").status_code == 200
+    control.check()

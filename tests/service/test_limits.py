@@ -1,0 +1,175 @@
+"""Limits of size and time: refused with the figure, or with when to come again, and nothing is left behind."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import (
+    Control,
+    ask,
+    blocked,
+    configured,
+    connected,
+    gated,
+    image,
+    net,
+    npy,
+    on_the_wire,
+    picture,
+    problem,
+    raw,
+    received,
+    row_request,
+    until,
+    waiting,
+)
+
+
+def test_queue_full(limited: Live, limited_control: Control) -> None:
+    """What does not fit into the queue is refused with when to come again; what fits waits and is served."""
+    with ThreadPoolExecutor(2) as pool:
+        with blocked(limited) as module:
+            waits = pool.submit(ask, limited, 4)
+            until(lambda: waiting(limited) == 5)
+            found = problem(ask(limited, 2), 429, seconds=True)
+            assert "5 rows of 6" in found["detail"]
+            fits = pool.submit(ask, limited, 1)
+            until(lambda: waiting(limited) == 6)
+            problem(ask(limited, 1), 429, seconds=True)
+            limited_control.check()  # another model's queue is its own
+        assert [reply.result().status_code for reply in (waits, fits)] == [200, 200]
+    assert module.forwards == [4, 1]
+    assert ask(limited, 4).status_code == 200
+
+
+def test_queue_counts_batches(limited: Live) -> None:
+    """A batch in one array has as many places in the queue as it has rows."""
+    with blocked(limited), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(ask, limited, 3)
+        until(lambda: waiting(limited) == 4)
+        problem(ask(limited, 3), 429, seconds=True)
+        gated(limited).gate.set()
+        assert waits.result().status_code == 200
+
+
+def test_more_than_the_queue_holds(serve: Serve) -> None:
+    """A request that no queue could ever hold is told so, and not told to come again."""
+    with serve(configured(net("gated", "Gated")), max_queue_rows=2) as live:
+        assert "2" in problem(ask(live, 3), 413)["detail"]
+        inputs = [image(picture())] * 3
+        assert "2" in problem(live.client.post("/extract", json={"layers": ["head"], "inputs": inputs}), 413)["detail"]
+        assert ask(live, 2).status_code == 200
+
+
+def test_servers_own_deadline(serve: Serve) -> None:
+    """Without a deadline of the caller's, or with a longer one, the server's own counts."""
+    with serve(configured(net("gated", "Gated")), deadline_s=0.3) as live:
+        module = gated(live)
+        module.gate.clear()
+        problem(ask(live), 504)
+        problem(ask(live, **{"x-request-timeout": "1e9"}), 504)
+        module.gate.set()
+        until(lambda: ask(live).status_code == 200)
+
+
+def test_deadline_before_anything(live: Live, control: Control) -> None:
+    """A deadline too short for anything is answered as any other."""
+    problem(ask(live, **{"x-request-timeout": "1e-9"}), 504)
+    request = control.request | {"headers": {"x-request-timeout": "0.000001"}}
+    problem(live.client.post("/extract", **request), 504)
+    control.check()
+
+
+def test_slow_body(limited: Live, limited_control: Control) -> None:
+    """A body that does not arrive in time is given up, and so is its connection."""
+    request = row_request(limited, 1)
+    with connected(limited) as connection:
+        connection.sendall(on_the_wire(request)[:-10])
+        reply = received(connection, request)
+    assert "0.5 s" in problem(reply, 408)["detail"]
+    assert reply.headers["connection"] == "close"
+    limited_control.check()
+
+
+def test_body_that_never_begins(limited: Live, limited_control: Control) -> None:
+    """A body of which nothing comes is given up as well, chunked too."""
+    request = limited.client.build_request("POST", "/extract", content=iter([b""]))
+    head, _, _ = on_the_wire(request).partition(b"\r\n\r\n")
+    with connected(limited) as connection:
+        connection.sendall(head + b"\r\n\r\n")
+        problem(received(connection, request), 408)
+    limited_control.check()
+
+
+@pytest.mark.parametrize("length", ["2000001", "99999999999999999"])
+def test_announced(limited: Live, limited_control: Control, length: str) -> None:
+    """A body that is announced as too large is refused before any of it is sent."""
+    request = limited.client.build_request("POST", "/extract", headers={"content-length": length})
+    with connected(limited) as connection:
+        connection.sendall(on_the_wire(request))
+        reply = received(connection, request)
+    assert f"{length} bytes" in problem(reply, 413)["detail"]
+    assert reply.headers["connection"] == "close"
+    limited_control.check()
+
+
+def test_chunks_without_end(limited: Live, limited_control: Control) -> None:
+    """A body in chunks is counted as it arrives, and refused as soon as it is too large."""
+    request = limited.client.build_request("POST", "/extract", content=iter([b""]))
+    head, _, _ = on_the_wire(request).partition(b"\r\n\r\n")
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with connected(limited) as connection:
+        connection.sendall(head + b"\r\n\r\n" + chunk * 31)
+        reply = received(connection, request)
+    problem(reply, 413)
+    limited_control.check()
+
+
+def test_within_limits(limited: Live) -> None:
+    """What is exactly at a limit is taken."""
+    body = {"layers": ["head"], "inputs": [image(picture(size=(100, 100)))] * 4}
+    assert limited.client.post("/extract", json=body).status_code == 200
+    batch = np.zeros((4, 3, 32, 32), np.float32)
+    layers = "head,pool,flatten,block3,block2,block2.bn1,block2.bn2,block2.conv1"
+    request = raw(npy(batch), "application/x-npy", layers=layers, pool="mean")
+    assert len(limited.client.post("/extract", **request).json()["features"]) == 8
+
+
+def test_reply_of_a_batch_is_predicted(limited: Live) -> None:
+    """The size of a reply is known by the rows of a batch, and by the format that is asked for."""
+    request = raw(npy(np.zeros((3, 3, 32, 32), np.float32)), "application/x-npy", layers="block1")
+    problem(limited.client.post("/extract", **request), 413)
+    request["params"] |= {"format": "npz"}
+    reply = limited.client.post("/extract", **request)
+    assert reply.status_code == 200
+    assert 196_608 <= len(reply.content) <= 400_000
+
+
+def test_draining(serve: Serve) -> None:
+    """While the server is draining every request for a model is told to come again, and it is not ready."""
+    with serve(configured(net("gated", "Gated"))) as live:
+        fleet = live.engine.fleet
+        fleet.draining = True
+        problem(ask(live), 503, seconds=True)
+        problem(live.client.get("/models/gated/layers"), 503, seconds=True)
+        problem(live.client.get("/readyz"), 503, seconds=True)
+        assert live.client.get("/livez").status_code == 200
+        assert live.client.get("/models").status_code == 200
+        fleet.draining = False
+        assert ask(live).status_code == 200
+
+
+def test_many_connections(live: Live, control: Control) -> None:
+    """Connections that are opened and say nothing, or nonsense, hinder nobody."""
+    words = (b"", b"nonsense\r\n\r\n", b"POST /extract HTTP/1.1\r\ncontent-length: -5\r\n\r\n")
+    with ExitStack() as stack:
+        for each in words * 15:
+            stack.enter_context(connected(live)).sendall(each)
+        control.check()
+    control.check()
