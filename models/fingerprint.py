@@ -23,9 +23,12 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def architecture(module: nn.Module, source: str) -> str:
-    """A digest of a module tree: source, and for each module its name, class and printed settings."""
+    """A digest of a module tree: source, and for each module its name, class, printed settings and plain numbers.
+
+    The numbers because not every module prints what matters: a MultiheadAttention hides how many heads it has.
+    """
     tree = [
-        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()))
+        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _numbers(part))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     return _digest([source, tree])
@@ -48,6 +51,14 @@ def of_reply(results: Iterable[str]) -> str:
     """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
     several = sorted(set(results))
     return several[0] if len(several) == 1 else _digest(several)
+
+
+def _numbers(part: nn.Module) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float)) and name != "training" and not name.startswith("_")
+    }
 
 
 def _digest(value: object) -> str:

@@ -169,6 +169,11 @@ def _check(item: Found, how: Reduction) -> None:
         )
     if how.pool == "cls" and item.leaf.prefix == 0:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
+    if how.dtype == "int8" and how.pool == "none" and item.leaf.row_axis not in (0, None):
+        raise SelectorError(
+            f"{name} has its rows on axis {item.leaf.row_axis}, so int8 would scale them all together",
+            hint="add a pool, or ask for 'float16'",
+        )
     _check_indices(name, item.leaf, "channels", "C", how.channels)
     _check_indices(name, item.leaf, "tokens", "T", how.tokens)
 

@@ -41,7 +41,9 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
     if kept.is_floating_point():
         kept = kept.to(CASTS[how.dtype])
     kept = kept.contiguous()
-    return Reduced(kept.clone() if _shares(kept, value) else kept)
+    # A slice pins the whole storage that it looks into, and what the model owns may still change.
+    owned = kept.untyped_storage().nbytes() == kept.nbytes and not _shares(kept, value)
+    return Reduced(kept if owned else kept.clone())
 
 
 def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
@@ -112,10 +114,15 @@ def _floating(value: Tensor) -> Tensor:
 
 
 def _quantized(value: Tensor) -> Reduced:
-    """Symmetric int8 with one float32 scale for each index of axis 0: value ≈ int8 × scale."""
+    """Symmetric int8 with one float32 scale for each index of axis 0: value ≈ int8 × scale.
+
+    Where a value is not finite nothing of that index can be told: its scale is NaN.
+    """
     flat = value.to(torch.float32).reshape(value.shape[0], -1) if value.ndim else value.reshape(1, 1)
-    scale = flat.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return Reduced((flat / scale[:, None]).round().to(torch.int8).reshape(value.shape).contiguous(), scale)
+    scale = (flat.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    whole = torch.nan_to_num(flat / scale[:, None], 0.0).round().to(torch.int8)
+    return Reduced(whole.reshape(value.shape).contiguous(), scale)
 
 
 def _shares(a: Tensor, b: Tensor) -> bool:

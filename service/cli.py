@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -43,8 +44,14 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except LayertapError as error:
-        notes.print(f"layertap: {error.detail}" + (f" ({error.hint})" if error.hint else ""), markup=False)
-        sys.exit(2)
+        _end(error.detail + (f" ({error.hint})" if error.hint else ""))
+    except OSError as error:  # of the operator's own files
+        _end(f"{error.filename}: {error.strerror}")
+
+
+def _end(reason: str) -> NoReturn:
+    notes.print(f"layertap: {reason}", markup=False, soft_wrap=True)
+    sys.exit(2)
 
 
 @app.command()
@@ -55,27 +62,28 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start the server."""
-    import uvicorn
-
-    from service import logs
-    from service.app import create_app
-
     settings = _settings(host=host, port=port, config=config, log_level=log_level)
     if settings.host not in LOOPBACK and not settings.guarded:
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
+    import uvicorn
+
+    from service import logs
+    from service.app import create_app
+
+    asgi = create_app(settings)
     logs.configure(settings.log_level)
     # uvicorn drains on SIGTERM and then raises it again: a server that was asked to end and did so exits with 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     uvicorn.run(
-        create_app(settings),
+        asgi,
         host=settings.host,
         port=settings.port,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(settings.deadline_s),
+        timeout_graceful_shutdown=math.ceil(settings.deadline_s),
     )
 
 
@@ -129,9 +137,15 @@ def extract(
 
 
 def _settings(**given: Any) -> Settings:
+    from pydantic import ValidationError
+
     from service.settings import Settings
 
-    return Settings(**{key: value for key, value in given.items() if value is not None})
+    try:
+        return Settings(**{key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise LayertapError(f"LAYERTAP_{str(first['loc'][0]).upper()}: {first['msg']}") from None
 
 
 def _engine(config: Path | None) -> Engine:
@@ -169,7 +183,8 @@ async def _extract(
             for at in range(0, len(images), BATCH):
                 batch = images[at : at + BATCH]
                 items = tuple((at + index, ImageItem(path.read_bytes())) for index, path in enumerate(batch))
-                parts.append(await engine.extract(Ask(model, items, selectors, time.monotonic() + 3600), never))
+                with _naming(images):
+                    parts.append(await engine.extract(Ask(model, items, selectors, time.monotonic() + 3600), never))
                 progress.advance(bar, len(batch))
     finally:
         await engine.close()
@@ -206,6 +221,18 @@ def _summary(features: Features) -> Table:
         numbers = (array.mean(), array.std(), array.min(), array.max())
         table.add_row(key, "×".join(map(str, array.shape)), array.dtype.name, *(f"{number:.4g}" for number in numbers))
     return table
+
+
+@contextmanager
+def _naming(images: Sequence[Path]) -> Iterator[None]:
+    """Put the file's name in front of what is wrong with it."""
+    try:
+        yield
+    except LayertapError as error:
+        fault = next((fault for fault in error.faults if fault.input is not None), None)
+        if fault is None or fault.input is None:
+            raise
+        raise LayertapError(f"{images[fault.input]}: {fault.detail}", hint=fault.hint) from error
 
 
 @contextmanager

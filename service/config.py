@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,19 +53,14 @@ def read(path: Path) -> Configuration:
     """The configuration in a file; a relative checkpoint is looked for beside it. ConfigError says what is wrong."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        file = _File.model_validate(data)
-        specs = tuple(_spec(entry, path.parent) for entry in file.models)
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_first(error)}") from error
-    names = [spec.name for spec in specs]
-    default = file.defaults.model or names[0]
-    if default not in names:
-        raise ConfigError(f"{path}: the default model {default!r} is not among {', '.join(names)}")
-    return Configuration(specs, default)
+    try:
+        return _configuration(data, path.parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.detail}") from error
 
 
 def embedded() -> Configuration:
@@ -75,16 +72,47 @@ def embedded() -> Configuration:
     return Configuration((spec(), *listed), "digits")
 
 
-def _spec(entry: dict[str, Any], folder: Path) -> ModelSpec:
-    _Named.model_validate(entry)
-    spec = _SPEC.validate_python(entry)
+def _configuration(data: object, folder: Path) -> Configuration:
+    with _valid():
+        file = _File.model_validate(data)
+    names: list[str] = []
+    specs: list[ModelSpec] = []
+    for place, entry in enumerate(file.models):
+        with _valid("models", place):
+            names.append(_Named.model_validate(entry).name)
+            specs.append(_beside(_SPEC.validate_python(entry), folder))
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two models are called {twice!r}")
+    default = file.defaults.model or names[0]
+    if default not in names:
+        raise ConfigError(f"the default model {default!r} is not among {', '.join(names)}")
+    return Configuration(tuple(specs), default)
+
+
+def _beside(spec: ModelSpec, folder: Path) -> ModelSpec:
     if Path(spec.weights).suffix and not spec.weights.startswith("random:") and not Path(spec.weights).is_absolute():
         beside = folder / spec.weights
         return replace(spec, weights=str(beside)) if beside.suffix in (".safetensors", ".pth", ".pt") else spec
     return spec
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
+@contextmanager
+def _valid(*place: str | int) -> Iterator[None]:
+    """Turn pydantic's complaints about what stands at a place of the file into a ConfigError."""
+    try:
+        yield
+    except ValidationError as error:
+        # Of the complaints of a union's members, that of the member which fits best goes deepest.
+        found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+        names = [str(part) for part in (*place, *found["loc"]) if not str(part).startswith(MEMBERS)]
+        message = MESSAGES.get(found["type"], found["msg"])
+        raise ConfigError(": ".join(part for part in (".".join(names), message) if part)) from error
+
+
+MEMBERS = ("literal[", "PreprocessSpec", "tuple[")  # pydantic's own names for members of a union
+MESSAGES = {
+    "model_type": "this is no mapping of names to values",
+    "unexpected_keyword_argument": "there is no such field",
+    "extra_forbidden": "there is no such field",
+}

@@ -19,7 +19,8 @@ class Receipt:
     """Where one result came from and what was done to it.
 
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
-    structured value ("[logits]") and is empty for a single tensor.
+    structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
+    the rows, None where it is the same for all of them.
     """
 
     layer: str
@@ -33,10 +34,12 @@ class Receipt:
     pool: str
     normalize: bool
     fingerprint: str
+    row_axis: int | None = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; an empty path and an absent normalisation are left out."""
-        return {key: value for key, value in asdict(self).items() if value is not False and value not in ("", None)}
+        """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
+        silent = {"path": "", "layout": None, "normalize": False, "row_axis": 0}
+        return {key: value for key, value in asdict(self).items() if key not in silent or value != silent[key]}
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,15 @@ def joined(parts: Sequence[Features]) -> Features:
     return replace(
         first,
         rows=sum(part.rows for part in parts),
-        arrays={key: np.concatenate([part.arrays[key] for part in parts], _axis(first, key)) for key in first.arrays},
-        scales={key: np.concatenate([part.scales[key] for part in parts]) for key in first.scales},
+        arrays={
+            key: _stacked([part.arrays[key] for part in parts], first.receipts[key].row_axis) for key in first.arrays
+        },
+        scales={
+            key: _stacked([part.scales[key] for part in parts], first.receipts[key].row_axis) for key in first.scales
+        },
         errors=tuple(fault for part in parts for fault in part.errors),
     )
 
 
-def _axis(features: Features, key: str) -> int:
-    receipt = features.receipts[key]
-    return (receipt.layout or "N").index("N") if receipt.pool == "none" else 0
+def _stacked(arrays: Sequence[Array], axis: int | None) -> Array:
+    return arrays[0] if axis is None else np.concatenate(arrays, axis)

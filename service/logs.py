@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
-
-import orjson
 
 
 class JsonFormatter(logging.Formatter):
@@ -23,7 +22,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        # Not orjson: it refuses lone surrogates, and leaves U+2028 as it is, which some take for the end of a line.
+        return json.dumps(line, default=str)
 
 
 def configure(level: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 2**20
 Keys = Annotated[tuple[str, ...], NoDecode]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 class Settings(BaseSettings):
@@ -21,7 +22,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     config: Path | None = None
-    log_level: str = "info"
+    log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
     api_keys: Keys = Field((), repr=False)
     admin_keys: Keys = Field((), repr=False)
 

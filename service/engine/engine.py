@@ -185,4 +185,5 @@ def _receipt(job: Job, result: Result) -> Receipt:
         pool=how.pool,
         normalize=how.normalize,
         fingerprint=job.fingerprints[result.key],
+        row_axis=leaf.row_axis if how.pool == "none" else 0,
     )

@@ -93,9 +93,20 @@ def install(app: FastAPI) -> None:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
             body = ExtractBody.model_json_schema(ref_template=TEMPLATE)
-            known = schema.setdefault("components", {}).setdefault("schemas", {})
-            known |= body.pop("$defs", {}) | {"ExtractBody": body, "Problem": PROBLEM}
+            # FastAPI's own schemas are of its own errors, which nobody gets here.
+            own = body.pop("$defs", {}) | {"ExtractBody": body, "Problem": PROBLEM}
+            schema["components"] = {**schema.get("components", {}), "schemas": own}
+            _describe_errors(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def _describe_errors(schema: dict[str, Any]) -> None:
+    for item in schema["paths"].values():
+        for operation in item.values():
+            answers = operation["responses"]
+            if "application/json" in answers.get("422", {}).get("content", {}):
+                del answers["422"]
+            answers.setdefault("default", _problem("Any other error"))

@@ -105,13 +105,23 @@ def hosted(case: Case, folder: Path, seed: int = 0) -> Iterator[Hosted]:
         weights.unlink()
 
 
+def randomised(module: nn.Module, seed: int) -> nn.Module:
+    """The module with random weights; buffers that no file holds stay as they were built."""
+    held = module.state_dict()
+    others = {name: value.clone() for name, value in module.named_buffers() if name not in held}
+    seeded(module, seed)
+    for name, value in others.items():
+        module.get_buffer(name).copy_(value)
+    return module
+
+
 def save(module: nn.Module, weights: Path) -> None:
     """Write a module's weights to a file."""
     save_file({name: value.contiguous() for name, value in module.state_dict().items()}, weights)
 
 
 def _offline(case: Case, weights: Path, batch: Array, seed: int) -> dict[str, Array]:
-    module = seeded(case.build().eval(), seed)
+    module = randomised(case.build().eval(), seed)
     save(module, weights)
     return named(record(module, torch.from_numpy(batch.copy())))
 

@@ -33,7 +33,7 @@ def _deit(key: str, array: Array) -> str:
 
 def _swin(key: str, array: Array) -> str:
     """Channels last between blocks; inside attention (N · windows, tokens, C)."""
-    if ".attn" in key and array.ndim == 3:
+    if ".attn" in key and array.ndim == 3 and "[mask]" not in key:
         return "NWC"
     return "NHWC" if key.startswith("layers.") and array.ndim == 4 else ""
 

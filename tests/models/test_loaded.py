@@ -94,12 +94,6 @@ def test_int8_chunks_of_pooled_second_axis(load_net: Loader, pool: str) -> None:
     close_in_int8(load_net("TimeFirst"), "norm", Reduction(pool=pool))  # type: ignore[arg-type]
 
 
-@pytest.mark.xfail(strict=True, reason="chunks of axis 1 are quantised by scales of their own, of which one is kept")
-def test_int8_chunks_of_second_axis(load_net: Loader) -> None:
-    """Where the rows are on axis 1, the scales of axis 0 hold for the rows of every forward."""
-    close_in_int8(load_net("TimeFirst"), "norm", Reduction())
-
-
 def test_shared(load_net: Loader) -> None:
     """What is the same for all rows is there once, however many forwards ran."""
     model = load_net("Inner")

@@ -218,6 +218,14 @@ def test_int8_error(rows: list[list[float]]) -> None:
     assert int(found.values.min()) >= -127
 
 
+def test_int8_of_zeros() -> None:
+    """A row of zeros is zeros, and its scale a normal number, also where denormal ones count as zero."""
+    found = reduce(torch.zeros(2, 3), Leaf((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
+    assert found.scale is not None
+    assert float(found.scale.min()) >= torch.finfo(torch.float32).tiny
+    assert found.values.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
 def test_int8_scales_are_of_each_row() -> None:
     """One row's scale does not depend on another's size."""
     leaf = Leaf((), (1, 2, 3), "float32", layout="NTC")

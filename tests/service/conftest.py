@@ -60,10 +60,7 @@ def live(serve: Serve) -> Iterator[Live]:
         net("gated", "Gated"),
         net("touchy", "Touchy"),
         net("never", "Never"),
-        *(
-            ModelSpec(name, f"python:tests.nets:{factory}", weights="random:0", inputs=(row,))
-            for name, factory, row in NETS
-        ),
+        *NETS,
         net("two", "TwoInputs", InputSpec("pixels", (4,)), InputSpec("kind", (), "int64")),
     )
     with serve(configured(*specs), max_loaded_models=20) as live:

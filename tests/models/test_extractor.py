@@ -1,0 +1,292 @@
+"""Extraction against hooks with immediate copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.catalog import Catalog, Leaf
+from models.errors import InputError, LayerNotReachedError
+from models.extractor import FeatureExtractor
+from models.hooks import count
+from models.loaded import LoadedModel
+from models.plan import Capture, Plan, resolve
+from models.points import HookPoint, Pool, Reduction, ReplyDType, Selector
+from models.pooling import Reduced
+from models.selectors import parse
+from tests.conftest import Loader
+from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
+from tests.oracle import Key, record
+
+# Leaves of the oracle that no reply format carries.
+COMPLEX = ("complex",)
+ROWWISE = [
+    name
+    for name in INPUTS
+    if name not in ("BatchCentred", "BatchScaled", "Recurrent", "Backwards", "OneRow", "PerRow", "Inner")
+]
+
+
+def everything(catalog: Catalog, **how: object) -> Plan:
+    """Every leaf of every call of every layer, the whole model's too, at both sites."""
+    captures = [
+        Selector(layer.name, layer.name, number, leaf.path, site, None, Reduction(**how), f"{count_}")  # type: ignore[arg-type]
+        for count_, (layer, number, leaf, site) in enumerate(
+            (layer, number, leaf, site)
+            for layer in catalog.layers.values()
+            for number, call in enumerate(layer.calls)
+            for site in ("input", "output")
+            for leaf in call.at(site).leaves  # type: ignore[arg-type]
+            if leaf.dtype != "complex64" and not any("*" in part or "?" in part for part in leaf.path)
+        )
+    ]
+    return resolve(captures, catalog)
+
+
+def oracle(model: LoadedModel, rows: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+    return record(model.module, *rows.values()) if len(rows) == 1 else record(model.module, **rows)
+
+
+def key(capture: Capture) -> Key:
+    point = capture.point
+    return point.layer, point.call, point.path, point.site
+
+
+def floats(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def equal(found: Tensor, expected: Tensor, exact: bool) -> None:
+    """The same bits, or, where the module takes a fused path without hooks, the same but for rounding."""
+    tolerance = 0.0 if exact else 1e-5
+    torch.testing.assert_close(found, floats(expected), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ROWWISE)
+def test_every_tensor_of_every_call(load_net: Loader, name: str, rows: int) -> None:
+    """All captures of a model at once are bit for bit what independent hooks copied, of the size that was predicted."""
+    model = load_net(name)
+    inputs = batch(model.inputs, rows, seed=7)
+    kept = {key: value.clone() for key, value in inputs.items()}
+    plan = everything(model.catalog)
+    truth = oracle(model, inputs)
+    taken = model.extract(inputs, plan, model.catalog, max_rows=8)
+    assert {key(capture) for capture in taken} == {key for key in truth if "complex" not in key[2]}
+    for capture, reduced in taken.items():
+        equal(reduced.values, truth[key(capture)], exact=name != "Encoder")
+        assert tuple(reduced.values.shape) == capture.shape(rows)
+        assert f"torch.{capture.dtype}" == str(reduced.values.dtype)
+        assert reduced.values.nbytes == capture.nbytes(rows)
+        assert reduced.values.untyped_storage().nbytes() == reduced.values.nbytes
+    assert all(torch.equal(inputs[name], kept[name]) for name in kept)
+    assert model.hooks == 0
+
+
+@pytest.mark.parametrize("name", ["resnet", "bottlenecks", "swin", "vit", "TimeFirst", "Recursive", "Retries", "Views"])
+def test_every_tensor_alone(load_net: Loader, name: str) -> None:
+    """Each capture by itself, with the forward stopped after it, is the same as with all the others."""
+    model = load_net(name)
+    inputs = batch(model.inputs, 2, seed=8)
+    truth = oracle(model, inputs)
+    captures = sorted(everything(model.catalog).captures, key=lambda capture: str(capture.point))
+    for capture in captures[:: max(len(captures) // 25, 1)]:
+        selector = Selector("x", capture.point.layer, capture.point.call, capture.point.path, capture.point.site)
+        plan = resolve([selector], model.catalog)
+        (reduced,) = model.extract(inputs, plan, model.catalog, 8).values()
+        equal(reduced.values, truth[key(capture)], exact=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["resnet", "vit", "swin"])
+def test_half_precision(load_net: Loader, name: str, dtype: str) -> None:
+    """A model in half precision gives its own values exactly, as float32."""
+    model = load_net(name, dtype=dtype)
+    inputs = batch(model.inputs, 2, seed=9)
+    truth = oracle(model, {name: value.to(model.dtype) for name, value in inputs.items()})
+    taken = model.extract(inputs, everything(model.catalog), model.catalog, 8)
+    for capture, reduced in taken.items():
+        assert capture.leaf.dtype == dtype
+        equal(reduced.values, truth[key(capture)], exact=True)
+
+
+@pytest.mark.parametrize("pool", ["none", "mean", "max", "flatten"])
+@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "TimeOut", "Windows", "Tied", "Views", "Kinds"])
+def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
+    """Rows in several forwards are joined along the right axis: the same as in one, but for rounding."""
+    model = load_net(name)
+    inputs = batch(model.inputs, 5, seed=10)
+    found = [
+        capture
+        for capture in everything(model.catalog).captures
+        if pool == "none" or (capture.leaf.layout and capture.leaf.row_axis is not None)
+    ]
+    dtypes: list[ReplyDType] = ["float32", "int8"]
+    captures = [
+        Capture(capture.point, capture.leaf, Reduction(pool=pool, dtype=dtype))
+        for capture in found
+        for dtype in dtypes
+        if dtype == "float32" or pool != "none" or capture.leaf.row_axis == 0
+    ]
+    plan = _plan(captures)
+    whole = model.extract(inputs, plan, model.catalog, max_rows=5)
+    for size in (1, 2, 4):
+        parts = model.extract(inputs, plan, model.catalog, max_rows=size)
+        assert parts.keys() == whole.keys()
+        for capture in captures:
+            assert parts[capture].values.shape == whole[capture].values.shape == capture.shape(5)
+            close(parts[capture], whole[capture])
+
+
+def _plan(captures: Iterable[Capture]) -> Plan:
+    from models.plan import Result
+
+    results = tuple(Result(str(index), capture, "") for index, capture in enumerate(captures))
+    return Plan(results, results[-1].capture.point, 1.0, ())
+
+
+def close(left: Reduced, right: Reduced) -> None:
+    if left.scale is None or right.scale is None:
+        torch.testing.assert_close(left.values, right.values, rtol=1e-4, atol=1e-4)
+        return
+    torch.testing.assert_close(left.scale, right.scale, rtol=1e-4, atol=1e-6)
+    assert int((left.values.int() - right.values.int()).abs().max()) <= 1
+
+
+def test_tied_names_share_a_call(load_net: Loader) -> None:
+    """A tied module asked for under both names gives the same under both, each call apart."""
+    model = load_net("Tied")
+    inputs = batch(model.inputs, 2)
+    truth = oracle(model, inputs)
+    plan = resolve([parse("encode#*"), parse("decode#*")], model.catalog)
+    taken = model.extract(inputs, plan, model.catalog, 8)
+    values = {result.key: taken[result.capture].values for result in plan.results}
+    assert list(values) == ["encode#0", "encode#1", "decode#0", "decode#1"]
+    for name in ("encode", "decode"):
+        for call in (0, 1):
+            assert torch.equal(values[f"{name}#{call}"], truth["encode", call, (), "output"])
+    assert not torch.equal(values["encode#0"], values["encode#1"])
+
+
+def test_results_outlive_the_model(load_net: Loader) -> None:
+    """What a model does to its tensors and weights afterwards does not change a result."""
+    model = load_net("Inner")
+    plan = resolve([parse("table"), parse("linear"), parse("table:input")], model.catalog)
+    taken = model.extract(batch(model.inputs, 1), plan, model.catalog, 8)
+    before = [reduced.values.clone() for reduced in taken.values()]
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.fill_(9)
+    model.extract(batch(model.inputs, 1, seed=3), plan, model.catalog, 8)
+    assert all(torch.equal(reduced.values, kept) for reduced, kept in zip(taken.values(), before, strict=True))
+
+
+def test_a_parameter_as_output(load_net: Loader) -> None:
+    """A module that returns its own parameter gives a copy of it, which asks for no gradient."""
+    model = load_net("Inner")
+    plan = resolve([parse("table")], model.catalog)
+    (reduced,) = model.extract(batch(model.inputs, 3), plan, model.catalog, 8).values()
+    assert type(reduced.values) is Tensor
+    assert not reduced.values.requires_grad
+    assert torch.equal(reduced.values, model.module.get_parameter("table.values"))
+
+
+def capture(layer: str, shape: tuple[int, ...], call: int = 0, **more: object) -> Capture:
+    return Capture(HookPoint(layer, call, (), "output"), Leaf((), shape, "float32", **more), Reduction())  # type: ignore[arg-type]
+
+
+def test_a_point_that_is_not_reached() -> None:
+    """A forward that ends before a promised point is an error that names it, and leaves no hook."""
+    module = EarlyExit()
+    plan = resolve([parse("first"), parse("second")], surveyed(module, 4))
+    with pytest.raises(LayerNotReachedError, match="this input's forward never reached 'second#0:output'"):
+        FeatureExtractor(module)(lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
+    assert count(module) == 0
+
+
+def test_a_call_path_or_site_that_is_not_reached() -> None:
+    """A later call, a path that the value does not have, and an empty input count as not reached."""
+    module = nn.Sequential(nn.Tanh())
+    missing = [
+        capture("0", (1, 4), call=1),
+        Capture(HookPoint("0", 0, ("logits",), "output"), Leaf((), (1, 4), "float32"), Reduction()),
+    ]
+    for each in missing:
+        with pytest.raises(LayerNotReachedError):
+            FeatureExtractor(module)(lambda: module(torch.ones(1, 4)), [each], 1)
+        assert count(module) == 0
+
+
+def test_a_shape_that_the_catalogue_does_not_know() -> None:
+    """A tensor of another shape or dtype than promised is refused before anybody's rows are cut out of it."""
+    module = Pruned()
+    catalog = surveyed(module, 6, 4)
+    far = torch.full((2, 6, 4), 100.0)
+    for pool in ("none", "mean"):
+        selectors = [Selector("keep", "keep", reduction=Reduction(pool=pool))]  # type: ignore[arg-type]
+        plan = resolve(selectors, catalog)
+        with pytest.raises(InputError, match=r"'keep#0:output' is float32 \[2, 3, 4\], not float32 \[2, 6, 4\]"):
+            FeatureExtractor(module)(lambda: module(far), plan.captures, 2)
+        assert count(module) == 0
+    with pytest.raises(InputError, match="is float64"):
+        FeatureExtractor(module.double())(lambda: module(far.double() / 10), plan.captures, 2)
+
+
+def test_a_model_that_swallows_errors() -> None:
+    """Neither the stop nor a refusal is an Exception that a model could catch and go on from."""
+    module = Swallows()
+    x = torch.ones(1, 4)
+    taken = FeatureExtractor(module)(lambda: module(x), [capture("head", (1, 4))], 1)
+    assert module.tails == 0
+    assert torch.equal(next(iter(taken.values())).values, module.head(x))
+    with pytest.raises(InputError, match="head#0"):
+        FeatureExtractor(module)(lambda: module(x), [capture("head", (1, 5))], 1)
+    assert module.tails == 0
+
+
+def test_the_forwards_own_exception() -> None:
+    """What a forward raises comes through as it is, and no hook stays."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        FeatureExtractor(module)(lambda: module(torch.ones(1, 5)), [capture("1", (1, 4))], 1)
+    with pytest.raises(KeyboardInterrupt):
+        FeatureExtractor(module)(_interrupt, [capture("1", (1, 4))], 1)
+    assert count(module) == 0
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_users_hooks_survive() -> None:
+    """Hooks that a module brought along stay, run, and are seen through."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    runs: list[int] = []
+    module[0].register_forward_hook(lambda _, args, output: runs.append(1) or output * 0)
+    module[1].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    taken = FeatureExtractor(module)(lambda: module(torch.ones(1, 4)), [capture("0", (1, 4)), capture("1", (1, 4))], 1)
+    values = {key(each)[0]: reduced.values for each, reduced in taken.items()}
+    assert values["0"].tolist() == [[0] * 4]
+    assert torch.equal(values["1"], torch.ones(1, 4).tanh())
+    assert (len(runs), count(module)) == (1, 2)
+    module(torch.ones(1, 4))
+    assert len(runs) == 2
+
+
+def test_nothing_asked_for() -> None:
+    """Without captures the forward runs, and nothing comes back."""
+    module = nn.Sequential(nn.Tanh())
+    assert FeatureExtractor(module)(lambda: module(torch.ones(1)), [], 1) == {}
+
+
+def test_stops_after_the_last_call_that_is_wanted() -> None:
+    """No module that begins after the last capture runs at all."""
+    begun: list[str] = []
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    for name, part in module.named_children():
+        part.register_forward_pre_hook(lambda _, args, name=name: begun.append(name))
+    FeatureExtractor(module)(lambda: module(torch.ones(1, 2)), [capture("2", (1, 2)), capture("0", (1, 2))], 1)
+    assert begun == ["0", "1", "2"]

@@ -1,0 +1,257 @@
+"""The command line: the same answers as over HTTP, errors in one line, a server that ends well."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from service import cli
+from tests.server import Live
+from tests.service.nets_http import PORT_VARIABLE, Far
+from tests.service.support import Json, npy, picture, raw, rows
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+models:
+  - name: far
+    source: python:tests.service.nets_http:Far
+    weights: random:0
+    device: cpu
+    inputs: [{name: x, shape: [4]}]
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left: its exit status, stdout and stderr."""
+
+    status: int
+    out: str
+    notes: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs ``layertap`` in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str | Path) -> Done:
+        monkeypatch.setattr(sys, "argv", ["layertap", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return Done(int(ended.value.code or 0), printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> list[Path]:
+    """Pictures on disk."""
+    files = [tmp_path / f"{number}.png" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_bytes(picture(number))
+    return files
+
+
+def test_models(command: Command, tmp_path: Path) -> None:
+    """``models`` lists what is configured, without loading it or showing where weights lie."""
+    done = command("models")
+    assert done.status == 0
+    assert "digits (default)" in done.out
+    assert "torchvision:resnet50" in done.out
+    assert str(ROOT) not in done.out
+    (tmp_path / "m.yaml").write_text(CONFIG)
+    done = command("models", "--config", tmp_path / "m.yaml")
+    assert ("far (default)" in done.out, "digits" in done.out) == (True, False)
+
+
+def test_layers(command: Command) -> None:
+    """``layers`` shows the tree, each layer with its class and the shape of one row."""
+    done = command("layers", "digits")
+    assert done.status == 0
+    shown = ("digits Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
+    assert [words for words in shown if words not in done.out] == []
+
+
+@pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
+def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str) -> None:
+    """``extract`` writes the very bytes that the server answers with."""
+    names = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
+    file = tmp_path / f"out.{form}"
+    options = ("--layers", names, "--pool", "mean", "--normalize", "--out", file)
+    done = command("extract", *pictures, *options)
+    assert (done.status, done.out) == (0, "")
+    parts = [("images", file.read_bytes()) for file in pictures]
+    query = {"layers": names, "pool": "mean", "normalize": "true", "format": form}
+    reply = live.client.post("/extract", files=parts, params=query)
+    assert reply.status_code == 200
+    assert file.read_bytes() == reply.content
+    assert reply.headers["x-layertap-fingerprint"] in done.notes
+
+
+def test_extract_in_batches(
+    command: Command, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More pictures than one batch come back as one answer, in order."""
+    monkeypatch.setattr(cli, "BATCH", 2)
+    assert command("extract", *pictures * 2, "--layers", "head", "--out", tmp_path / "a.json").status == 0
+    monkeypatch.setattr(cli, "BATCH", 6)
+    assert command("extract", *pictures * 2, "--layers", "head", "--out", tmp_path / "b.json").status == 0
+    a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
+    assert a["rows"] == b["rows"] == 6
+    np.testing.assert_allclose(a["features"]["head"]["data"], b["features"]["head"]["data"], atol=1e-5)
+
+
+def test_summary(command: Command, pictures: list[Path]) -> None:
+    """Without a file ``extract`` prints what it found."""
+    done = command("extract", pictures[0], "--layers", "block1,head")
+    assert done.status == 0
+    assert "1×16×32×32" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--layers", "block4"), "did you mean 'block"),
+        (("--layers", ""), "at least one"),
+        (("--layers", "head", "--pool", "average"), "use one of none, mean"),
+        (("--layers", "head", "--model", "digit"), "did you mean 'digits'"),
+        (("--layers", "head", "--out", "x.exe"), ".json, .npy, .npz, .safetensors"),
+        (("--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),
+        (("--layers", "block1,head", "--out", "x.npy"), "npz"),
+        (("--layers", "head", "--config", "nowhere.yaml"), "can't read nowhere.yaml"),
+    ],
+)
+def test_extract_refused(command: Command, pictures: list[Path], words: tuple[str, ...], says: str) -> None:
+    """What can't be done is one line that says what to type instead, and status 2."""
+    done = command("extract", pictures[0], *words)
+    assert (done.status, done.out) == (2, "")
+    assert "Traceback" not in done.notes
+    assert says in " ".join(done.notes.split())
+
+
+def test_bad_picture(command: Command, pictures: list[Path], tmp_path: Path) -> None:
+    """A picture that can't be decoded is named."""
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no picture")
+    done = command("extract", *pictures, bad, "--layers", "head")
+    assert done.status == 2
+    assert "bad.png" in done.notes.replace("\n", "")
+    assert command("extract", tmp_path / "nowhere.png", "--layers", "head").status == 2
+
+
+def test_unknown_model(command: Command) -> None:
+    """``layers`` of an unknown model is answered with near names."""
+    done = command("layers", "digit")
+    assert done.status == 2
+    assert "'digits'" in done.notes
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "says"),
+    [
+        ({"LAYERTAP_PORT": "http"}, (), "LAYERTAP_PORT"),
+        ({"LAYERTAP_MAX_PIXELS": "-1"}, (), "LAYERTAP_MAX_PIXELS"),
+        ({"LAYERTAP_LOG_LEVEL": "loud"}, (), "LAYERTAP_LOG_LEVEL"),
+        ({}, ("--port", "99999"), "LAYERTAP_PORT"),
+        ({}, ("--log-level", "loud"), "'info'"),
+        ({}, ("--config", "nowhere.yaml"), "can't read nowhere.yaml"),
+        ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "can't read nowhere.yaml"),
+        ({"LAYERTAP_HOST": "0.0.0.0"}, (), "LAYERTAP_API_KEYS"),
+    ],
+)
+def test_serve_refused(
+    command: Command, monkeypatch: pytest.MonkeyPatch, variables: Json, words: tuple[str, ...], says: str
+) -> None:
+    """A setting that makes no sense is refused by its name before anything starts."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = command("serve", *words)
+    assert done.status == 2
+    assert says in done.notes
+    assert "Traceback" not in done.notes
+
+
+def test_no_server_for_all_without_a_key() -> None:
+    """Without a key the server listens on loopback only: anything else ends with status 2, and no socket is opened."""
+    script = """
+import sys
+sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
+from service.cli import main
+for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
+    sys.argv = ["layertap", "serve", "--host", host, "--port", "0"]
+    try:
+        main()
+    except SystemExit as ended:
+        print(ended.code, flush=True)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2"] * 6
+    assert done.stderr.count("LAYERTAP_API_KEYS") == 6
+
+
+@contextmanager
+def process(folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """``layertap serve`` as a process of its own, on a free port."""
+    (folder / "models.yaml").write_text(CONFIG)
+    words = [sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(folder / "models.yaml")]
+    with subprocess.Popen(
+        words, cwd=ROOT, env={**os.environ, **variables}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def logged(running: subprocess.Popen[str], message: str) -> list[Json]:
+    """The log of a process until a message that begins so."""
+    assert running.stderr is not None
+    lines: list[Json] = []
+    for line in running.stderr:
+        lines.append(json.loads(line))
+        if lines[-1]["message"].startswith(message):
+            return lines
+    raise AssertionError(f"the process ended without saying {message!r}: {lines}")
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """On SIGTERM the server stops accepting, answers what runs, says all of it in JSON, and exits with 0."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener.settimeout(60)
+        running = stack.enter_context(process(tmp_path, **{PORT_VARIABLE: str(listener.getsockname()[1])}))
+        url = logged(running, "Uvicorn running on ")[-1]["message"].split()[3]
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        request = raw(npy(rows(1, Far.LIMIT)), "application/x-npy", layers="linear")
+        reply = pool.submit(httpx.post, f"{url}/extract", timeout=60, **request)
+        with closing(listener.accept()[0]) as far:
+            running.send_signal(signal.SIGTERM)
+            logged(running, "Waiting for connections to close")
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/livez")
+            far.sendall(b"go on")
+        assert reply.result().status_code == 200
+        assert running.wait(60) == 0
+        assert running.stdout is not None
+        assert running.stdout.read() == ""

@@ -1,0 +1,170 @@
+"""The configuration file: what it may say, what it may not, and that its paths stay with the operator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+from models.digits import WEIGHTS
+from models.spec import InputSpec, PreprocessSpec
+from service.config import ConfigError, embedded, read
+from tests.service.conftest import Serve
+from tests.service.nets_http import Gated
+from tests.service.support import arrays_of, ask, problem
+
+WHOLE = """
+# a comment
+models:
+  - name: one.A_b-1
+    source: torchvision:resnet50
+    weights: random:7
+    device: cpu
+    dtype: float16
+    load: lazy
+    embedding: avgpool
+    preprocess: {resize: [40, 32], crop: 32, mean: [0.1, 0.2, 0.3], std: [1, 1, 1], interpolation: bicubic}
+  - name: two
+    source: python:package.module:factory
+    inputs:
+      - {name: x, shape: [3, 32, 32]}
+      - {name: kind, shape: [], dtype: int64}
+defaults: {model: two}
+"""
+MODEL = "models: [{{name: a, source: 'python:m:f', {}}}]"
+
+BAD = {
+    "": "mapping",
+    "- a": "mapping",
+    "models: []": "at least 1",
+    "models: {}": "list",
+    "models: [a]": "models.0",
+    "modles: []": "models",
+    "models: [": "not YAML",
+    "a: b: c": "not YAML",
+    "models: !!python/object/apply:os.system ['true']": "not YAML",
+    "[" * 5000: "not YAML",
+    "models: [{name: a, source: 'a:b'}]\nextra: 1": "extra",
+    "models: [{name: a, source: 'a:b'}]\ndefaults: {model: b}": "'b' is not among a",
+    "models: [{name: a, source: 'a:b'}]\ndefaults: {modl: a}": "modl",
+    "models: [{name: a, source: 'a:b'}, {name: b, source: 'a:b'}, {name: a, source: 'c:d'}]": "two models",
+    "models: [{name: a}]": "models.0.source",
+    "models: [{source: 'a:b'}]": "models.0.name",
+    "models: [{name: 'a/b', source: 'a:b'}]": "models.0.name",
+    "models: [{name: '', source: 'a:b'}]": "models.0.name",
+    "models: [{name: 5, source: 'a:b'}]": "models.0.name",
+    "models: [{name: b, source: 'a:b'}, {name: a, source: 'a:b', colour: red}]": "models.1.colour",
+    MODEL.format("dtype: float8"): "models.0.dtype",
+    MODEL.format("load: never"): "models.0.load",
+    MODEL.format("weights: 5"): "models.0.weights",
+    MODEL.format("warm: []"): "models.0.warm",
+    MODEL.format("preprocess: nothing"): "models.0.preprocess",
+    MODEL.format("preprocess: {resiz: 3}"): "models.0.preprocess.resiz",
+    MODEL.format("preprocess: {resize: big}"): "models.0.preprocess.resize",
+    MODEL.format("inputs: [{name: x, shape: [3], dtyp: int64}]"): "models.0.inputs.0.dtyp",
+    MODEL.format("inputs: [{name: x}]"): "models.0.inputs.0.shape",
+}
+
+
+def written(folder: Path, text: str, name: str = "models.yaml") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_yaml(tmp_path: Path) -> None:
+    """Every field is read, tuples from lists, and what is left out has its default."""
+    configuration = read(written(tmp_path, WHOLE))
+    one, two = configuration.models
+    assert configuration.default == "two"
+    assert (one.name, one.source, one.weights, one.device) == ("one.A_b-1", "torchvision:resnet50", "random:7", "cpu")
+    assert (one.dtype, one.load, one.embedding) == ("float16", "lazy", "avgpool")
+    assert one.preprocess == PreprocessSpec((40, 32), 32, (0.1, 0.2, 0.3), (1, 1, 1), "bicubic")
+    assert two.inputs == (InputSpec("x", (3, 32, 32)), InputSpec("kind", (), "int64"))
+    assert (two.weights, two.device, two.dtype, two.load, two.preprocess) == (
+        *("DEFAULT", "auto", "float32", "startup", "preset"),
+    )
+
+
+def test_json(tmp_path: Path) -> None:
+    """A JSON file says the same; without a default the first model is it."""
+    data = {"models": [{"name": "a", "source": "timm:x", "weights": "/abs/w.pth"}, {"name": "b", "source": "timm:y"}]}
+    configuration = read(written(tmp_path, json.dumps(data), "models.json"))
+    assert [(spec.name, spec.source) for spec in configuration.models] == [("a", "timm:x"), ("b", "timm:y")]
+    assert configuration.models[0].weights == "/abs/w.pth"
+    assert configuration.default == "a"
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ("w.safetensors", "{}/w.safetensors"),
+        ("sub/w.pth", "{}/sub/w.pth"),
+        ("../w.pt", "{}/../w.pt"),
+        ("/abs/w.safetensors", "/abs/w.safetensors"),
+        ("DEFAULT", "DEFAULT"),
+        ("IMAGENET1K_V2", "IMAGENET1K_V2"),
+        ("a.b_in1k", "a.b_in1k"),
+        ("random:1", "random:1"),
+    ],
+)
+def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
+    """A relative checkpoint is looked for beside the file; names of weights stay as they are."""
+    file = written(tmp_path, MODEL.format(f"weights: '{weights}'"))
+    assert read(file).models[0].weights == expected.format(tmp_path)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad(tmp_path: Path, text: str) -> None:
+    """What makes no sense is refused with the file's name and the place."""
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read(file)
+    assert str(file) in caught.value.detail
+    assert BAD[text] in caught.value.detail
+    assert "_File" not in caught.value.detail
+
+
+def test_unreadable(tmp_path: Path) -> None:
+    """A file that is not there, is a folder, or is not text is refused in words."""
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\0")
+    for name in ("nowhere.yaml", "", "bytes"):
+        with pytest.raises(ConfigError, match=r"read|not YAML"):
+            read(tmp_path / name)
+
+
+def test_embedded() -> None:
+    """Without a file there is ``digits``, loaded at once, and architectures that are loaded when asked for."""
+    configuration = embedded()
+    assert configuration.default == "digits"
+    assert [spec.name for spec in configuration.models if spec.load == "startup"] == ["digits"]
+    assert len(configuration.models) > 50
+
+
+def test_served(serve: Serve, tmp_path: Path) -> None:
+    """A file's models are served: a checkpoint beside it is loaded, one that is missing fails without its path."""
+    module = Gated()
+    safetensors.torch.save_file(module.state_dict(), tmp_path / "own.safetensors")
+    entry = {"source": "python:tests.service.nets_http:Gated", "inputs": [{"name": "x", "shape": [4]}]}
+    models = [
+        {"name": "gated", "weights": "own.safetensors", **entry},
+        {"name": "missing", "weights": "missing.safetensors", **entry},
+        {"name": "broken", "weights": "broken.pth", **entry},
+    ]
+    (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
+    configuration = read(written(tmp_path, json.dumps({"models": models})))
+    with serve(configuration) as live:
+        found = arrays_of(ask(live))
+        weight, bias = (value.detach().numpy() for value in module.linear.parameters())
+        np.testing.assert_allclose(found["linear"], np.ones((1, 4), np.float32) @ weight.T + bias, atol=1e-6)
+        listed = {model["name"]: model for model in live.client.get("/models").json()["models"]}
+        assert listed["gated"]["weights"] == "own.safetensors"
+        assert [listed[name]["state"] for name in listed] == ["ready", "failed", "failed"]
+        for name in ("missing", "broken"):
+            assert name in listed[name]["reason"]
+            assert str(tmp_path) not in live.client.get("/models").text
+            assert tmp_path.name not in problem(ask(live, model=name), 503, seconds=True)["detail"]
+        assert str(WEIGHTS.parent) not in live.client.get("/models").text

@@ -1,0 +1,106 @@
+"""The log: one JSON object a line, whatever is written in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from io import StringIO
+
+import httpx
+import pytest
+
+from service.logs import JsonFormatter
+from tests.server import Live
+from tests.service.support import Json, connected, npy, on_the_wire, raw, received, rows, until
+
+HOSTILE = (
+    *("/%0d%0a{%22level%22:%22fake%22}", "/%00%1b[2J", "/%22%7d%0a", "/%e2%80%a8%e2%80%a9%c2%85", "/%ff%fe%ed%a0%80"),
+    *("/" + "a" * 3000, "/%F0%9F%A6%84", "/?secret=query"),
+)
+
+
+@pytest.fixture
+def lines() -> Iterator[StringIO]:
+    """What the server logs, formatted as ``serve`` formats it."""
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    log = logging.getLogger("layertap")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield stream
+    log.setLevel(level)
+    log.removeHandler(handler)
+
+
+def of_access(lines: StringIO) -> list[Json]:
+    """The lines about requests."""
+    found = [json.loads(line) for line in lines.getvalue().split("\n") if line]
+    return [line for line in found if line["logger"] == "layertap.access" and line["message"] == "request"]
+
+
+def test_a_line_for_each_request(live: Live, lines: StringIO) -> None:
+    """Each request has one line with its id, method, path, status and time."""
+    for path, status in (("/livez", 200), ("/nowhere", 404)):
+        live.client.get(path, headers={"x-request-id": "id-" + path[1:]})
+        until(lambda: bool(of_access(lines)))
+        line = of_access(lines)[-1]
+        assert (line["request_id"], line["method"], line["path"]) == ("id-" + path[1:], "GET", path)
+        assert (line["status"], line["level"]) == (status, "info")
+        assert 0 <= line["milliseconds"] < 60_000
+        assert line["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("path", HOSTILE)
+def test_hostile_paths(live: Live, lines: StringIO, path: str) -> None:
+    """A path can't break out of its line: it is escaped and cut, and its query is left out."""
+    live.client.get(path)
+    until(lambda: bool(of_access(lines)))
+    (line,) = of_access(lines)
+    assert line["path"].rstrip("…").isascii()
+    assert line["path"].isprintable()
+    assert len(line["path"]) <= 201
+    assert "secret" not in lines.getvalue()
+    assert line["level"] == "info"
+
+
+def test_hostile_method(live: Live, lines: StringIO) -> None:
+    """A method that nobody knows is a refusal and one line."""
+    request = httpx.Request("BREW" * 3, live.url + "/livez", headers={"connection": "close"})
+    with connected(live) as connection:
+        connection.sendall(on_the_wire(request))
+        assert received(connection, request).status_code in (400, 405)
+    assert len(of_access(lines)) <= 1
+
+
+def test_keys_stay_out(live: Live, lines: StringIO) -> None:
+    """Keys and bodies are never logged."""
+    live.client.get("/models", headers={"x-api-key": "my-secret-key", "authorization": "Bearer my-secret-key"})
+    live.client.post("/extract", json={"layers": ["my-secret-layer"]})
+    until(lambda: len(of_access(lines)) == 2)
+    assert "my-secret" not in lines.getvalue()
+
+
+@pytest.mark.parametrize(("value", "status"), [(1000.0, 500), (1.0, 200)])
+def test_bugs(live: Live, lines: StringIO, value: float, status: int) -> None:
+    """What went wrong inside is in the log, with the request's id, in one line; what went well is not."""
+    request = raw(npy(rows(1, value)), "application/x-npy", model="touchy", layers="linear")
+    request["headers"] |= {"x-request-id": "the-id"}
+    assert live.client.post("/extract", **request).status_code == status
+    until(lambda: bool(of_access(lines)))
+    found = [json.loads(line) for line in lines.getvalue().splitlines()]
+    bugs = [line for line in found if line["level"] == "error"]
+    assert [line["request_id"] for line in bugs] == (["the-id"] if status == 500 else [])
+    assert all("RuntimeError: secret" in line["exception"] for line in bugs)
+
+
+def test_formatter() -> None:
+    """A record is one line whatever is in it."""
+    for message in ("a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "ü\U0001f984"):
+        record = logging.LogRecord("x", logging.WARNING, "f", 1, message, (), None)
+        record.fields = {"odd": {1, 2}, "path": message, "class": object}
+        written = JsonFormatter().format(record)
+        assert len(written.splitlines()) == 1
+        assert json.loads(written)["path"] == message

@@ -1,0 +1,106 @@
+"""The document that describes the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from service.http.errors import TITLES
+from service.wire import FORMATS
+from tests.server import Live
+from tests.service.support import Json
+
+METHODS = {"get", "post"}
+
+
+@pytest.fixture(scope="module")
+def document(live: Live) -> Json:
+    """The document as served."""
+    reply = live.client.get("/openapi.json")
+    assert reply.status_code == 200
+    body: Json = reply.json()
+    return body
+
+
+def nodes(value: Any) -> Iterator[Json]:
+    """Every object in the document."""
+    if isinstance(value, dict):
+        yield value
+    for child in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from nodes(child)
+
+
+def operations(document: Json) -> dict[str, Json]:
+    """Every operation by method and path."""
+    return {
+        f"{method} {path}": operation
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+        if method in METHODS
+    }
+
+
+def test_references(document: Json) -> None:
+    """Every reference leads to something in the document, and no schema is left that nothing refers to."""
+    found = {node["$ref"] for node in nodes(document) if "$ref" in node}
+    schemas = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert found == schemas
+
+
+def test_routes(document: Json) -> None:
+    """Every route is described, with a summary, a tag and an id of its own."""
+    assert document["openapi"].startswith("3.")
+    assert document["info"]["title"] == "layertap"
+    found = operations(document)
+    assert set(found) == {
+        *("post /extract", "get /models", "get /models/{name}", "get /models/{name}/layers", "get /livez"),
+        *("post /models/{name}/load", "post /models/{name}/unload", "get /readyz"),
+    }
+    assert all(operation["summary"] and operation["tags"] for operation in found.values())
+    assert len({operation["operationId"] for operation in found.values()}) == len(found)
+
+
+def test_parameters_of_paths(document: Json) -> None:
+    """Whatever stands in braces in a path is declared as a parameter."""
+    for name, operation in operations(document).items():
+        declared = {each["name"] for each in operation.get("parameters", []) if each["in"] == "path"}
+        assert declared == ({"name"} if "{name}" in name else set())
+        assert len({(each["name"], each["in"]) for each in operation.get("parameters", [])}) == len(
+            operation.get("parameters", [])
+        )
+
+
+def test_extract(document: Json) -> None:
+    """``POST /extract`` has every body, every format of reply, and every status of the table."""
+    operation = document["paths"]["/extract"]["post"]
+    assert set(operation["requestBody"]["content"]) == {
+        *("application/json", "multipart/form-data", "image/*"),
+        *("application/x-npy", "application/x-npz", "application/x-safetensors"),
+    }
+    assert set(operation["responses"]["200"]["content"]) == {each.media_type for each in FORMATS.values()}
+    statuses = {"200", "400", "401", "404", "406", "408", "413", "415", "422", "429", "503", "504"}
+    assert set(operation["responses"]) == statuses | {"default"}
+    assert statuses <= {"200", *map(str, TITLES)}
+    body = document["components"]["schemas"]["ExtractBody"]
+    assert {"model", "inputs", "layers", "pool", "normalize", "dtype", "encoding", "on_error"} <= set(
+        body["properties"]
+    )
+    assert body["required"] == ["layers"]
+    layer = document["components"]["schemas"]["LayerBody"]["properties"]
+    assert {"layer", "type", "call", "path", "site", "pool", "channels", "tokens", "as"} <= set(layer)
+
+
+def test_errors(document: Json) -> None:
+    """Every error of every route is described as a problem."""
+    for operation in operations(document).values():
+        assert "default" in operation["responses"]
+        for status, answer in operation["responses"].items():
+            if status != "200":
+                assert set(answer["content"]) == {"application/problem+json"}
+                schema = answer["content"]["application/problem+json"]["schema"]
+                assert schema == {"$ref": "#/components/schemas/Problem"}
+    assert document["components"]["schemas"]["Problem"]["required"] == [
+        *("type", "title", "status", "detail", "request_id"),
+    ]
