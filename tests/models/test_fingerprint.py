@@ -1,174 +1,248 @@
-"""Digests that say which vectors may be compared."""
+"""What a fingerprint depends on, and what it does not."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from models import digits
 from models.fingerprint import architecture, of_model, of_reply, of_result
-from models.loaded import LoadedModel, load
+from models.loaded import load
 from models.plan import resolve
 from models.points import HookPoint, Reduction
 from models.selectors import parse
 from models.spec import InputSpec, PreprocessSpec
-from tests.conftest import Loader, net_spec
-
-POINT = HookPoint("layer1", 1, ("a", "0"), "output")
-HOW = Reduction(pool="mean")
-PRESET = PreprocessSpec(resize=40, crop=32)
-INPUTS = (InputSpec("x", (3, 32, 32)),)
-
-
-def test_every_ingredient_of_a_result_counts() -> None:
-    """Another model, layer, call, path, site or step of the reduction is another fingerprint; the same is the same."""
-    points = [
-        replace(POINT, **change)
-        for change in ({"layer": "layer2"}, {"call": 0}, {"path": ()}, {"path": ("a0",)}, {"site": "input"})
-    ]
-    ways = [
-        replace(HOW, **change)
-        for change in (
-            *({"pool": pool} for pool in ("none", "max", "gem", "cls", "flatten")),
-            *({"dtype": dtype} for dtype in ("float16", "int8")),
-            *({"channels": chosen} for chosen in ((0,), (0, 1), (1, 0))),
-            *({"tokens": (0,)}, {"normalize": True}),
-        )
-    ]
-    prints = [
-        of_result("model", POINT, HOW),
-        of_result("other", POINT, HOW),
-        *(of_result("model", point, HOW) for point in points),
-        *(of_result("model", POINT, how) for how in ways),
-    ]
-    assert len(set(prints)) == len(prints)
-    assert of_result("model", replace(POINT), replace(HOW)) == prints[0]
-
-
-def test_every_ingredient_of_a_model_counts() -> None:
-    """Other weights, architecture, dtype, preprocessing or, without any, inputs are another model."""
-    presets = [
-        replace(PRESET, **change)  # type: ignore[arg-type]
-        for change in (
-            *({"resize": 41}, {"resize": (40, 40)}, {"resize": None}, {"crop": 31}, {"interpolation": "bicubic"}),
-            *({"mean": (0.5, 0.5, 0.5)}, {"std": (0.5, 0.5, 0.5)}),
-        )
-    ]
-    prints = [
-        of_model("w", "s", "float32", PRESET, INPUTS),
-        of_model("v", "s", "float32", PRESET, INPUTS),
-        of_model("w", "t", "float32", PRESET, INPUTS),
-        of_model("w", "s", "bfloat16", PRESET, INPUTS),
-        of_model("w", "s", "float32", None, INPUTS),
-        of_model("w", "s", "float32", None, (InputSpec("x", (3, 32, 33)),)),
-        of_model("w", "s", "float32", None, (InputSpec("x", (3, 32, 32), "uint8"),)),
-        *(of_model("w", "s", "float32", preset, INPUTS) for preset in presets),
-    ]
-    assert len(set(prints)) == len(prints)
-    assert of_model("w", "s", "float32", replace(PRESET), INPUTS) == prints[0]
-
-
-def test_architecture() -> None:
-    """The source, a name, a class or a printed setting makes another architecture; weights and addresses do not."""
-
-    def tree(padding: int = 1, act: nn.Module | None = None, name: str = "act", bias: bool = True) -> nn.Module:
-        part = nn.Sequential()
-        part.add_module("conv", nn.Conv2d(3, 4, 3, padding=padding, bias=bias))
-        part.add_module(name, act or nn.ReLU())
-        return part
-
-    prints = [
-        architecture(tree(), "a"),
-        architecture(tree(), "b"),
-        architecture(tree(padding=0), "a"),
-        architecture(tree(bias=False), "a"),
-        architecture(tree(act=nn.GELU()), "a"),
-        architecture(tree(act=nn.GELU(approximate="tanh")), "a"),
-        architecture(tree(name="activation"), "a"),
-    ]
-    assert len(set(prints)) == len(prints)
-    assert architecture(tree(), "a") == prints[0]
-
-    class Shown(nn.Module):
-        def extra_repr(self) -> str:
-            return f"function={object()!r}"
-
-    assert architecture(Shown(), "a") == architecture(Shown(), "a")
-
-
-def test_a_tied_module_is_part_of_the_architecture(load_net: Loader) -> None:
-    """A module under two names is not the same as under one."""
-    tied = load_net("Tied").module
-    before = architecture(tied, "a")
-    tied.decode = nn.Tanh()
-    assert architecture(tied, "a") != before
-
-
-def test_replies() -> None:
-    """A single result's reply has its fingerprint; several have one that the order and repetitions do not change."""
-    assert of_reply(["a"]) == of_reply(["a", "a"]) == "a"
-    assert of_reply(["a", "b"]) == of_reply(["b", "a", "b"])
-    assert len({of_reply(["a", "b"]), of_reply(["a", "c"]), of_reply(["a", "b", "c"]), "a", "b"}) == 5
-
-
-def test_not_the_name_nor_the_device_nor_the_file(tmp_path: Path, kept: list[LoadedModel]) -> None:
-    """The same weights give the same identity under any name, on any device's name, from a seed or from any file."""
-    seeded = load(net_spec("Tied"))
-    paths = [tmp_path / "a.safetensors", tmp_path / "deeper" / "b.pth"]
-    paths[1].parent.mkdir()
-    state = {name: value.clone() for name, value in seeded.module.state_dict().items()}
-    save_file(state, paths[0])
-    torch.save(state, paths[1])
-    specs = [net_spec("Tied", weights=str(path)) for path in paths]
-    specs += [replace(specs[0], name="another"), replace(specs[0], device="cpu:0"), replace(specs[0], embedding="act")]
-    kept += [load(spec) for spec in specs]
-    assert {model.identity for model in kept} == {seeded.identity}
-    assert load(net_spec("Tied", weights="random:1")).identity != seeded.identity
-
-
-def test_configuration_counts() -> None:
-    """Another dtype or another preprocessing of the same weights is another identity."""
-    specs = [
-        digits.spec(),
-        replace(digits.spec(), preprocess=replace(digits.PREPROCESS, interpolation="bicubic")),
-        replace(digits.spec(), preprocess="none"),
-        replace(digits.spec(), dtype="bfloat16"),
-    ]
-    models = [load(replace(spec, device="cpu")) for spec in specs]
-    assert len({model.identity for model in models}) == 4
-    assert len({model.digest for model in models}) == 1
-
-
-CODE = """
-import json
-from models.loaded import load
-from models.fingerprint import of_result
 from tests.conftest import net_spec
-from tests.models.test_fingerprint import HOW, POINT
-model = load(net_spec("resnet", weights="DEFAULT"))
-print(json.dumps([model.identity, model.digest, of_result(model.identity, POINT, HOW)]))
+from tests.nets import Chain, Tied
+
+ROOT = Path(__file__).parents[2]
+MODEL = "0" * 32
+POINT = HookPoint("layer3", 0, (), "output")
+PREPROCESS = PreprocessSpec(resize=32, crop=28)
+INPUTS = (InputSpec("x", (4,)),)
+PROGRAM = """
+import json, sys
+from tests.models.test_fingerprint import several
+json.dump(several(), sys.stdout)
 """
 
 
-def test_another_process(load_net: Loader) -> None:
-    """Another process, its hashes seeded otherwise, comes to the same digests."""
-    environment: dict[str, Any] = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, check=True)
-    model = load_net("resnet", weights="DEFAULT")
-    assert json.loads(run.stdout) == [model.identity, model.digest, of_result(model.identity, POINT, HOW)]
+def identity(factory: str = "Chain", **how: Any) -> str:
+    if factory == "Again":
+        how |= {"source": f"python:{__name__}:Again"}
+    return load(replace(net_spec("Chain"), **how)).identity
 
 
-def test_spellings_of_one_thing(load_net: Loader) -> None:
-    """However a request writes a call, the fingerprint is that of the thing it names."""
-    model = load_net("resnet")
-    texts = ("layer1.0.relu", "layer1.0.relu#1", "layer1.0.relu#-1", "layer1.0.relu:output", "layer1.0.rel?")
-    points = {resolve([parse(text)], model.catalog).results[0].capture.point for text in texts}
-    assert len({of_result(model.identity, point, HOW) for point in points}) == 1
+def several() -> list[str]:
+    """Fingerprints of many kinds, made of everything that goes into one."""
+    found = []
+    for factory in ("Chain", "Encoder"):
+        model = load(net_spec(factory))
+        plan = resolve([parse("*"), parse("*:input")], model.catalog)
+        found += [of_result(model.identity, item.point, item.reduction) for item in sorted(plan.captures, key=repr)]
+    return [*found, of_reply(found), load(replace(digits.spec(), device="cpu")).identity]
+
+
+class Again(Chain):
+    """The same under another name."""
+
+
+def saved(path: Path, change: bool = False) -> str:
+    """Weights of a Chain in a file, one bit of one of them changed."""
+    state = load_file(path) if path.exists() else load(net_spec("Chain")).module.state_dict()
+    if change:
+        state["conv.bias"].view(torch.int32)[3] ^= 1
+    save_file(state, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"factory": "Again"},
+        {"weights": "random:1"},
+        {"dtype": "bfloat16"},
+        {"inputs": (InputSpec("image", (3, 8, 9)),)},
+        {"preprocess": PreprocessSpec(crop=8)},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_model(other: dict[str, Any]) -> None:
+    """Another architecture, other weights, another dtype or other rows make another model."""
+    assert identity(**other) != identity()
+
+
+def test_weights_bit(tmp_path: Path) -> None:
+    """One bit of one weight makes another model; another place of the same file does not."""
+    (tmp_path / "elsewhere").mkdir()
+    first = identity(weights=saved(tmp_path / "a.safetensors"))
+    assert identity(weights=saved(tmp_path / "elsewhere" / "b.safetensors")) == first
+    assert identity(weights=saved(tmp_path / "a.safetensors", change=True)) != first
+
+
+def test_not_model(tmp_path: Path) -> None:
+    """The configured name, the way to the device, the time of loading and the default embedding go in nowhere."""
+    first = identity()
+    assert identity() == first
+    assert identity(name="another") == first
+    assert identity(load="lazy") == first
+    assert identity(embedding="conv") == first
+    if not torch.cuda.is_available():
+        assert identity(device="auto") == first
+
+
+def test_preprocess() -> None:
+    """Each step of preprocessing counts; with it, the input's own name does not."""
+    changes = {"resize": 33, "crop": None, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bicubic"}
+    assert changes.keys() == {field.name for field in fields(PreprocessSpec)}
+    specs = [PREPROCESS, None, *(replace(PREPROCESS, **{name: value}) for name, value in changes.items())]  # type: ignore[arg-type]
+    digests = [of_model("w", "s", "float32", spec, INPUTS) for spec in specs]
+    assert len(set(digests)) == len(digests)
+    assert of_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_of_model(at: int) -> None:
+    """The digests of weights and architecture, and the dtype, all count."""
+    weights, structure, dtype = (part + "x" * (index == at) for index, part in enumerate(("w", "s", "float32")))
+    assert of_model(weights, structure, dtype, None, INPUTS) != of_model("w", "s", "float32", None, INPUTS)
+
+
+SETTINGS: dict[str, tuple[nn.Module, nn.Module]] = {
+    "padding": (nn.MaxPool2d(3, padding=0), nn.MaxPool2d(3, padding=1)),
+    "epsilon": (nn.LayerNorm(4, eps=1e-5), nn.LayerNorm(4, eps=1e-6)),
+    "slope": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
+    "approximation": (nn.GELU(), nn.GELU("tanh")),
+    "class": (nn.ReLU(), nn.SiLU()),
+    "inner": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())),
+    "name": (nn.ModuleDict({"a": nn.ReLU()}), nn.ModuleDict({"b": nn.ReLU()})),
+    "stride": (nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3, stride=2)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str) -> None:
+    """Two modules with the same weights and another setting are told apart."""
+    one, other = SETTINGS[name]
+    assert architecture(one, "python:a:b") == architecture(one, "python:a:b")
+    assert architecture(one, "python:a:b") != architecture(other, "python:a:b")
+    assert architecture(one, "python:a:b") != architecture(one, "python:a:c")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 4)),
+        (nn.TransformerEncoderLayer(8, 2, 16), nn.TransformerEncoderLayer(8, 2, 16, norm_first=True)),
+    ],
+    ids=["heads", "norm first"],
+)
+def test_silent_settings(one: nn.Module, other: nn.Module) -> None:
+    """Settings that a module does not print count as well."""
+    assert architecture(one, "python:a:b") != architecture(other, "python:a:b")
+
+
+class Addressed(nn.Module):
+    """Prints an object's address among its settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = object()
+
+    def extra_repr(self) -> str:
+        return f"key={self.key!r}"
+
+
+def test_a_tied_module_is_part_of_the_architecture() -> None:
+    """A module under two names is not the same as under one."""
+    tied = Tied()
+    before = architecture(tied, "s")
+    tied.decode = nn.Linear(5, 5)
+    assert architecture(tied, "s") == before
+    del tied.decode
+    assert architecture(tied, "s") != before
+
+
+def test_nothing_of_the_machine() -> None:
+    """What a module notes while it is used, a mode, a device, is no part of the architecture."""
+    part = nn.MultiheadAttention(8, 2)
+    before = architecture(part, "s")
+    part.train()
+    part.register_forward_hook(print)
+    assert architecture(part.to("meta"), "s") == before
+
+
+def test_addresses() -> None:
+    """An address in what a module prints changes nothing."""
+    one, other = Addressed(), Addressed()
+    assert one.extra_repr() != other.extra_repr()
+    assert architecture(one, "s") == architecture(other, "s")
+
+
+POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input"}
+REDUCTIONS: dict[str, Any] = {
+    "channels": (0, 1),
+    "tokens": (0, 1),
+    "pool": "mean",
+    "normalize": True,
+    "dtype": "float16",
+}
+
+
+def test_result() -> None:
+    """Everything about a result counts: model, layer, call, path, site, narrowing, pool, normalisation, dtype."""
+    assert POINTS.keys() == {field.name for field in fields(HookPoint)}
+    assert REDUCTIONS.keys() == {field.name for field in fields(Reduction)}
+    plain = Reduction()
+    digests = [
+        of_result(MODEL, POINT, plain),
+        of_result("1" * 32, POINT, plain),
+        *(of_result(MODEL, replace(POINT, **{name: value}), plain) for name, value in POINTS.items()),
+        *(of_result(MODEL, POINT, replace(plain, **{name: value})) for name, value in REDUCTIONS.items()),
+        of_result(MODEL, POINT, Reduction(channels=(1, 0))),
+        of_result(MODEL, POINT, Reduction(tokens=(1, 0))),
+        of_result(MODEL, replace(POINT, path=("0", "1")), plain),
+        of_result(MODEL, replace(POINT, path=("01",)), plain),
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("text", ["relu", "relu#1", "relu#-1", "rel*", "relu:output"])
+def test_spelling(text: str) -> None:
+    """However one thing is spelled or called in the reply, its fingerprint is one."""
+    model = load(net_spec("Chain"))
+    found = {
+        of_result(model.identity, result.capture.point, result.capture.reduction)
+        for selector in (parse(text), replace(parse("relu"), alias="x"))
+        for result in resolve([selector], model.catalog).results
+    }
+    assert len(found) == 1
+
+
+def test_reply() -> None:
+    """A reply's fingerprint is that of its only result, or of the set of them in any order."""
+    assert of_reply(["a"]) == of_reply(["a", "a"]) == "a"
+    assert of_reply(["a", "b"]) == of_reply(["b", "a"]) == of_reply(["b", "a", "b"])
+    assert len({of_reply(["a"]), of_reply(["a", "b"]), of_reply(["a", "c"]), of_reply(["a", "b", "c"])}) == 4
+
+
+def test_other_process() -> None:
+    """Another process comes to the same, however it hashes."""
+    answer = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(answer.stdout) == several()

@@ -115,6 +115,24 @@ def test_mixed(load_net: Loader, name: str, text: str) -> None:
     assert caught.value.hint == "send at most 3 inputs with it"
 
 
+@pytest.mark.parametrize("name", ["mean", "first", "linear"])
+def test_something_of_all_rows(load_net: Loader, name: str) -> None:
+    """What is made of several rows together is what an offline hook sees for these very rows."""
+    model = load_net("Inner")
+    x = batch(model.inputs, 3)
+    assert extract(model, x, name)[name].equal(record(model.module, *x.values())[name, 0, (), "output"])
+
+
+def test_a_size_that_grows_with_all_rows(load_net: Loader) -> None:
+    """A tensor of rows by rows is given for one row, and refused for several with the way out."""
+    model = load_net("Inner")
+    assert extract(model, batch(model.inputs, 1), "similar")["similar"].shape == (1, 1)
+    with pytest.raises(InputError, match=r"'similar#0:output' is float32 \[3, 3\], not float32 \[1, 1\]") as caught:
+        extract(model, batch(model.inputs, 3), "similar")
+    assert caught.value.hint == "send one input at a time"
+    assert model.hooks == 0
+
+
 @pytest.mark.parametrize("name", ONE_AT_A_TIME)
 def test_one_at_a_time(load_net: Loader, name: str) -> None:
     """Rows of a model whose rows affect each other are each what they are alone, whatever the limit."""

@@ -1,229 +1,376 @@
-"""Selectors made into a plan, against catalogues of real modules."""
+"""A request's layers made into a plan."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from models.catalog import Call, Catalog, Layer, Leaf, Moment
 from models.errors import RequestError, SelectorError
+from models.extractor import FeatureExtractor
 from models.plan import Plan, resolve
-from models.points import HookPoint, Reduction, Selector
+from models.points import Pool, Reduction, ReplyDType, Selector
 from models.selectors import parse
 from tests.conftest import Loader
-from tests.nets import DTypes, Inner, Windows, resnet, surveyed, vit
+from tests.nets import Cube, Inner, NeverCalled, Recursive, Structured, TimeFirst, Windows, batch, surveyed, vit
+
+TOKENS = Leaf((), (1, 5, 8), "float32", layout="NTC", prefix=1)
+PICTURE = replace(TOKENS, shape=(1, 8, 4, 4), layout="NCHW", prefix=0)
+LEAVES = {
+    "tokens": TOKENS,
+    "picture": PICTURE,
+    "unknown": replace(PICTURE, layout=None),
+    "shared": replace(PICTURE, row_axis=None, layout=None),
+    "mixed": replace(PICTURE, mixed=True, layout="NCHW"),
+    "second": replace(TOKENS, shape=(5, 1, 8), layout="TNC", row_axis=1),
+    "complex": replace(PICTURE, dtype="complex64"),
+}
 
 
-def want(text: str, alias: str | None = None, kind: str | None = None, **how: Any) -> Selector:
-    parsed = parse(text)
-    return Selector(
-        text=parsed.text,
-        pattern=parsed.pattern,
-        call=parsed.call,
-        path=parsed.path,
-        site=parsed.site,
-        type=kind,
-        reduction=Reduction(**how),
-        alias=alias,
-    )
+def catalog_of(leaves: dict[str, Leaf]) -> Catalog:
+    layers = {
+        name: Layer(
+            name, "Part", True, 0, (Call(Moment(2 * at + 1, 0.0, (leaf,)), Moment(2 * at + 2, 0.1, (leaf,))),), ()
+        )
+        for at, (name, leaf) in enumerate(leaves.items())
+    }
+    return Catalog(layers, 1.0, True)
 
 
-@pytest.fixture(scope="module")
-def net() -> Catalog:
-    return surveyed(resnet(), 3, 32, 32)
+def chosen(text: str, alias: str | None = None, type: str | None = None, **how: Any) -> Selector:  # noqa: A002
+    return replace(parse(text), alias=alias, type=type, reduction=Reduction(**how))
 
 
-@pytest.fixture(scope="module")
-def tokens() -> Catalog:
-    return surveyed(vit(), 3, 32, 32, prefix=1)
+def planned(catalog: Catalog, *texts: str, **how: Any) -> Plan:
+    return resolve([chosen(text, **how) for text in texts], catalog)
 
 
 def keys(plan: Plan) -> list[str]:
     return [result.key for result in plan.results]
 
 
-def test_order_and_points(net: Catalog) -> None:
-    """Results stand in the order asked for, each with its point, its leaf and its module's class."""
-    plan = resolve([want("layer2"), want("conv1:input", pool="mean"), want("layer1.0.relu#0")], net)
-    assert keys(plan) == ["layer2", "conv1:input", "layer1.0.relu#0"]
-    assert [result.capture.point for result in plan.results] == [
-        HookPoint("layer2", 0, (), "output"),
-        HookPoint("conv1", 0, (), "input"),
-        HookPoint("layer1.0.relu", 0, (), "output"),
-    ]
-    assert [result.module for result in plan.results] == ["Sequential", "Conv2d", "ReLU"]
-    assert plan.results[0].capture.leaf.shape == (1, 128, 4, 4)
+@pytest.fixture(scope="module")
+def never() -> Catalog:
+    return surveyed(NeverCalled(), 4)
 
 
-def test_where_it_stops(net: Catalog) -> None:
-    """The forward may stop after the moment that comes last in it, not after the name that comes last in the list."""
-    plan = resolve([want("layer3"), want("layer4:input"), want("conv1")], net)
-    assert plan.stops_at == HookPoint("layer4", 0, (), "input")
-    assert plan.cost == net.layers["layer4"].calls[0].input.cost
-    assert resolve([want("layer1.0.relu#*")], net).stops_at == HookPoint("layer1.0.relu", 1, (), "output")
-    assert resolve([want("conv1:input"), want(".:input")], net).stops_at == HookPoint("conv1", 0, (), "input")
-    assert resolve([want("conv1"), want(".")], net).stops_at == HookPoint(".", 0, (), "output")
+@pytest.fixture(scope="module")
+def structured() -> Catalog:
+    return surveyed(Structured(), 4)
 
 
-def test_the_same_thing_twice_is_given_once(net: Catalog) -> None:
-    """A name repeated, and what a glob finds that a literal named, are one result; other spellings are others."""
-    assert keys(resolve([want("bn1"), want("bn1")], net)) == ["bn1"]
-    assert keys(resolve([want("*bn1"), want("bn1")], net))[-1:] == ["bn1"]
-    both = resolve([want("layer1.*.bn?"), want("layer1.0.bn1")], net)
-    assert sorted(keys(both)) == ["layer1.0.bn1", "layer1.0.bn2"]
-    assert len(resolve([want("layer1*"), want("layer1*")], net).results) == len(resolve([want("layer1*")], net).results)
-    spelled = resolve([want("relu"), want("relu#0"), want("relu#-1"), want("relu", alias="x")], net)
-    assert keys(spelled) == ["relu", "relu#0", "relu#-1", "x"]
-    assert len(spelled.captures) == 1
+@pytest.fixture(scope="module")
+def recursive() -> Catalog:
+    return surveyed(Recursive(), 4)
 
 
-def test_a_call_named_by_number_is_not_given_again_by_a_glob(net: Catalog) -> None:
-    """A literal's spelling stands for a call of several, whichever way it counts."""
-    assert keys(resolve([want("layer1.0.relu#-2"), want("layer1.0.relu*#*")], net)) == [
-        "layer1.0.relu#-2",
-        "layer1.0.relu#1",
-    ]
-
-
-def test_two_things_under_one_name(net: Catalog) -> None:
-    """Different results that would share a key are refused, with the way out."""
-    for pair in (
-        [want("bn1"), want("bn1", pool="mean")],
-        [want("layer*.bn1"), want("layer*.bn1", pool="mean")],
-        [want("bn1", alias="x"), want("conv1", alias="x")],
-        [want("bn1", alias="conv1"), want("conv1")],
-    ):
-        with pytest.raises(SelectorError, match="would both be called") as caught:
-            resolve(pair, net)
-        assert "'as'" in caught.value.hint
-    assert keys(resolve([want("bn1"), want("bn1", alias="b", pool="mean")], net)) == ["bn1", "b"]
-
-
-def test_every_fault_is_told(net: Catalog) -> None:
-    """All selectors that can't be met are named, each with its place, its reason and what to do."""
-    with pytest.raises(RequestError) as caught:
-        resolve([want("layer9"), want("bn1"), want("bn1", pool="cls"), want("relu#7")], net)
-    faults = caught.value.faults
-    assert [fault.pointer for fault in faults] == ["/layers/0", "/layers/2", "/layers/3"]
-    assert [bool(fault.hint) for fault in faults] == [True, True, True]
-    assert caught.value.detail == faults[0].detail == "there is no layer 'layer9'"
-
-
-def test_nothing_asked_for(net: Catalog) -> None:
-    """A request without selectors is refused."""
-    with pytest.raises(SelectorError, match="names no layer"):
-        resolve([], net)
-
-
-@pytest.mark.parametrize("text", ["*#7", "*[logits]", "layer?.0.bn1#1"])
-def test_a_glob_without_results(net: Catalog, text: str) -> None:
-    """A glob whose layers have no such call or path is refused, alone and beside others."""
-    for selectors in ([want(text)], [want("bn1"), want(text)]):
-        with pytest.raises(RequestError, match="none of which has such a call, path or site"):
-            resolve(selectors, net)
-
-
-def test_silent_layers(load_net: Loader) -> None:
-    """Layers that a glob matches and that never run are named in the plan, once."""
-    catalog = load_net("NeverCalled").catalog
-    assert resolve([want("*l*"), want("silent*", kind=None), want("last")][::2], catalog).skipped == ("silent",)
-    with pytest.raises(RequestError, match="never runs"):
-        resolve([want("silent")], catalog)
+@pytest.mark.parametrize("text", [".", "last", "last:input", "last#0", "last#-1:output", "often#-3", "often"])
+def test_literal_key(never: Catalog, text: str) -> None:
+    """A literal name keeps the request's spelling."""
+    assert keys(planned(never, text)) == [text]
 
 
 @pytest.mark.parametrize(
-    ("text", "how", "detail", "hint"),
+    ("text", "expected"),
     [
-        ("layer1", {"normalize": True}, "'normalize' needs a pooled result", "add a pool"),
-        ("layer1", {"pool": "cls"}, "'layer1' has no class token", "use pool 'mean'"),
-        ("fc", {"pool": "cls"}, "'fc' has no class token", "use pool 'mean'"),
-        ("layer1", {"channels": (64,)}, "'channels' of 'layer1' must be between 0 and 63", ""),
-        ("layer1", {"channels": (0, -1)}, "'channels' of 'layer1' must be between 0 and 63", ""),
-        ("layer1", {"channels": ()}, "'channels' of 'layer1' must be between 0 and 63", ""),
-        ("layer1", {"tokens": (0,)}, "'layer1' has no axis of tokens", "leave 'tokens' out"),
+        ("l*", ["last"]),
+        ("l*:input", ["last:input"]),
+        ("l?st#-1", ["last"]),
+        ("oft*", ["often#19"]),
+        ("oft*#3:input", ["often#3:input"]),
+        ("oft*#*", [f"often#{call}" for call in range(20)]),
+        ("often#*", [f"often#{call}" for call in range(20)]),
+        ("*", ["often#19", "last"]),
     ],
 )
-def test_options_that_make_no_sense(net: Catalog, text: str, how: dict[str, Any], detail: str, hint: str) -> None:
-    """An option that a layer can't have is refused with the layer's name and the range or the way out."""
-    with pytest.raises(RequestError, match=re.escape(detail)) as caught:
-        resolve([want(text, **how)], net)
-    assert hint in caught.value.hint
+def test_glob_keys(never: Catalog, text: str, expected: list[str]) -> None:
+    """A glob's results carry canonical names: the call where there are several, the site where it is not output."""
+    assert keys(planned(never, text)) == expected
 
 
-def test_tokens(tokens: Catalog) -> None:
-    """A layer of tokens may be narrowed and has a class token; one of patches alone has none."""
-    block = "encoder.layers.encoder_layer_0"
-    plan = resolve([want(block, tokens=(0, 16), channels=(5,)), want("encoder", pool="cls")], tokens)
-    assert [result.capture.shape(3) for result in plan.results] == [(3, 2, 1), (3, 24)]
-    with pytest.raises(RequestError, match="must be between 0 and 16"):
-        resolve([want(block, tokens=(17,))], tokens)
-    with pytest.raises(RequestError, match="no class token"):
-        resolve([want("conv_proj", pool="cls")], tokens)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nested[pair][left]", ["nested[pair][left]"]),
+        ("nested[pair]", ["nested[pair][left]", "nested[pair][right]"]),
+        ("nest*[list]", ["nested[list][0][0]", "nested[list][1]"]),
+        ("n*[index]", ["nested[index]"]),
+        ("nested:input", ["nested:input"]),
+    ],
+)
+def test_paths(structured: Catalog, text: str, expected: list[str]) -> None:
+    """Leaves of structured values are named by their path."""
+    assert keys(planned(structured, text)) == expected
+
+
+def test_order(never: Catalog) -> None:
+    """Results stand in the order asked for, those of one glob in execution order."""
+    assert keys(planned(never, "last", "often#3", "*:input")) == ["last", "often#3", "often#19:input", "last:input"]
+
+
+def test_once(never: Catalog) -> None:
+    """The same thing asked for twice is given once: same spelling, or by two globs, or by a name and a glob."""
+    assert keys(planned(never, "last", "last")) == ["last"]
+    assert keys(planned(never, "l*", "la*")) == ["last"]
+    assert keys(planned(never, "l*", "last#0")) == ["last#0"]
+    assert keys(planned(never, "last#0", "*")) == ["last#0", "often#19"]
+    assert len(planned(never, "last", "last#0", "last#-1").captures) == 1
+
+
+def test_not_once(never: Catalog) -> None:
+    """The same layer with another pool is another thing, and needs another name."""
+    two = [chosen("last"), chosen("last", alias="flat", pool="flatten")]
+    assert keys(resolve(two, never)) == ["last", "flat"]
+    assert keys(resolve([chosen("last", alias="a"), chosen("last", alias="b")], never)) == ["a", "b"]
+
+
+def test_alias(structured: Catalog) -> None:
+    """``as`` names a single result, and is the stem of the leaves of one value."""
+    assert keys(resolve([chosen("linear:input", alias="raw")], structured)) == ["raw"]
+    assert keys(resolve([chosen("lin*", alias="raw")], structured)) == ["raw"]
+    assert keys(resolve([chosen("nested[pair]", alias="p")], structured)) == ["p[pair][left]", "p[pair][right]"]
+    assert keys(resolve([chosen("*", alias="raw", type="Linear")], structured)) == ["raw"]
+
+
+@pytest.mark.parametrize(
+    "selectors",
+    [
+        [chosen("last"), chosen("last", pool="flatten")],
+        [chosen("last", alias="x"), chosen("often", alias="x")],
+        [chosen("last", alias="often"), chosen("often")],
+        [chosen("l*"), chosen("l*", dtype="float16")],
+    ],
+    ids=["pool", "as", "as a name", "globs"],
+)
+def test_conflict(never: Catalog, selectors: list[Selector]) -> None:
+    """Two different results of one name are refused."""
+    with pytest.raises(SelectorError, match="two different results would both be called") as caught:
+        resolve(selectors, never)
+    assert "'as'" in caught.value.hint
+
+
+def test_empty(never: Catalog) -> None:
+    """A request without layers is refused."""
+    with pytest.raises(SelectorError, match="names no layer"):
+        resolve([], never)
+
+
+BAD: dict[str, tuple[Selector, str]] = {
+    "no such layer": (chosen("tokenz"), "no layer 'tokenz'"),
+    "no such call": (chosen("tokens#1"), "there is no call 1"),
+    "no such path": (chosen("tokens[0]"), "is a single tensor"),
+    "no such type": (chosen("*", type="Conv9"), "matches no layer"),
+    "as for several": (chosen("*", alias="x"), "names 7 results"),
+    "dtype": (chosen("complex"), "complex64, which no reply format carries"),
+    "normalize alone": (chosen("tokens", normalize=True), "'normalize' needs a pooled result"),
+    "cls of a picture": (chosen("picture", pool="cls"), "'picture' has no class token"),
+    "shared": (chosen("shared", pool="flatten"), "does not hold one entry for each input"),
+    "mixed": (chosen("mixed", pool="mean"), "does not hold one entry for each input"),
+    "mean of unknown axes": (chosen("unknown", pool="mean"), "shape [1, 8, 4, 4], are not known, so 'mean'"),
+    "channels of unknown axes": (chosen("unknown", channels=(0,)), "has no axis of channels"),
+    "tokens of a picture": (chosen("picture", tokens=(0,)), "has no axis of tokens"),
+    "channel too large": (chosen("tokens", channels=(0, 8)), "must be between 0 and 7"),
+    "token too large": (chosen("tokens", tokens=(5,)), "must be between 0 and 4"),
+    "glob without that call": (chosen("tok*#7"), "none of which has such a call, path or site"),
+    "glob without that path": (chosen("*[logits]"), "none of which has such a call, path or site"),
+    "int8 on axis 1": (chosen("second", dtype="int8"), "'second' has its rows on axis 1"),
+    "negative": (chosen("tokens", channels=(-1,)), "must be between 0 and 7"),
+    "none of them": (chosen("tokens", channels=()), "must be between 0 and 7"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name: str) -> None:
+    """What can't be done is refused with its reason, and a pointer to the selector among the good ones."""
+    selector, reason = BAD[name]
+    with pytest.raises(RequestError) as caught:
+        resolve([chosen("picture"), selector, chosen("picture")], catalog_of(LEAVES))
+    assert reason in caught.value.detail
+    assert [(fault.detail, fault.hint, fault.pointer) for fault in caught.value.faults] == [
+        (caught.value.detail, caught.value.hint, "/layers/1")
+    ]
+
+
+def test_all_faults() -> None:
+    """Every bad selector has a fault of its own."""
+    with pytest.raises(RequestError) as caught:
+        resolve([chosen("tokens"), *(selector for selector, _ in BAD.values())], catalog_of(LEAVES))
+    assert [fault.pointer for fault in caught.value.faults] == [f"/layers/{at + 1}" for at in range(len(BAD))]
+    assert all(reason in fault.detail for fault, (_, reason) in zip(caught.value.faults, BAD.values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"pool": "cls"},
+        {"pool": "mean", "normalize": True},
+        {"pool": "gem", "tokens": (4, 0), "channels": (7, 0)},
+        {"pool": "flatten", "normalize": True, "dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_accepted(how: dict[str, Any]) -> None:
+    """Options that make sense together are taken."""
+    assert keys(planned(catalog_of(LEAVES), "tokens", **how)) == ["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "layer", "call", "site"),
+    [
+        (["last", "often#0"], "last", 0, "output"),
+        (["often#0", "last:input"], "last", 0, "input"),
+        (["last:input", "often"], "last", 0, "input"),
+        (["often#2", "often#9", "often#4"], "often", 9, "output"),
+        (["often#2:input", "often#1"], "often", 2, "input"),
+        (["last", "."], ".", 0, "output"),
+    ],
+)
+def test_stops_at(never: Catalog, texts: list[str], layer: str, call: int, site: str) -> None:
+    """The forward stops at the deepest point, wherever it stands in the request."""
+    point = planned(never, *texts).stops_at
+    assert (point.layer, point.call, point.site) == (layer, call, site)
+
+
+def test_stops_at_of_nested_calls(recursive: Catalog) -> None:
+    """Of calls inside each other the outermost ends last, though it began first."""
+    assert planned(recursive, "down#2", "down#0", "down#1").stops_at.call == 0
+    assert planned(recursive, "down#*:input").stops_at.call == 2
+
+
+def test_cost(never: Catalog) -> None:
+    """The cost is that of the stopping point: more the deeper, all of it for the whole model."""
+    costs = [planned(never, text, "often#0:input").cost for text in ("often#0", "often#10", "last:input", "last", ".")]
+    assert costs == sorted(costs)
+    assert 0 <= costs[0] < costs[-1] == 1
+    assert planned(never, "last:input").cost == never.layers["last"].calls[0].input.cost
+
+
+def test_skipped(never: Catalog) -> None:
+    """Layers that a glob matched and that never run are told, once, and never under their own name alone."""
+    assert planned(never, "*", "*:input", "last").skipped == ("silent",)
+    assert planned(never, "last", "o*").skipped == ()
+    with pytest.raises(RequestError, match="never runs"):
+        planned(never, "silent")
+
+
+def test_splits() -> None:
+    """Rows may run apart unless one capture mixes them."""
+    assert planned(catalog_of(LEAVES), "tokens", "shared").splits
+    assert not planned(catalog_of(LEAVES), "tokens", "mixed").splits
+
+
+class Odd(nn.Module):
+    """Returns a number, indices, and marks beside its features."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"x": x * 2, "index": x.argsort(-1), "mark": x > 0, "shared": torch.ones(3), "double": x.double()}
+
+
+class Number(nn.Module):
+    """Returns a single number, whatever comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones(())
+
+
+@dataclass(frozen=True)
+class Sized:
+    module: nn.Module
+    shape: tuple[int, ...]
+    texts: tuple[str, ...]
+
+
+SIZED = {
+    "vit": Sized(vit(), (3, 32, 32), ("*", "*:input", ".")),
+    "Cube": Sized(Cube(), (3, 16, 16), ("*", "stem", ".:input")),
+    "TimeFirst": Sized(TimeFirst(), (5, 6), ("proj", "norm", "norm:input", ".")),
+    "Windows": Sized(Windows(), (8, 6), ("inner", "inner:input")),
+    "Odd": Sized(nn.Sequential(Odd()), (4,), ("0", "0:input")),
+}
+
+
+def sizes(what: Sized, how: dict[str, Any]) -> None:
+    catalog = surveyed(what.module, *what.shape, prefix=getattr(what.module, "num_prefix_tokens", 0))
+    plan = planned(catalog, *what.texts, **how)
+    rows = 3
+    x = torch.randn(rows, *what.shape)
+    found = FeatureExtractor(what.module)(lambda: what.module(x), plan.captures, rows)
+    for capture, reduced in found.items():
+        assert capture.shape(rows) == tuple(reduced.values.shape)
+        assert capture.dtype == str(reduced.values.dtype).removeprefix("torch.")
+        scale = 0 if reduced.scale is None else reduced.scale.nbytes
+        assert capture.nbytes(rows) == reduced.values.nbytes + scale, capture
+    given = [found[result.capture] for result in plan.results]
+    assert plan.numbers(rows) == sum(item.values.numel() for item in given)
+    assert plan.nbytes(rows) == sum(
+        item.values.nbytes + (0 if item.scale is None else item.scale.nbytes) for item in given
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("pool", ["none", "flatten"])
+@pytest.mark.parametrize("name", SIZED)
+def test_sizes(name: str, pool: Pool, dtype: ReplyDType) -> None:
+    """Shapes, dtypes, numbers and bytes told beforehand are those of the arrays that come out."""
+    what = SIZED[name]
+    if name == "TimeFirst" and (pool, dtype) == ("none", "int8"):  # refused where rows are on axis 1
+        what = replace(what, texts=("proj:input", "."))
+    if name == "Odd" and pool == "flatten":  # what is the same for all rows can't be pooled
+        what = replace(what, texts=("0[x]", "0[index]", "0[mark]", "0[double]", "0:input"))
+    sizes(what, {"pool": pool, "dtype": dtype})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize(("pool", "normalize"), [("mean", False), ("gem", False), ("max", True), ("flatten", True)])
+def test_sizes_of_pooled_integers(pool: Pool, normalize: bool, dtype: ReplyDType) -> None:
+    """Sizes are right for integers too, of which a mean or a unit vector is floating."""
+    sizes(replace(SIZED["Odd"], texts=("0[index]",)), {"pool": pool, "normalize": normalize, "dtype": dtype})
+
+
+def test_sizes_of_a_number() -> None:
+    """A single number in int8 has a scale too."""
+    sizes(Sized(nn.Sequential(Number()), (4,), ("0",)), {"dtype": "int8"})
+
+
+def test_sizes_narrowed(load_net: Loader) -> None:
+    """Narrowing to channels makes the sizes smaller by as much."""
+    catalog = load_net("Chain").catalog
+    full, part = (planned(catalog, "conv", channels=channels) for channels in (None, (0, 5)))
+    assert (full.numbers(2), part.numbers(2)) == (2 * 8 * 64, 2 * 2 * 64)
+    assert part.nbytes(2) == 2 * 2 * 64 * 4
+
+
+def test_shared_capture_counts_twice(load_net: Loader) -> None:
+    """A capture under two names is taken once, and both arrays count."""
+    model = load_net("Chain")
+    plan = planned(model.catalog, "conv", "conv#0")
+    assert len(plan.captures) == 1
+    found = model.extract(batch(model.inputs, 2), plan, model.catalog, 2)
+    assert plan.nbytes(2) == 2 * found[plan.results[0].capture].values.nbytes
 
 
 def test_what_has_no_rows_is_not_pooled() -> None:
     """A tensor that is the same for all rows, or something of all of them, is given as it is or not at all."""
     catalog = surveyed(Inner(), 4)
     for name in ("similar", "first", "mean", "table"):
-        assert keys(resolve([want(name)], catalog)) == [name]
+        assert keys(planned(catalog, name)) == [name]
         with pytest.raises(RequestError, match=f"'{name}' does not hold one entry for each input") as caught:
-            resolve([want(name, pool="flatten")], catalog)
+            planned(catalog, name, pool="flatten")
         assert caught.value.hint == "use pool 'none'"
-    assert resolve([want("table"), want("linear")], catalog).splits
-    assert not resolve([want("mean"), want("linear")], catalog).splits
+    assert planned(catalog, "table", "linear").splits
+    assert not planned(catalog, "mean", "linear").splits
 
 
-def test_int8_needs_rows_first(load_net: Loader) -> None:
-    """Scales are one for each index of axis 0; where the rows are on axis 1 they would be of all rows together."""
-    catalog = load_net("TimeFirst").catalog
-    with pytest.raises(RequestError, match=re.escape("'attention[0]' has its rows on axis 1")) as caught:
-        resolve([want("attention[0]", dtype="int8")], catalog)
-    assert "pool" in caught.value.hint
-    plan = resolve([want("attention[0]", dtype="int8", pool="mean")], catalog)
-    assert plan.results[0].capture.nbytes(3) == 3 * 8 + 3 * 4
-
-
-def test_unknown_axes() -> None:
-    """A pool that needs to know the axes is refused where they are not known; ``flatten`` is not."""
-    leaf = Leaf((), (1, 2, 3, 4), "float32")
-    call = Call(Moment(1, 0.0, ()), Moment(2, 1.0, (leaf,)))
-    catalog = Catalog({"odd": Layer("odd", "Odd", True, 0, (call,), ())}, 0.1, True)
-    with pytest.raises(RequestError, match=re.escape("shape [1, 2, 3, 4], are not known, so 'mean' is not defined")):
-        resolve([want("odd", pool="mean")], catalog)
-    assert resolve([want("odd", pool="flatten")], catalog).results[0].capture.shape(2) == (2, 24)
-    with pytest.raises(RequestError, match="no axis of channels"):
-        resolve([want("odd", channels=(0,))], catalog)
-
-
-def test_dtypes_without_a_reply_format() -> None:
-    """Complex numbers are refused by name; every other leaf of the same value is given."""
-    catalog = surveyed(DTypes(), 3)
-    with pytest.raises(RequestError, match="complex64, which no reply format carries"):
-        resolve([want(".")], catalog)
-    plan = resolve([want(f".[{name}]") for name in ("double", "half", "brain", "index", "small", "flag")], catalog)
-    assert [result.capture.dtype for result in plan.results] == ["float32"] * 3 + ["int64", "int8", "bool"]
-    assert [result.capture.nbytes(2) for result in plan.results] == [24, 24, 24, 48, 6, 6]
-    assert plan.nbytes(2) == 132
-
-
-def test_folded_windows() -> None:
-    """Windows folded into the batch are given as they are, or pooled to one entry for each input."""
-    catalog = surveyed(Windows(), 8, 6)
-    plan = resolve(
-        [want("inner"), want("inner", alias="m", pool="mean"), want("inner", alias="f", pool="flatten")], catalog
-    )
-    assert [result.capture.shape(3) for result in plan.results] == [(12, 2, 6), (3, 6), (3, 48)]
-    assert plan.splits
-
-
-def test_names_of_a_request_are_escaped(net: Catalog) -> None:
+def test_names_of_a_request_are_escaped(never: Catalog) -> None:
     """A name that a message repeats is cut and made printable."""
     with pytest.raises(RequestError) as caught:
-        resolve([want("\x1b[31m" + "ä" * 400 + "]")], net)
+        planned(never, "\x1b[31m" + "ä" * 400 + "]")
     assert len(caught.value.detail) < 120
     with pytest.raises(RequestError) as caught:
-        resolve([want("\u202e\n" + "ä" * 400)], net)
+        planned(never, "\u202e\n" + "ä" * 400)
     assert caught.value.detail.isprintable()
     assert len(caught.value.detail) < 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -9,9 +10,12 @@ import pytest
 from torch import nn
 
 from models.errors import LoadError, UnknownModelError
+from models.plan import resolve
 from models.registry import Registry
+from models.selectors import parse
 from models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
+from tests.nets import batch
 
 VECTOR = (InputSpec("x", (4,)),)
 SEEN: ContextVar[tuple[Registry, list[str]]] = ContextVar("SEEN")
@@ -104,6 +108,18 @@ def test_failed_then_unloaded() -> None:
     assert registry.load("Chain") is registry.entry("Chain").model
     registry.unload("m")
     assert (registry.entry("m").state, registry.entry("m").reason) == ("available", "")
+
+
+def test_unloaded_is_freed() -> None:
+    """Nothing holds an unloaded model's module: its memory is free at once, also after it ran."""
+    registry = Registry([net_spec("resnet")])
+    model = registry.load("resnet")
+    plan = resolve([parse("layer1"), parse("bn1:input")], model.catalog)
+    model.extract(batch(model.inputs, 2), plan, model.catalog, 1)
+    module = weakref.ref(model.module)
+    del model
+    registry.unload("resnet")
+    assert module() is None
 
 
 def test_unknown() -> None:

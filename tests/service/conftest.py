@@ -13,7 +13,8 @@ from models.spec import InputSpec, ModelSpec
 from service.config import Configuration
 from tests.server import Live, serving
 from tests.service import support
-from tests.service.support import ROW, Control, configured, net, until
+from tests.service.busy import until
+from tests.service.support import ROW, Control, configured, net
 
 NETS = (
     ModelSpec("encoder", "python:tests.nets:Encoder", weights="random:0", inputs=(InputSpec("x", (5, 8)),)),
@@ -72,7 +73,6 @@ def limited(serve: Serve) -> Iterator[Live]:
     """A server with limits that small requests exceed."""
     limits = {
         "max_body_bytes": 2_000_000,
-        "body_timeout_s": 0.5,
         "max_inputs": 4,
         "max_pixels": 10_000,
         "max_resized_pixels": 40_000,

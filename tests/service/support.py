@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import socket
 import sys
 import tempfile
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BytesIO
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import httpx
@@ -27,12 +23,10 @@ from models.digits import spec as digits
 from models.spec import InputSpec, ModelSpec
 from service.config import Configuration
 from tests.server import Live
-from tests.service.nets_http import Gated
 
 Array = NDArray[Any]
 Json = dict[str, Any]
 
-TRIES, TRY_S = 1500, 0.02
 SECRETS = ("Traceback", "secret", "site-packages", ".py", str(Path.cwd()), sys.prefix, tempfile.gettempdir())
 ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 ALWAYS = ("x-request-id", "server-timing", "vary")
@@ -152,83 +146,10 @@ class Control:
 
 def control(live: Live) -> Control:
     """A control of a server, by its reply now."""
-    request = {"json": {"layers": ["block?", "head"], "pool": "mean", "inputs": [image(picture(99))]}}
+    request: Json = {"json": {"layers": ["block?", "head"], "pool": "mean", "inputs": [image(picture(99))]}}
     response = live.client.post("/extract", **request)
     assert response.status_code == 200, response.text
     return Control(live, request, response.content)
-
-
-def until(come_true: Callable[[], bool]) -> None:
-    """Look again and again, but not for ever, until something has come true."""
-    pause = Event()
-    assert any(come_true() or pause.wait(TRY_S) for _ in range(TRIES)), "it never came true"
-
-
-def gated(live: Live, name: str = "gated") -> Gated:
-    """The module of a model that can be held up."""
-    model = live.engine.fleet.registry.entry(name).model
-    assert model is not None
-    assert isinstance(model.module, Gated)
-    return model.module
-
-
-def waiting(live: Live, name: str = "gated") -> int:
-    """Rows of a model that are admitted and not answered."""
-    return live.engine.fleet._workers[name].rows
-
-
-def ask(live: Live, count: int = 1, model: str = "gated", **headers: str) -> httpx.Response:
-    """A request for some rows through a model that takes four numbers each."""
-    return live.client.send(row_request(live, count, model, **headers))
-
-
-def row_request(live: Live, count: int, model: str = "gated", **headers: str) -> httpx.Request:
-    """What ``ask`` sends."""
-    request = raw(npy(rows(count)), "application/x-npy", layers="linear", model=model)
-    request["headers"] |= headers
-    return live.client.build_request("POST", "/extract", **request)
-
-
-def connected(live: Live) -> socket.socket:
-    """A connection of its own."""
-    url = httpx.URL(live.url)
-    return socket.create_connection((url.host, url.port), timeout=TRIES * TRY_S)
-
-
-def on_the_wire(request: httpx.Request) -> bytes:
-    """A request as bytes."""
-    head = [f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"]
-    head += [f"{name}: {value}" for name, value in request.headers.items()]
-    return "\r\n".join([*head, "", ""]).encode() + request.read()
-
-
-def received(connection: socket.socket, request: httpx.Request) -> httpx.Response:
-    """What comes back on a connection until the server closes it."""
-    data = bytearray()
-    with suppress(ConnectionResetError):  # where it closes without having read everything
-        while part := connection.recv(2**16):
-            data += part
-    head, _, content = bytes(data).partition(b"\r\n\r\n")
-    status, *lines = head.decode().split("\r\n")
-    headers = [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-    return httpx.Response(int(status.split()[1]), headers=headers, content=content, request=request)
-
-
-@contextmanager
-def blocked(live: Live, name: str = "gated") -> Iterator[Gated]:
-    """Hold a model up inside a request of one row, which is answered after the block."""
-    module = gated(live, name)
-    module.gate.clear()
-    module.entered.clear()
-    with ThreadPoolExecutor(1) as pool:
-        occupant: Future[httpx.Response] = pool.submit(ask, live, model=name)
-        try:
-            assert module.entered.wait(TRIES * TRY_S)
-            module.forwards.clear()
-            yield module
-        finally:
-            module.gate.set()
-        assert occupant.result().status_code == 200
 
 
 def _listed(response: httpx.Response) -> dict[str, Array]:

@@ -12,9 +12,10 @@ import safetensors.torch
 from models.digits import WEIGHTS
 from models.spec import InputSpec, PreprocessSpec
 from service.config import ConfigError, embedded, read
+from tests.service.busy import ask
 from tests.service.conftest import Serve
 from tests.service.nets_http import Gated
-from tests.service.support import arrays_of, ask, problem
+from tests.service.support import arrays_of, problem
 
 WHOLE = """
 # a comment

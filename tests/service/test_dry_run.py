@@ -9,19 +9,8 @@ import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
-from tests.service.support import (
-    Control,
-    Json,
-    arrays_of,
-    gated,
-    image,
-    npy,
-    picture,
-    problem,
-    raw,
-    rows,
-    tensor,
-)
+from tests.service.busy import gated
+from tests.service.support import Control, Json, arrays_of, image, npy, picture, problem, raw, rows, tensor
 
 DRY = {"dry_run": "true"}
 PNG = picture(1)

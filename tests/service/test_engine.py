@@ -9,31 +9,24 @@ import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
+from tests.service.busy import ask, blocked, connected, gated, on_the_wire, row_request, until, waiting
 from tests.service.conftest import Serve
 from tests.service.nets_http import ERRORS, Touchy
 from tests.service.support import (
     Control,
     Json,
     arrays_of,
-    ask,
-    blocked,
     configured,
-    connected,
-    gated,
     image,
     net,
     npy,
     npz,
-    on_the_wire,
     picture,
     problem,
     raw,
-    row_request,
     rows,
     same,
     tensor,
-    until,
-    waiting,
 )
 
 PICTURES = [picture(seed) for seed in range(4)]
@@ -73,11 +66,12 @@ def test_cancelled_while_it_sends(live: Live, control: Control) -> None:
     control.check()
 
 
-def test_late(live: Live) -> None:
+def test_late(live: Live, control: Control) -> None:
     """A job whose deadline passes while it waits is answered then, and never runs."""
     with blocked(live) as module:
-        problem(ask(live, 3, **{"x-request-timeout": "0.2"}), 504)
+        problem(ask(live, 3, timeout="0.2"), 504)
         assert waiting(live) == 1
+        control.check()
     assert ask(live, 2).status_code == 200
     assert module.forwards == [2]
 
@@ -86,7 +80,7 @@ def test_late_while_it_runs(live: Live) -> None:
     """A job whose deadline passes while it runs is answered then; the next one waits for the model and is served."""
     module = gated(live)
     module.gate.clear()
-    problem(ask(live, **{"x-request-timeout": "0.2"}), 504)
+    problem(ask(live, timeout="0.2"), 504)
     module.gate.set()
     assert ask(live).status_code == 200
 
@@ -120,7 +114,7 @@ def test_forward_that_raises(live: Live, control: Control) -> None:
 def test_skip(live: Live, form: str) -> None:
     """``on_error: skip`` leaves bad inputs out and names them; the good ones are as they are without the bad."""
     datas = [PICTURES[0], b"no picture", PICTURES[1], b"", PICTURES[2][:100], PICTURES[3]]
-    sent = {
+    sent: dict[str, Json] = {
         "json": {"json": SKIP | {"inputs": [image(data) for data in datas]}},
         "multipart": {"files": [("images", data) for data in datas], "params": SKIP | {"layers": "block3,head"}},
     }

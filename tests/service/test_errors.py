@@ -5,16 +5,72 @@ from __future__ import annotations
 import json
 
 import httpx
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from models.errors import Fault
 from service.http.errors import problem as made
 from tests.server import Live
 from tests.service.bad_requests import BAD, GOOD, LONG, PNG, text
-from tests.service.support import Control, problem
+from tests.service.support import Control, Json, npy, npz, problem, raw
 
 PATHS = ("/%00", "/%ff%fe", "/%ed%a0%80", "/" + "a" * 5000, "/%0d%0aX-Evil:1", "/models/%0d%0a", "/..%2f..%2fetc")
 QUERIES = ("layers=%ed%a0%80", "layers=%00", "%ff=1", "layers=pool" + "&" * 5000, "=", "layers=pool&model=%0d%0a")
+
+
+FIELDS = (
+    *("model", "inputs", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated", "image", "tensor"),
+    *("layer", "type", "call", "path", "site", "channels", "tokens", "as", "shape", "data", "url", "__class__"),
+)
+WORDS = ("digits", "pool", "head", "block*", "mean", "none", "float16", "Conv2d", "[0]", "input", "list", "#", "*", "")
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.sampled_from(WORDS) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=8,
+)
+PART = b"--x\r\nContent-Disposition: form-data; name=images\r\n\r\n%b\r\n--x--"
+BODIES = {
+    "image/png": PNG,
+    "application/x-npy": npy(np.zeros((3, 32, 32), np.float32)),
+    "application/x-npz": npz(image=np.zeros((3, 32, 32), np.float32)),
+    "application/x-safetensors": save({"image": np.zeros((3, 32, 32), np.float32)}),
+    "application/json": json.dumps(GOOD).encode(),
+    "multipart/form-data; boundary=x": b"--x\r\nContent-Disposition: form-data; name=images\r\n\r\n"
+    + PNG
+    + b"\r\n--x--",
+}
+
+
+@given(body=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6))
+@settings(max_examples=150)
+def test_any_json(live: Live, body: Json) -> None:
+    """Whatever stands in a JSON body, it is answered or refused in words."""
+    content = json.dumps({"layers": ["pool"], "inputs": GOOD["inputs"], **body}).encode("utf-8", "surrogatepass")
+    answered(live.client.post("/extract", **text(content)))
+
+
+@pytest.mark.parametrize("media_type", BODIES)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_any_bytes(live: Live, media_type: str, data: st.DataObject) -> None:
+    """Whatever happens to the bytes of a body, it is answered or refused in words."""
+    body = bytearray(BODIES[media_type])
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(body) - 1) | st.integers(0, 60))
+        body[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+    if data.draw(st.booleans()):
+        del body[data.draw(st.integers(0, len(body))) :]
+    query = {} if "json" in media_type else {"layers": "pool"}
+    request = raw(bytes(body), media_type, **query)
+    answered(live.client.post("/extract", **request))
+
+
+def answered(reply: httpx.Response) -> None:
+    """A reply is good, or a problem that is the caller's."""
+    assert reply.status_code == 200 or problem(reply, reply.status_code)["status"] in (400, 404, 413, 415, 422)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -42,7 +98,7 @@ def test_faults_are_counted() -> None:
     """Of many faults as many are shown as fit, and all others are counted, however short they are."""
     for count in range(40):
         faults = tuple(Fault(f"{number}") for number in range(count))
-        reply = json.loads(made(422, "x", "y", "z", faults=faults).body)
+        reply = json.loads(bytes(made(422, "x", "y", "z", faults=faults).body))
         assert len(reply["errors"]) + reply.get("more_errors", 0) == count
 
 

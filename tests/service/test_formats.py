@@ -230,7 +230,7 @@ def test_headers(live: Live) -> None:
 def test_request_id(live: Live, given: str, kept: bool) -> None:
     """A harmless id of the caller's comes back, any other is replaced, on good and bad requests alike."""
     for path in ("/models", "/nowhere"):
-        reply = live.client.get(path, headers={"x-request-id": given.encode("latin-1")})
+        reply = live.client.get(path, headers={b"x-request-id": given.encode("latin-1")})
         assert (reply.headers["x-request-id"] == given) == kept
         assert 0 < len(reply.headers["x-request-id"]) <= 64
     assert problem(reply, 404)["request_id"] == reply.headers["x-request-id"]

@@ -10,9 +10,10 @@ from torch import nn
 from models.spec import ModelSpec
 from tests.server import Live
 from tests.service import nets_http
+from tests.service.busy import ask, until
 from tests.service.conftest import Serve
 from tests.service.nets_http import Gated
-from tests.service.support import Control, ask, configured, net, problem, until
+from tests.service.support import Control, configured, net, problem
 
 
 def test_alive_and_ready(live: Live) -> None:
@@ -38,7 +39,7 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
             assert live.client.get("/models/slow").json()["state"] == "loading"
             assert live.client.get("/livez").status_code == 200
             assert ask(live).status_code == 200
-            found = problem(ask(live, model="slow", **{"x-request-timeout": "0.1"}), 503, seconds=True)
+            found = problem(ask(live, model="slow", timeout="0.5"), 503, seconds=True)
             assert "slow is loading" in found["detail"]
         finally:
             gate.set()

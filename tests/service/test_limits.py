@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -9,26 +10,9 @@ import numpy as np
 import pytest
 
 from tests.server import Live
+from tests.service.busy import ask, blocked, connected, gated, on_the_wire, received, row_request, until, waiting
 from tests.service.conftest import Serve
-from tests.service.support import (
-    Control,
-    ask,
-    blocked,
-    configured,
-    connected,
-    gated,
-    image,
-    net,
-    npy,
-    on_the_wire,
-    picture,
-    problem,
-    raw,
-    received,
-    row_request,
-    until,
-    waiting,
-)
+from tests.service.support import Control, configured, image, net, npy, picture, problem, raw
 
 
 def test_queue_full(limited: Live, limited_control: Control) -> None:
@@ -73,38 +57,45 @@ def test_servers_own_deadline(serve: Serve) -> None:
         module = gated(live)
         module.gate.clear()
         problem(ask(live), 504)
-        problem(ask(live, **{"x-request-timeout": "1e9"}), 504)
+        problem(ask(live, timeout="1e9"), 504)
         module.gate.set()
         until(lambda: ask(live).status_code == 200)
 
 
 def test_deadline_before_anything(live: Live, control: Control) -> None:
     """A deadline too short for anything is answered as any other."""
-    problem(ask(live, **{"x-request-timeout": "1e-9"}), 504)
+    problem(ask(live, timeout="1e-9"), 504)
     request = control.request | {"headers": {"x-request-timeout": "0.000001"}}
     problem(live.client.post("/extract", **request), 504)
     control.check()
 
 
-def test_slow_body(limited: Live, limited_control: Control) -> None:
+@pytest.fixture(scope="module")
+def hasty(serve: Serve) -> Iterator[Live]:
+    """A server that waits for no body."""
+    with serve(body_timeout_s=0.2) as live:
+        yield live
+
+
+def test_slow_body(hasty: Live) -> None:
     """A body that does not arrive in time is given up, and so is its connection."""
-    request = row_request(limited, 1)
-    with connected(limited) as connection:
+    request = row_request(hasty, 1)
+    with connected(hasty) as connection:
         connection.sendall(on_the_wire(request)[:-10])
         reply = received(connection, request)
-    assert "0.5 s" in problem(reply, 408)["detail"]
+    assert "0.2 s" in problem(reply, 408)["detail"]
     assert reply.headers["connection"] == "close"
-    limited_control.check()
+    assert hasty.client.get("/readyz").status_code == 200
 
 
-def test_body_that_never_begins(limited: Live, limited_control: Control) -> None:
+def test_body_that_never_begins(hasty: Live) -> None:
     """A body of which nothing comes is given up as well, chunked too."""
-    request = limited.client.build_request("POST", "/extract", content=iter([b""]))
+    request = hasty.client.build_request("POST", "/extract", content=iter([b""]))
     head, _, _ = on_the_wire(request).partition(b"\r\n\r\n")
-    with connected(limited) as connection:
+    with connected(hasty) as connection:
         connection.sendall(head + b"\r\n\r\n")
         problem(received(connection, request), 408)
-    limited_control.check()
+    assert hasty.client.get("/readyz").status_code == 200
 
 
 @pytest.mark.parametrize("length", ["2000001", "99999999999999999"])

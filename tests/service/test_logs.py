@@ -12,7 +12,8 @@ import pytest
 
 from service.logs import JsonFormatter
 from tests.server import Live
-from tests.service.support import Json, connected, npy, on_the_wire, raw, received, rows, until
+from tests.service.busy import blocked, connected, on_the_wire, received, row_request, until, waiting
+from tests.service.support import Json, npy, raw, rows
 
 HOSTILE = (
     *("/%0d%0a{%22level%22:%22fake%22}", "/%00%1b[2J", "/%22%7d%0a", "/%e2%80%a8%e2%80%a9%c2%85", "/%ff%fe%ed%a0%80"),
@@ -81,6 +82,16 @@ def test_keys_stay_out(live: Live, lines: StringIO) -> None:
     live.client.post("/extract", json={"layers": ["my-secret-layer"]})
     until(lambda: len(of_access(lines)) == 2)
     assert "my-secret" not in lines.getvalue()
+
+
+def test_client_gone(live: Live, lines: StringIO) -> None:
+    """A request whose client went away has its line as well, with a status that no reply has."""
+    with blocked(live):
+        with connected(live) as connection:
+            connection.sendall(on_the_wire(row_request(live, 3)))
+            until(lambda: waiting(live) == 4)
+        until(lambda: bool(of_access(lines)))
+        assert [line["status"] for line in of_access(lines)] == [499]
 
 
 @pytest.mark.parametrize(("value", "status"), [(1000.0, 500), (1.0, 200)])

@@ -1,0 +1,90 @@
+"""Models that are held up, clients that go away: what tests of waiting share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from threading import Event
+
+import httpx
+
+from tests.server import Live
+from tests.service.nets_http import Gated
+from tests.service.support import npy, raw, rows
+
+TRIES, TRY_S = 1500, 0.02
+
+
+def until(come_true: Callable[[], bool]) -> None:
+    """Look again and again, but not for ever, until something has come true."""
+    pause = Event()
+    assert any(come_true() or pause.wait(TRY_S) for _ in range(TRIES)), "it never came true"
+
+
+def gated(live: Live, name: str = "gated") -> Gated:
+    """The module of a model that can be held up."""
+    model = live.engine.fleet.registry.entry(name).model
+    assert model is not None
+    assert isinstance(model.module, Gated)
+    return model.module
+
+
+def waiting(live: Live, name: str = "gated") -> int:
+    """Rows of a model that are admitted and not answered."""
+    return live.engine.fleet._workers[name].rows
+
+
+def ask(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:
+    """The reply to a request for some rows through a model that takes four numbers each."""
+    return live.client.send(row_request(live, count, model, timeout))
+
+
+def row_request(live: Live, count: int, model: str = "gated", timeout: str | None = None) -> httpx.Request:
+    """What ``ask`` sends."""
+    request = raw(npy(rows(count)), "application/x-npy", layers="linear", model=model)
+    request["headers"] |= {"x-request-timeout": timeout} if timeout is not None else {}
+    return live.client.build_request("POST", "/extract", **request)
+
+
+def connected(live: Live) -> socket.socket:
+    """A connection of its own."""
+    url = httpx.URL(live.url)
+    return socket.create_connection((url.host, url.port), timeout=TRIES * TRY_S)
+
+
+def on_the_wire(request: httpx.Request) -> bytes:
+    """A request as bytes."""
+    head = [f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"]
+    head += [f"{name}: {value}" for name, value in request.headers.items()]
+    return "\r\n".join([*head, "", ""]).encode() + request.read()
+
+
+def received(connection: socket.socket, request: httpx.Request) -> httpx.Response:
+    """What comes back on a connection until the server closes it."""
+    data = bytearray()
+    with suppress(ConnectionResetError):  # where it closes without having read everything
+        while part := connection.recv(2**16):
+            data += part
+    head, _, content = bytes(data).partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+    return httpx.Response(int(status.split()[1]), headers=headers, content=content, request=request)
+
+
+@contextmanager
+def blocked(live: Live, name: str = "gated") -> Iterator[Gated]:
+    """Hold a model up inside a request of one row, which is answered after the block."""
+    module = gated(live, name)
+    module.gate.clear()
+    module.entered.clear()
+    with ThreadPoolExecutor(1) as pool:
+        occupant: Future[httpx.Response] = pool.submit(ask, live, model=name)
+        try:
+            assert module.entered.wait(TRIES * TRY_S)
+            module.forwards.clear()
+            yield module
+        finally:
+            module.gate.set()
+        assert occupant.result().status_code == 200

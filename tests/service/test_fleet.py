@@ -1,0 +1,158 @@
+"""How models come and go: loaded when asked for, once; unloaded when told, or to make room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Event
+
+import pytest
+from torch import nn
+
+from tests.server import Live
+from tests.service import nets_http
+from tests.service.busy import ask, blocked, gated, until
+from tests.service.conftest import Serve
+from tests.service.nets_http import Gated
+from tests.service.support import configured, net, problem
+
+
+@dataclass
+class Maker:
+    """A factory that a test can hold up, and that remembers what it made."""
+
+    gate: Event = field(default_factory=Event)
+    entered: Event = field(default_factory=Event)
+    made: list[nn.Module] = field(default_factory=list)
+
+    def __call__(self) -> nn.Module:
+        self.entered.set()
+        assert self.gate.wait(60)
+        self.made.append(Gated())
+        return self.made[-1]
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
+    """The factory ``nets_http:made``, open until a test closes it."""
+    made = Maker()
+    made.gate.set()
+    monkeypatch.setattr(nets_http, "made", made, raising=False)
+    yield made
+    made.gate.set()
+
+
+def state(live: Live, name: str) -> str:
+    return str(live.client.get(f"/models/{name}").json()["state"])
+
+
+def test_lazy(serve: Serve, maker: Maker) -> None:
+    """A lazy model is loaded by the first request for it, once, however many come at once."""
+    with serve(configured(net("lazy", "made", load="lazy"))) as live:
+        assert state(live, "lazy") == "available"
+        maker.gate.clear()
+        with ThreadPoolExecutor(5) as pool:
+            replies = [pool.submit(ask, live, model="lazy") for _ in range(4)]
+            replies.append(pool.submit(live.client.get, "/models/lazy/layers"))
+            assert maker.entered.wait(30)
+            assert state(live, "lazy") == "loading"
+            assert live.client.get("/readyz").status_code == 200
+            found = problem(ask(live, model="lazy", timeout="0.5"), 503, seconds=True)
+            assert "loading" in found["detail"]
+            maker.gate.set()
+            assert [reply.result().status_code for reply in replies] == [200] * 5
+        assert len(maker.made) == 1
+        assert state(live, "lazy") == "ready"
+
+
+def test_load_and_unload(serve: Serve, maker: Maker) -> None:
+    """A model can be loaded before it is asked for, and unloaded; the next request loads it again."""
+    with serve(configured(net("lazy", "made", load="lazy"))) as live:
+        for number in (1, 2):
+            assert live.client.post("/models/lazy/load").json()["state"] == "ready"
+            assert live.client.post("/models/lazy/load").json()["state"] == "ready"
+            assert len(maker.made) == number
+            assert ask(live, model="lazy").status_code == 200
+            assert live.client.post("/models/lazy/unload").json()["state"] == "available"
+            assert live.client.post("/models/lazy/unload").json()["state"] == "available"
+        assert ask(live, model="lazy").status_code == 200
+        assert len(maker.made) == 3
+
+
+def test_load_after_failure(serve: Serve, maker: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that failed stays failed until an administrator asks for it again."""
+    factories: list[Callable[[], nn.Module]] = [nets_http.Never, maker]
+    monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
+    with serve(configured(net("moody", "moody"))) as live:
+        for _ in range(2):
+            problem(ask(live, model="moody"), 503, seconds=True)
+        assert state(live, "moody") == "failed"
+        body = live.client.post("/models/moody/load").json()
+        assert (body["state"], "reason" in body) == ("ready", False)
+        assert ask(live, model="moody").status_code == 200
+
+
+def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
+    """Unloading lets the model finish what was asked of it; whoever comes meanwhile is told when to come again."""
+    with serve(configured(net("gated", "made"))) as live, ThreadPoolExecutor(2) as pool:
+        with blocked(live) as module:
+            waits = pool.submit(ask, live, 2)
+            until(lambda: live.engine.fleet._workers["gated"].rows == 3)
+            unloading = pool.submit(live.client.post, "/models/gated/unload")
+            until(lambda: ask(live, 3, timeout="0.1").status_code == 503)
+            problem(ask(live, 3), 503, seconds=True)
+            assert live.client.get("/livez").status_code == 200
+        assert waits.result().status_code == 200
+        assert unloading.result().json()["state"] == "available"
+        assert module.forwards == [2]
+        assert ask(live, 4).status_code == 200
+        assert gated(live) is not module
+        assert state(live, "gated") == "ready"
+        assert len(maker.made) == 2
+
+
+def test_room(serve: Serve) -> None:
+    """No more models are loaded than may be: the lazy one that was not used for the longest time makes room."""
+    names = ("a", "b", "c")
+    specs = [net(name, "Gated", load="lazy") for name in names]
+    with serve(configured(*specs), max_loaded_models=3) as live:
+
+        def states() -> str:
+            return "".join(name for name in names if state(live, name) == "ready")
+
+        for name, expected in (
+            ("a", "a"),
+            ("b", "ab"),
+            ("a", "ab"),
+            ("c", "ac"),
+            ("b", "bc"),
+            ("c", "bc"),
+            ("a", "ac"),
+        ):
+            assert ask(live, model=name).status_code == 200
+            assert states() == expected
+        assert state(live, "digits") == "ready"
+
+
+def test_no_room(serve: Serve) -> None:
+    """A model that is busy does not make room: the request for another is told when to come again."""
+    specs = [net(name, "Gated", load="lazy") for name in ("a", "b")]
+    with serve(configured(*specs), max_loaded_models=2) as live:
+        assert ask(live, model="a").status_code == 200
+        with blocked(live, "a"):
+            problem(ask(live, model="b"), 503, seconds=True)
+        assert ask(live, model="b").status_code == 200
+
+
+def test_failed_models_take_no_room(serve: Serve) -> None:
+    """Models that failed take nobody's place."""
+    specs = [net(f"never{number}", "Never") for number in range(3)]
+    with serve(configured(*specs, net("a", "Gated", load="lazy")), max_loaded_models=2) as live:
+        assert ask(live, model="a").status_code == 200
+
+
+def test_more_at_startup_than_room(serve: Serve) -> None:
+    """Models wanted from the start are all loaded, also where they are more than the bound for lazy ones."""
+    with serve(configured(*(net(name, "Gated") for name in "abc")), max_loaded_models=2) as live:
+        assert [ask(live, model=name).status_code for name in "abc"] == [200] * 3
