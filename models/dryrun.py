@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.catalog import Call, Catalog, Layer, Leaf, Moment
+from models.dtypes import DTYPES, dtype_name
 from models.errors import InputError
 from models.recording import PLACE, ROWS, Recorder, Seen, Visit
 from models.spec import InputSpec
@@ -109,11 +110,6 @@ class _Assembly:
         }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
@@ -141,12 +137,3 @@ def _hazards(module: nn.Module, called: bool) -> Iterator[str]:
         yield "never_called"
     if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower():
         yield "attention"
-
-
-DTYPES = {
-    dtype_name(dtype): dtype
-    for dtype in (
-        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
-    )
-}

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from models.dryrun import dtype_name
+from models.dtypes import dtype_name
 from models.errors import InputError, LayerNotReachedError, quoted
 from models.hooks import SITES, Take
 from models.plan import Capture

@@ -19,16 +19,17 @@ from models.points import HookPoint, Reduction
 from models.spec import InputSpec, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
+UNTOLD = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def architecture(module: nn.Module, source: str) -> str:
-    """A digest of a module tree: source, and for each module its name, class, printed settings and plain numbers.
+    """A digest of a module tree: source, and for each module its name, class, printed settings and plain attributes.
 
-    The numbers because not every module prints what matters: a MultiheadAttention hides how many heads it has.
+    The attributes because not every module prints what matters: a MultiheadAttention hides how many heads it has.
     """
     tree = [
-        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _numbers(part))
+        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _settings(part))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     return _digest([source, tree])
@@ -53,12 +54,20 @@ def of_reply(results: Iterable[str]) -> str:
     return several[0] if len(several) == 1 else _digest(several)
 
 
-def _numbers(part: nn.Module) -> dict[str, float]:
+def _settings(part: nn.Module) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(part).items()
-        if isinstance(value, (bool, int, float)) and name != "training" and not name.startswith("_")
+        if _is_plain(value) and name not in UNTOLD and not name.startswith("_")
     }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(item) and not isinstance(item, (tuple, list)) for item in value)
+    if isinstance(value, str):
+        return "/" not in value and "\\" not in value  # a path is of one machine
+    return value is None or isinstance(value, (bool, int, float))
 
 
 def _digest(value: object) -> str:

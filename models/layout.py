@@ -49,21 +49,29 @@ def of_argument(module: nn.Module, shape: Shape) -> str | None:
 def of_unnamed(shape: Shape, evidence: Iterable[Evidence]) -> str | None:
     """The likely layout of a tensor that no module's type tells about, from others, the nearest first.
 
-    Functions seldom change the number of channels, and seldom turn axes round where they do. None where the sizes
-    speak for one layout and the number of channels for another.
+    Functions seldom turn axes round; where one did, the same sizes stand in another order.
     """
     same_rank = [(known, name) for known, name in evidence if len(known) == len(shape)]
     for known, name in same_rank:
-        if name is None:
-            continue
-        if known == shape:
-            return name
-        keeping = _with_channels(shape, known[name.index("C")])
-        if len(keeping) == 1:
-            return keeping[0] if by_shape(shape) in (None, keeping[0]) or keeping[0] == name else None
-        if sorted(known) != sorted(shape):
+        if name is not None and (known == shape or sorted(known) != sorted(shape)):
             return name
     return by_shape(shape) or ("NTC" if len(shape) == 3 and not same_rank else None)
+
+
+def of_rearranged(shape: Shape, before: Evidence) -> str | None:
+    """The likely layout of what a part without parameters made of ``before``: it seldom makes more or fewer channels.
+
+    None where the sizes speak for one layout and the number of channels for another.
+    """
+    known, name = before
+    likely = of_unnamed(shape, [before])
+    if likely is None or name is None or len(known) != len(shape):
+        return likely
+    channels = known[name.index("C")]
+    layouts = [each for each in (FIRST[len(shape)], LAST[len(shape)]) if shape[each.index("C")] == channels]
+    if len(layouts) != 1 or likely in layouts:
+        return likely
+    return layouts[0] if by_shape(shape) == layouts[0] else None
 
 
 def by_shape(shape: Shape) -> str | None:
@@ -86,12 +94,6 @@ def by_shape(shape: Shape) -> str | None:
 def of_model_input(shape: Shape) -> str | None:
     """The layout of what a model takes: pictures and video come channels first."""
     return by_shape(shape) or {3: "NTC", 4: "NCHW", 5: "NCTHW"}.get(len(shape))
-
-
-def _with_channels(shape: Shape, channels: int) -> list[str]:
-    """The layouts under which a tensor has so many channels."""
-    layouts = (table.get(len(shape), "") for table in (FIRST, LAST))
-    return [layout for layout in layouts if layout and shape[layout.index("C")] == channels]
 
 
 CHANNELS_FIRST = (

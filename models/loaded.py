@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from models import fingerprint, hooks, sources, weights
 from models.catalog import Catalog, Layer
-from models.dryrun import DTYPES, survey
-from models.errors import InputError, LoadError, quoted
+from models.dryrun import survey
+from models.dtypes import DTYPES
+from models.errors import InputError, LoadError, TooLargeError, quoted
 from models.extractor import FeatureExtractor
 from models.plan import Capture, Plan
 from models.pooling import Reduced
@@ -108,7 +109,12 @@ class LoadedModel:
 
     def _run(self, rows: Rows, plan: Plan) -> dict[Capture, Reduced]:
         batch = {name: self._placed(value) for name, value in rows.items()}
-        return self.extractor(lambda: self.forward(batch), plan.captures, len(next(iter(batch.values()))))
+        try:
+            return self.extractor(lambda: self.forward(batch), plan.captures, len(next(iter(batch.values()))))
+        except torch.OutOfMemoryError as error:
+            raise TooLargeError("the device has no memory for this batch", hint="send fewer inputs at once") from error
+        except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
+            raise InputError(f"the model does not take these values ({type(error).__name__})") from error
 
     def _placed(self, value: Tensor) -> Tensor:
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=True)
@@ -120,7 +126,8 @@ def load(spec: ModelSpec) -> LoadedModel:
     built = sources.build(spec)
     digest = weights.digest(built.module)
     structure = fingerprint.architecture(built.module, built.architecture)
-    module = built.module.to(device, DTYPES[spec.dtype])
+    # Not ``to(dtype)``, which makes complex buffers real.
+    module = CASTS[spec.dtype](built.module.to(device))
     identity = fingerprint.of_model(digest, structure, spec.dtype, built.preprocess, built.inputs)
     model = LoadedModel(
         spec=spec,
@@ -169,3 +176,10 @@ def _joined(capture: Capture, parts: Sequence[dict[Capture, Reduced]]) -> Reduce
 
 def _end_of_linear(layer: Layer) -> int:
     return layer.calls[-1].output.order if layer.calls and layer.type == "Linear" else 0
+
+
+CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "float32": nn.Module.float,
+    "float16": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+}

@@ -16,6 +16,7 @@ from models.pooling import reduced_shape
 from models.selectors import Found, find
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
+MAX_FAULTS = 16  # near matches take time to find
 AVERAGES = frozenset({"mean", "gem"})
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
@@ -93,8 +94,9 @@ class Plan:
 def resolve(selectors: Sequence[Selector], catalog: Catalog) -> Plan:
     """The plan for a request's selectors.
 
-    RequestError with a fault for each selector that can't be met (its pointer is ``/layers/INDEX``), SelectorError
-    where two results claim one key. Sizes are the caller's to compare with its limits.
+    RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
+    ``/layers/INDEX``), SelectorError where two results claim one key. Sizes are the caller's to
+    compare with its limits.
     """
     if not selectors:
         raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
@@ -107,6 +109,8 @@ def resolve(selectors: Sequence[Selector], catalog: Catalog) -> Plan:
                 _check(item, selector.reduction)
         except LayertapError as error:
             faults.append(Fault(error.detail, error.hint, f"/layers/{index}"))
+            if len(faults) == MAX_FAULTS:
+                break
         else:
             matches.append(_Match(selector, tuple(found), tuple(skipped)))
     if faults:
@@ -183,6 +187,8 @@ def _check_indices(name: str, leaf: Leaf, option: str, axis: str, chosen: tuple[
         return
     if leaf.layout is None or axis not in leaf.layout:
         raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
+    if len(set(chosen)) != len(chosen):
+        raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")
     size = leaf.shape[leaf.layout.index(axis)]
     if not chosen or not all(0 <= index < size for index in chosen):
         raise SelectorError(f"'{option}' of {name} must be between 0 and {size - 1}")

@@ -108,10 +108,14 @@ class Recorder(Hooked):
             return
         sighted = self._sighted(leaf)
         sighted.settle(layout.of_result(module, seen.shape, before))
-        inside = self._nearest(seen.shape) if next(module.children(), None) is not None else []
-        evidence = [before, *inside] if before[0] == seen.shape else [*inside, before]
-        sighted.add(seen, layout.of_unnamed(seen.shape, evidence))
+        sighted.add(seen, self._guess(module, seen.shape, before))
         self._recent[len(seen.shape)] = seen
+
+    def _guess(self, module: nn.Module, shape: tuple[int, ...], before: layout.Evidence) -> str | None:
+        if next(module.parameters(), None) is None and next(module.children(), None) is None:
+            return layout.of_rearranged(shape, before)
+        inside = self._nearest(shape) if next(module.children(), None) is not None else []
+        return layout.of_unnamed(shape, [before, *inside] if before[0] == shape else [*inside, before])
 
     def _nearest(self, shape: tuple[int, ...]) -> list[layout.Evidence]:
         """What a module returned last with as many axes: within a module, one of its parts."""

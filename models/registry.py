@@ -27,7 +27,7 @@ class Entry:
 class Registry:
     """All configured models by name.
 
-    ``load`` and ``unload`` of one model are called by the thread that owns it; anyone may read.
+    ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
     """
 
     def __init__(self, specs: Iterable[ModelSpec]) -> None:
@@ -59,7 +59,7 @@ class Registry:
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
             raise
-        except Exception as error:  # a third party's constructor may raise anything; the others serve on
+        except BaseException as error:  # a third party's constructor may raise anything; the others serve on
             entry.state, entry.reason = "failed", f"loading ended in {type(error).__name__}"
             raise LoadError(entry.reason) from error
         entry.state = "ready"

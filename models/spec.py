@@ -7,6 +7,7 @@ from typing import Literal
 
 Device = str
 DType = Literal["float32", "bfloat16", "float16"]
+InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 
 
@@ -31,7 +32,7 @@ class InputSpec:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str = "float32"
+    dtype: InputDType = "float32"
 
 
 @dataclass(frozen=True)

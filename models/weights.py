@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from models.errors import LoadError, quoted
 
 SHOWN_KEYS = 3
+_GENERATOR = threading.Lock()  # the process has one generator, and models are constructed in threads of their own
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def origin(text: str) -> Origin:
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Construct a module inside: the CPU's random numbers start at ``seed``, and the process's own are left alone."""
-    with torch.random.fork_rng(devices=[]):
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
         if seed is not None:
             # torch.manual_seed would reach every accelerator's generator too, which the fork does not cover.
             torch.default_generator.manual_seed(seed)
@@ -91,12 +93,14 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str) -> Non
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256, in hex, of a module's state dict: name, dtype, shape and little-endian bytes of each tensor, by name.
+    """SHA-256, in hex, of all parameters and buffers: name, dtype, shape and little-endian bytes of each, by name.
 
     Equal on every machine for equal weights, whatever device they are on and however they came there.
     """
     hasher = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
+    # Buffers that are not persistent are no part of the state dict, but of what the model computes.
+    tensors = {**module.state_dict(), **dict(module.named_buffers(remove_duplicate=False))}
+    for name, value in sorted(tensors.items()):
         # A module's extra state may be any object, and only tensors have bytes that are the same everywhere.
         if isinstance(value, Tensor):
             header = [name, str(value.dtype).removeprefix("torch."), list(value.shape)]

@@ -14,7 +14,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.swin_transformer import SwinTransformer
 
 from models.catalog import Catalog
-from models.dryrun import DTYPES, survey
+from models.dryrun import survey
+from models.dtypes import DTYPES
 from models.spec import InputSpec
 from tests.oracle import seeded
 
@@ -182,7 +183,8 @@ class TimeFirst(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.proj(x).transpose(0, 1)
         y = self.norm(y + self.attention(y, y, y)[0])
-        return y.transpose(0, 1)
+        out: Tensor = y.transpose(0, 1)
+        return out
 
 
 class TimeOut(TimeFirst):
@@ -329,7 +331,7 @@ class Windows(nn.Module):
         return x.flatten(0, 1)
 
     def unfold(self, x: Tensor, rows: int) -> Tensor:
-        return x.unflatten(0, (rows, -1))
+        return x.reshape(rows, -1, *x.shape[1:])
 
 
 class WindowMajor(Windows):
@@ -339,7 +341,7 @@ class WindowMajor(Windows):
         return x.transpose(0, 1).flatten(0, 1)
 
     def unfold(self, x: Tensor, rows: int) -> Tensor:
-        return x.unflatten(0, (-1, rows)).transpose(0, 1)
+        return x.reshape(-1, rows, *x.shape[1:]).transpose(0, 1)
 
 
 class Swallows(nn.Module):
@@ -507,7 +509,8 @@ class Views(nn.Module):
         y = self.slice(x) + self.wide(x)
         self.last(x)
         x.zero_()
-        return y
+        out: Tensor = y
+        return out
 
 
 class Slice(nn.Module):
@@ -581,7 +584,8 @@ class ChannelsLast(nn.Module):
         self.mlp = nn.Linear(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+        out: Tensor = x + self.mlp(self.norm(x))
+        return out
 
 
 class Cube(nn.Module):

@@ -62,13 +62,11 @@ def seeded(module: M, seed: int) -> M:
                 value.copy_(normal(value, 0.2) + (0.0 if name.endswith("bias") else 1.0))
             else:
                 value.copy_(normal(value, 1 / math.sqrt(fan_in)))
-        for name, value in sorted(module.named_buffers()):
-            if not value.is_floating_point():
-                continue
+        for name, buffer in sorted(module.named_buffers()):
             if name.endswith("running_var"):
-                value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
-            else:
-                value.copy_(normal(value, 0.2))
+                buffer.copy_(torch.rand(buffer.shape, generator=generator) + 0.5)
+            elif buffer.is_floating_point():
+                buffer.copy_(normal(buffer, 0.2))
     return module
 
 

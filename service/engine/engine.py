@@ -76,7 +76,7 @@ class Engine:
             catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
             plan = await self._plan(ask, catalog) if catalog is not model.catalog else plan
             fits(plan, rows)
-        prints = {result.key: _fingerprint(model, result) for result in plan.results}
+        prints = await self.off_loop(lambda: _fingerprints(model, plan), ask.deadline)
         return Job(model, catalog, plan, inputs, rows, ask.deadline, faults, ask.timings, prints)
 
     async def run(self, job: Job) -> Features:
@@ -155,8 +155,9 @@ def _on_host(reduced: Reduced) -> OnHost:
     return reduced.values.cpu().numpy(), scale
 
 
-def _fingerprint(model: LoadedModel, result: Result) -> str:
-    return fingerprint.of_result(model.identity, result.capture.point, result.capture.reduction)
+def _fingerprints(model: LoadedModel, plan: Plan) -> dict[str, str]:
+    captures = {result.key: result.capture for result in plan.results}
+    return {key: fingerprint.of_result(model.identity, each.point, each.reduction) for key, each in captures.items()}
 
 
 def _features(job: Job, arrays: dict[str, OnHost]) -> Features:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from models.errors import LoadError, TooLargeError
+from models.errors import LayertapError, TooLargeError
 from models.loaded import LoadedModel
 from models.registry import Entry, Registry
 from service.engine.worker import Worker
@@ -55,7 +55,8 @@ class Fleet:
     async def close(self) -> None:
         """Finish what was submitted, then end the threads."""
         self.draining = True
-        await asyncio.gather(*(self._stop(name) for name in list(self._workers)))
+        limit = self._settings.deadline_s
+        await asyncio.gather(*(self._stop(name, limit) for name in list(self._workers)))
 
     async def model(self, name: str | None, deadline: float) -> LoadedModel:
         """A model by name (None: the default), loaded if it is not yet.
@@ -70,12 +71,17 @@ class Fleet:
             raise _unloaded(entry.spec.name)
         worker.last_used = time.monotonic()
         try:
-            return await within(deadline, asyncio.shield(asyncio.wrap_future(worker.loaded)))
+            await within(deadline, asyncio.wait((asyncio.wrap_future(worker.loaded),)))
         except DeadlineError:
-            raise UnavailableError(f"model {entry.spec.name} is loading", retry_after=LOADING_RETRY_S) from None
-        except LoadError as error:
-            detail = f"model {entry.spec.name} could not be loaded: {error.detail}"
-            raise UnavailableError(detail, hint=error.hint, retry_after=FAILED_RETRY_S) from error
+            if not worker.loaded.done():
+                raise UnavailableError(f"model {entry.spec.name} is loading", retry_after=LOADING_RETRY_S) from None
+        # Looked at, not raised again: an exception that many requests raise keeps the frames of all of them.
+        error = worker.loaded.exception()
+        if error is None:
+            return worker.loaded.result()
+        detail, hint = (error.detail, error.hint) if isinstance(error, LayertapError) else (type(error).__name__, "")
+        detail = f"model {entry.spec.name} could not be loaded: {detail}"
+        raise UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
 
     async def load(self, name: str, deadline: float) -> LoadedModel:
         """Load a model, also one whose loading failed before."""
@@ -86,12 +92,12 @@ class Fleet:
     async def unload(self, name: str) -> None:
         """Finish the model's queue, then forget it."""
         self.registry.entry(name)
-        await self._stop(name)
+        await self._stop(name, None)
 
     async def call(self, model: LoadedModel, run: Callable[[LoadedModel], T], deadline: float) -> T:
         """Run a function in the model's thread; DeadlineError where it has not ended by then."""
         worker = self._workers.get(model.spec.name)
-        if worker is None or worker.stopping:
+        if worker is None or worker.stopping or worker.loaded.result() is not model:
             raise _unloaded(model.spec.name)
         return await within(deadline, asyncio.wrap_future(worker.submit(run)))
 
@@ -145,12 +151,12 @@ class Fleet:
         lazy = self.registry.entry(name).spec.load == "lazy"
         return lazy and worker.loaded.done() and not worker.failed and not worker.stopping and worker.rows == 0
 
-    async def _stop(self, name: str) -> None:
+    async def _stop(self, name: str, patience: float | None) -> None:
         # The worker keeps its place until its thread has ended: another one would be a second thread in the model.
         worker = self._workers.get(name)
         if worker is not None:
             worker.stop()
-            await asyncio.to_thread(worker.join, self._settings.deadline_s)
+            await asyncio.to_thread(worker.join, patience)
             if self._workers.get(name) is worker:
                 del self._workers[name]
                 self.registry.unload(name)

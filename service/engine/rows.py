@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from models.dryrun import DTYPES
+from models.dtypes import DTYPES
 from models.errors import InputError, TooLargeError
 from models.loaded import LoadedModel
 from models.preprocess import preprocess, resized_pixels
@@ -31,10 +32,10 @@ def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | I
     """
     if isinstance(item, ImageItem):
         return [{model.inputs[0].name: _image(item, model, settings)}]
-    rows = _arrays(item, model)
-    if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows) is None:
+    rows = _arrays(item, model, settings)
+    if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows, model) is None:
         return [rows]
-    return [_fault(row) or row for row in _one_by_one(rows)]
+    return [_fault(row, model) or row for row in _one_by_one(rows)]
 
 
 def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
@@ -63,9 +64,10 @@ def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
     return preprocess(image, model.preprocess).unsqueeze(0)
 
 
-def _arrays(item: ArraysItem, model: LoadedModel) -> Rows:
+def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:
     by_name = _named(item, model.inputs)
     rows = {spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in model.inputs}
+    _check_pixels(rows, model, settings)
     counts = {len(value) for value in rows.values()}
     if len(counts) != 1:
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
@@ -79,12 +81,23 @@ def _one_by_one(rows: Rows) -> Iterator[Rows]:
         yield {name: value[at : at + 1] for name, value in rows.items()}
 
 
-def _fault(rows: Rows) -> InputError | None:
-    # Looked at as the model gets them: what is finite in float64 may not be in float32.
+def _check_pixels(rows: Rows, model: LoadedModel, settings: Settings) -> None:
+    """Of another height and width than configured a tensor may be, but not of any."""
+    for spec, value in zip(model.inputs, rows.values(), strict=True):
+        pixels = prod(value.shape[2:])
+        if pixels > max(settings.max_resized_pixels, prod(spec.shape[1:])):
+            raise TooLargeError(
+                f"input '{spec.name}' has {pixels} pixels, the limit is {settings.max_resized_pixels}",
+                hint=f"send shape {list(spec.shape)}",
+            )
+
+
+def _fault(rows: Rows, model: LoadedModel) -> InputError | None:
+    # Looked at as the model gets them: what is finite in float64 may not be in float16.
     try:
         for value in rows.values():
             if value.is_floating_point():
-                require_finite(value.float().numpy())
+                require_finite(value.to(model.dtype).float().numpy())
     except InputError as error:
         return error
     return None

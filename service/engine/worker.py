@@ -84,8 +84,8 @@ class Worker:
         self.stopping = True
         self._queue.put(None)
 
-    def join(self, timeout: float) -> None:
-        """Wait for the thread's end."""
+    def join(self, timeout: float | None) -> None:
+        """Wait for the thread's end, at most so many seconds."""
         self._thread.join(timeout)
 
     def _work(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import asdict
 from typing import Any
@@ -35,7 +34,6 @@ from service.errors import (
 )
 from service.schemas import faults_of
 
-log = logging.getLogger("layertap")
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 16
 MAX_BODY = 1000

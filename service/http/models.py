@@ -6,7 +6,8 @@ import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request
+import orjson
+from fastapi import APIRouter, Depends, Query, Request, Response
 
 from models.catalog import Catalog, Layer, Leaf
 from models.loaded import LoadedModel
@@ -40,17 +41,13 @@ async def layers(
     match: Annotated[str | None, Query(max_length=512)] = None,
     type: Annotated[str | None, Query(max_length=128)] = None,  # noqa: A002
     leaf: bool | None = None,
-) -> Json:
+) -> Response:
     """Every layer in execution order; shapes are those of one row."""
-    model = await _loaded(request, name)
-    wanted = [
-        layer
-        for layer in model.catalog.layers.values()
-        if (match is None or glob_match(match, layer.name))
-        and type in (None, layer.type)
-        and leaf in (None, layer.is_leaf)
-    ]
-    return {"model": name, "layers": [_layer(layer) for layer in wanted], **_facts(model.catalog)}
+    engine = _engine(request)
+    deadline = time.monotonic() + engine.settings.deadline_s
+    model = await engine.fleet.model(name, deadline)
+    data = await engine.off_loop(lambda: orjson.dumps(_listing(model, match, type, leaf)), deadline)
+    return Response(data, media_type="application/json")
 
 
 @router.post("/models/{name}/load", dependencies=[Depends(admin_only)])
@@ -74,9 +71,15 @@ def _engine(request: Request) -> Engine:
     return engine
 
 
-async def _loaded(request: Request, name: str) -> LoadedModel:
-    engine = _engine(request)
-    return await engine.fleet.model(name, time.monotonic() + engine.settings.deadline_s)
+def _listing(model: LoadedModel, match: str | None, kind: str | None, leaf: bool | None) -> Json:
+    wanted = [
+        layer
+        for layer in model.catalog.layers.values()
+        if (match is None or glob_match(match, layer.name))
+        and kind in (None, layer.type)
+        and leaf in (None, layer.is_leaf)
+    ]
+    return {"model": model.spec.name, "layers": [_layer(layer) for layer in wanted], **_facts(model.catalog)}
 
 
 def _entry(entry: Entry) -> Json:

@@ -43,7 +43,7 @@ def leaves(catalog: Catalog) -> dict[Key, Leaf]:
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("input", "output")
-        for leaf in call.at(site).leaves  # type: ignore[arg-type]
+        for leaf in call.at(site).leaves
     }
 
 
@@ -244,7 +244,8 @@ def test_a_small_effect_is_seen() -> None:
     class Slightly(BatchCentred):
         def forward(self, x: Tensor) -> Tensor:
             x = self.linear(x)
-            return x - 0.01 * self.mean(x)
+            out: Tensor = x - 0.01 * self.mean(x)
+            return out
 
     assert not surveyed(Slightly(), 4).rowwise
 

@@ -39,7 +39,7 @@ def everything(catalog: Catalog, **how: object) -> Plan:
             for layer in catalog.layers.values()
             for number, call in enumerate(layer.calls)
             for site in ("input", "output")
-            for leaf in call.at(site).leaves  # type: ignore[arg-type]
+            for leaf in call.at(site).leaves
             if leaf.dtype != "complex64" and not any("*" in part or "?" in part for part in leaf.path)
         )
     ]
@@ -226,7 +226,7 @@ def test_a_shape_that_the_catalogue_does_not_know() -> None:
     catalog = surveyed(module, 6, 4)
     far = torch.full((2, 6, 4), 100.0)
     for pool in ("none", "mean"):
-        selectors = [Selector("keep", "keep", reduction=Reduction(pool=pool))]  # type: ignore[arg-type]
+        selectors = [Selector("keep", "keep", reduction=Reduction(pool=pool))]
         plan = resolve(selectors, catalog)
         with pytest.raises(InputError, match=r"'keep#0:output' is float32 \[2, 3, 4\], not float32 \[2, 6, 4\]"):
             FeatureExtractor(module)(lambda: module(far), plan.captures, 2)
@@ -265,7 +265,12 @@ def test_users_hooks_survive() -> None:
     """Hooks that a module brought along stay, run, and are seen through."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     runs: list[int] = []
-    module[0].register_forward_hook(lambda _, args, output: runs.append(1) or output * 0)
+
+    def zeroed(_: nn.Module, args: object, output: Tensor) -> Tensor:
+        runs.append(1)
+        return output * 0
+
+    module[0].register_forward_hook(zeroed)
     module[1].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
     taken = FeatureExtractor(module)(lambda: module(torch.ones(1, 4)), [capture("0", (1, 4)), capture("1", (1, 4))], 1)
     values = {key(each)[0]: reduced.values for each, reduced in taken.items()}

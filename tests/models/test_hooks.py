@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models import points
 from models.hooks import SITES, Take, count
-from models.points import SITES as NAMES
 from models.points import Site
 from tests.nets import Gate, Recursive, Retries
 
 Seen = list[tuple[int, Any]]
+KINDS: tuple[Site, ...] = ("output", "input")
 
 
 def watch(module: nn.Module, site: Site, run: Callable[[], object]) -> Seen:
@@ -36,7 +37,7 @@ def _copied(value: Any) -> Any:
 
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook."""
-    assert tuple(SITES) == NAMES
+    assert tuple(SITES) == KINDS == points.SITES
 
 
 def test_input_and_output() -> None:
@@ -58,7 +59,7 @@ def test_arguments_by_name() -> None:
     assert value.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("site", NAMES)
+@pytest.mark.parametrize("site", KINDS)
 def test_a_hook_changes_nothing(site: Site) -> None:
     """Whatever is done with what a hook hands on, the forward goes on with the module's own value."""
     module = nn.Linear(3, 2)
@@ -95,7 +96,7 @@ def test_hooks_of_others() -> None:
     handle = module.register_forward_hook(lambda _, args, output: output * 100)
     seen: Seen = []
     with ExitStack() as stack:
-        for site in NAMES:
+        for site in KINDS:
             SITES[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
         module(x)
     assert [value.tolist() for _, value in seen] == [[1, 1], (torch.tensor([1.0, 1.0]).tanh() * 100).tolist()]
@@ -116,7 +117,7 @@ def test_hooks_go_where_the_forward_raises() -> None:
         raise RuntimeError("no memory")
 
     module = nn.Linear(3, 2)
-    for site in NAMES:
+    for site in KINDS:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             attach(site, lambda call, value: None, torch.ones(1, 4))
         with pytest.raises(RuntimeError, match="no memory"):
@@ -126,12 +127,13 @@ def test_hooks_go_where_the_forward_raises() -> None:
 
 def test_count() -> None:
     """Hooks of every kind on every part are counted."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()))
+    inner = nn.Sequential(nn.Tanh())
+    model = nn.Sequential(nn.Linear(2, 2), inner)
     handles = [
         model.register_forward_hook(print),
         model[0].register_forward_pre_hook(print),
-        model[1].register_full_backward_hook(print),
-        model[1][0].register_full_backward_pre_hook(print),
+        inner.register_full_backward_hook(print),
+        inner[0].register_full_backward_pre_hook(print),
     ]
     assert count(model) == 4
     for handle in handles:

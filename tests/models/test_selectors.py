@@ -200,7 +200,7 @@ CATALOG = Catalog(
 
 def found(text: str, **fields: object) -> list[Found]:
     selector = parse(text)
-    return find(Selector(**{**vars(selector), **fields}), CATALOG)[0]  # type: ignore[arg-type]
+    return find(Selector(**{**vars(selector), **fields}), CATALOG)[0]
 
 
 @pytest.mark.parametrize(

@@ -258,8 +258,13 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
     model = load_net("resnet")
     parts = dict(model.module.named_modules())
     left = []
+
+    def attach() -> None:
+        for name in ("conv1", "bn1", "layer9"):
+            left.append(parts[name].register_forward_hook(print))
+
     with pytest.raises(KeyError):
-        left += [left.append(parts[name].register_forward_hook(print)) for name in ("conv1", "bn1", "layer9")]
+        attach()
     assert hooks.count(model.module) == len(left) == 2
     for handle in left:
         handle.remove()
@@ -449,7 +454,7 @@ def test_15_bfloat16_and_numpy(load_net: Loader) -> None:
 def test_15_channels_last(load_net: Loader) -> None:
     """The bytes of a channels_last tensor are not in C order; ours are."""
     model = load_net("resnet")
-    model.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.module.to(memory_format=torch.channels_last)
     x = rows(model, 2).contiguous(memory_format=torch.channels_last)
     with naive(model.module, ["layer1"], lambda output: output.clone()) as found:
         model.module(x)
