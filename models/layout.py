@@ -71,7 +71,7 @@ def of_rearranged(shape: Shape, before: Evidence) -> str | None:
     layouts = [each for each in (FIRST[len(shape)], LAST[len(shape)]) if shape[each.index("C")] == channels]
     if len(layouts) != 1 or likely in layouts:
         return likely
-    return layouts[0] if by_shape(shape) == layouts[0] else None
+    return layouts[0] if by_shape(shape) in (None, layouts[0]) else None
 
 
 def by_shape(shape: Shape) -> str | None:

@@ -20,7 +20,6 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from models.errors import LoadError, quoted
 
 SHOWN_KEYS = 3
-_GENERATOR = threading.Lock()  # the process has one generator, and models are constructed in threads of their own
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,37 @@ def origin(text: str) -> Origin:
     return Origin(text)
 
 
+class _Drawing:
+    """Who draws from the process's one generator: any number without a seed, or one with a seed and nobody else."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._drawing = 0
+        self._seeded = False
+
+    @contextmanager
+    def place(self, *, alone: bool) -> Iterator[None]:
+        """Wait for a place and hold it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._seeded and not (alone and self._drawing))
+            self._drawing += 1
+            self._seeded = alone
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._drawing -= 1
+                self._seeded = False
+                self._changed.notify_all()
+
+
+_DRAWING = _Drawing()  # models are constructed in threads of their own
+
+
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
     """Construct a module inside: the CPU's random numbers start at ``seed``, and the process's own are left alone."""
-    with _GENERATOR, torch.random.fork_rng(devices=[]):
+    with _DRAWING.place(alone=seed is not None), torch.random.fork_rng(devices=[]):
         if seed is not None:
             # torch.manual_seed would reach every accelerator's generator too, which the fork does not cover.
             torch.default_generator.manual_seed(seed)

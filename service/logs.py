@@ -30,4 +30,5 @@ def configure(level: str) -> None:
     """Send this process's logs to stderr as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
+    logging.captureWarnings(True)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

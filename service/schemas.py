@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, quoted
+from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
 from models.points import Pool, Reduction, ReplyDType, Selector
 from models.selectors import MAX_TEXT, parse, parse_path, parse_site
 from service.inputs import ArraysItem, ImageItem, Item
 from service.inputs.arrays import decode_base64, read_tensor
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
-MAX_INDICES = 65_536
+MAX_INDICES = 16_384
+Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
+MAX_FIELDS = 64
 
 
 def _call(value: object) -> int | Literal["*"]:
@@ -32,6 +35,14 @@ Call = Annotated[int | Literal["*"], PlainValidator(_call), WithJsonSchema(CALL_
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        # Each field that is not known is a complaint of its own: of very many none is worth the time.
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"an object here has at most {MAX_FIELDS} fields, this one has {len(value)}")
+        return value
 
 
 class TensorBody(_Strict):
@@ -72,8 +83,8 @@ class LayerBody(_Strict):
     pool: Pool | None = None
     normalize: bool | None = None
     dtype: ReplyDType | None = None
-    channels: list[Index] | None = Field(None, min_length=1, max_length=MAX_INDICES)
-    tokens: list[Index] | None = Field(None, min_length=1, max_length=MAX_INDICES)
+    channels: Indices | None = None
+    tokens: Indices | None = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
     @model_validator(mode="before")
@@ -121,8 +132,8 @@ class ExtractBody(_Strict):
     """The body of ``POST /extract``."""
 
     model: str | None = Field(None, max_length=256)
-    inputs: list[InputBody] = []
-    layers: list[LayerBody] = Field(min_length=1, max_length=50_000)
+    inputs: Annotated[list[InputBody], Field(max_length=100_000), FailFast()] = []
+    layers: Annotated[list[LayerBody], Field(min_length=1, max_length=50_000), FailFast()]
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
@@ -162,7 +173,14 @@ def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Item
 
 def faults_of(errors: Iterable[Any]) -> tuple[Fault, ...]:
     """Pydantic's complaints as faults: where and what, never the input."""
-    return tuple(Fault(_message(each), pointer=_pointer(each["loc"])) for each in errors)
+    return tuple(Fault(_message(each), _hint(each), _pointer(each["loc"])) for each in errors)
+
+
+def _hint(error: Any) -> str:
+    loc = [part for part in error["loc"] if isinstance(part, str)]
+    if error["type"] == "extra_forbidden":
+        return near(tuple(get_close_matches(loc[-1][:100], KNOWN, n=1))) if loc else ""
+    return HINTS.get(loc[-1], "") if loc else HINTS.get("", "")
 
 
 def _message(error: Any) -> str:
@@ -179,3 +197,16 @@ def _pointer(loc: tuple[int | str, ...]) -> str:
 def _raise(faults: list[Fault]) -> None:
     if faults:
         raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+
+
+KNOWN = sorted(
+    {name for model in (ExtractBody, LayerBody, InputBody, TensorBody) for name in model.model_fields} | {"as"}
+)
+HINTS = {
+    "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
+    "inputs": 'write "inputs": [{"image": "<base64>"}]',
+    "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
+    "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
+    "pool": "use none, mean, max, gem, cls or flatten",
+    "dtype": "use float32, float16 or int8",
+}

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from typing import TypeVar
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from service.inputs import Item
 from service.settings import Settings
 
 T = TypeVar("T")
+SURVEY_ROWS = 5  # one, one and three rows in three forwards
 OnHost = tuple[Array, Array | None]  # values, and the scale of int8
 Items = Sequence[tuple[int, Item]]
 Attempt = Rows | LayertapError
@@ -101,6 +103,8 @@ class Engine:
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         if shapes == model.shapes:
             return model.catalog
+        if shapes not in model.catalogs:
+            _check_survey(model, shapes, self.settings)
         return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
 
     async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
@@ -136,6 +140,17 @@ def check_count(inputs: int, settings: Settings) -> None:
     if inputs > settings.max_inputs:
         raise TooLargeError(
             f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
+        )
+
+
+def _check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> None:
+    """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
+    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))
+    seconds, limit = SURVEY_ROWS * ratio * model.catalog.seconds, settings.deadline_s / 4
+    if ratio > 1 and seconds > limit:
+        raise TooLargeError(
+            f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",
+            hint=f"send shape {_shown(model.shapes)}, or configure the model for larger ones",
         )
 
 

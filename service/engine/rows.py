@@ -130,8 +130,9 @@ def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
 
 def _cast(array: Array, spec: InputSpec) -> Tensor:
     dtype = DTYPES[spec.dtype]
-    if array.dtype.kind == "f" and not dtype.is_floating_point:
-        raise InputError(f"input '{spec.name}' takes {spec.dtype}, not {array.dtype.name}")
+    if (array.dtype.kind == "f") != dtype.is_floating_point:
+        hint = "send a picture as a picture, or preprocess it yourself" if dtype.is_floating_point else ""
+        raise InputError(f"input '{spec.name}' takes {spec.dtype}, not {array.dtype.name}", hint=hint)
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
     with warnings.catch_warnings():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 from starlette.datastructures import Headers, QueryParams
 
-from models.errors import Fault, LayertapError, RequestError, TooLargeError
+from models.errors import Fault, LayertapError, RequestError, TooLargeError, near, quoted
 from service.engine.engine import check_count
 from service.errors import BadRequestError, UnsupportedMediaError
 from service.http import body as body_
@@ -66,8 +67,10 @@ def read(sent: Sent) -> Command:
 
 def _json(sent: Sent) -> Command:
     _only(sent.query, ALWAYS, "a JSON body says everything itself")
-    body = _validated(load_json(sent.data, sent.settings.max_json_depth))
-    check_count(len(body.inputs), sent.settings)
+    value = load_json(sent.data, sent.settings.max_json_depth)
+    if isinstance(value, dict) and isinstance(value.get("inputs"), list):
+        check_count(len(value["inputs"]), sent.settings)
+    body = _validated(value)
     good, faults = items(body.inputs, skip=body.on_error == "skip")
     return Command(body, tuple(good), tuple(faults))
 
@@ -132,12 +135,17 @@ def _single(query: QueryParams, key: str) -> str:
     return value
 
 
+def _near(key: str, known: frozenset[str]) -> tuple[str, ...]:
+    return tuple(get_close_matches(key[:100], sorted(known), n=1))
+
+
 def load_json(data: bytes, max_depth: int) -> Any:
     """A JSON document no deeper than it may be; BadRequestError."""
     try:
         value = orjson.loads(data)
-    except (orjson.JSONDecodeError, RecursionError):
-        raise BadRequestError("the body is not JSON (UTF-8, no NaN or Infinity)") from None
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise BadRequestError(f"the body is not JSON: {where}", hint="send UTF-8, without NaN and Infinity") from None
     # Only a document with that many brackets can be that deep.
     if data.count(b"[") + data.count(b"{") > max_depth and _deeper(value, max_depth):
         raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
@@ -172,8 +180,10 @@ def _only(query: QueryParams, allowed: frozenset[str], why: str) -> None:
     for key in query:
         if key not in allowed:
             offered = ", ".join(sorted(allowed))
-            hint = f"{why}; its query parameters are {offered}" if why else f"use {offered}"
-            raise RequestError("there is a query parameter that this route does not take here", hint=hint)
+            hint = (
+                f"{why}; its query parameters are {offered}" if why else near(_near(key, allowed)) or f"use {offered}"
+            )
+            raise RequestError(f"the query parameter {quoted(key)} is not taken here", hint=hint)
 
 
 READERS: Mapping[str, Callable[[Sent], Command]] = {

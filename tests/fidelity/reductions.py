@@ -59,9 +59,12 @@ def _vit(key: str, array: Array) -> str:
 
 
 def _maxvit(key: str, array: Array) -> str:
-    """Attention works on windows, (N, windows, tokens, C)."""
+    """Attention works on windows, (N, windows, tokens, C); around the swaps of a grid that is not known."""
+    if ".grid_attention." in key and key.partition("attention.")[2] in MAXVIT_UNKNOWN:
+        return ""
     inside = "_attention." in key and not key.endswith((".partition_op:input", ".departition_op"))
     return "NHWC" if inside else _first(key, array)
 
 
+MAXVIT_UNKNOWN = ("partition_op", "partition_swap:input", "departition_swap", "departition_op:input")
 FAMILIES: dict[str, Axes] = {"convnext": _convnext, "swin": _swin, "vit": _vit, "maxvit": _maxvit}

@@ -142,6 +142,25 @@ def test_what_nothing_tells_is_unknown() -> None:
     assert one(ahead, 3, 5) is None
 
 
+@pytest.mark.parametrize("channels", [12, 20])
+def test_windows_put_together(channels: int) -> None:
+    """Windows of tokens, (N, windows, tokens, C), that a function puts together are a map again: C tells its axes."""
+    module = nn.Sequential(
+        nn.Conv2d(3, channels, 1),
+        Apply(lambda x: x.reshape(-1, channels, 2, 7, 2, 7).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, 49, channels)),
+        nn.LayerNorm(channels),
+        Apply(lambda x: x.reshape(-1, 2, 2, 7, 7, channels).permute(0, 5, 1, 3, 2, 4).reshape(-1, channels, 14, 14)),
+    )
+    found = outputs(surveyed(module, 3, 14, 14))
+    assert [found[f"{part}#0"] for part in range(4)] == ["NCHW", "NHWC", "NHWC", "NCHW"]
+
+
+def test_sizes_against_channels() -> None:
+    """Where sizes and the number of channels contradict each other, the layout is None, not a guess."""
+    module = nn.Sequential(nn.Conv2d(3, 12, 1), Apply(lambda x: x.flatten(2).mT.reshape(-1, 49, 12, 12)))
+    assert one(module, 3, 21, 28) is None
+
+
 def test_a_later_module_tells_about_an_earlier_tensor() -> None:
     """A tensor that a function made is known by the first module whose type says what it takes."""
     module = nn.Sequential(Apply(lambda x: x.flatten(2)), nn.Conv1d(4, 4, 1))

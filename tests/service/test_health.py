@@ -31,7 +31,7 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
         return Gated()
 
     monkeypatch.setattr(nets_http, "slow", slow, raising=False)
-    specs: tuple[ModelSpec, ...] = (net("slow", "slow"), net("gated", "Gated"))
+    specs: tuple[ModelSpec, ...] = (net("slow", "slow", weights="DEFAULT"), net("gated", "Gated", weights="DEFAULT"))
     with serve(configured(*specs), wait=False) as live:
         try:
             until(lambda: live.client.get("/models/gated").json()["state"] == "ready")
