@@ -81,6 +81,10 @@ def _configuration(data: object, folder: Path) -> Configuration:
         with _valid("models", place):
             names.append(_Named.model_validate(entry).name)
             specs.append(_beside(_SPEC.validate_python(entry), folder))
+        if ":" not in specs[-1].source:
+            raise ConfigError(
+                f"models.{place}.source: {specs[-1].source!r} has no kind: write KIND:NAME, torchvision:resnet50"
+            )
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"two models are called {twice!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +18,7 @@ from service.errors import DeadlineError, QueueFullError, UnavailableError
 from service.settings import Settings
 
 T = TypeVar("T")
+log = logging.getLogger("layertap")
 LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
 
@@ -134,8 +136,16 @@ class Fleet:
     def _start(self, entry: Entry) -> Worker:
         name = entry.spec.name
         entry.state = "loading"
-        worker = self._workers[name] = Worker(name, lambda: self.registry.load(name))
+        worker = self._workers[name] = Worker(name, lambda: self._load(name))
         return worker
+
+    def _load(self, name: str) -> LoadedModel:
+        try:
+            return self.registry.load(name)
+        except LayertapError as error:
+            reason = {"model": name, "reason": error.detail, "hint": error.hint}
+            log.error("a model could not be loaded", extra={"fields": reason})
+            raise
 
     def _make_room(self) -> None:
         """Forget idle lazy models, the longest unused first, until one more may be loaded."""
