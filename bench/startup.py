@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import select
 import socket
 import subprocess
 import sys
@@ -41,10 +42,12 @@ def importing() -> float:
     begun = time.perf_counter()
     with subprocess.Popen([sys.executable, "-c", IMPORT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        heard, _, _ = select.select([process.stdout], [], [], LIMIT_S)
         seconds = time.perf_counter() - begun
-    if not line:
-        raise SystemExit("torch or torchvision can't be imported: make setup")
+        imported = bool(heard and process.stdout.readline())
+        process.kill()
+    if not imported:
+        raise SystemExit(f"torch and torchvision were not imported within {LIMIT_S:g} s: make setup")
     return seconds
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.catalog import Call, Catalog, Layer, Leaf, Moment
 from models.errors import RequestError, SelectorError
 from models.extractor import FeatureExtractor
-from models.plan import Plan, resolve
+from models.plan import MAX_FAULTS, Plan, resolve
 from models.points import Pool, Reduction, ReplyDType, Selector
 from models.selectors import parse
 from tests.conftest import Loader
@@ -179,6 +179,7 @@ BAD: dict[str, tuple[Selector, str]] = {
     "glob without that path": (chosen("*[logits]"), "none of which has such a call, path or site"),
     "int8 on axis 1": (chosen("second", dtype="int8"), "'second' has its rows on axis 1"),
     "negative": (chosen("tokens", channels=(-1,)), "must be between 0 and 7"),
+    "channel twice": (chosen("tokens", channels=(1, 0, 1)), "'channels' of 'tokens' names an index twice"),
     "none of them": (chosen("tokens", channels=()), "must be between 0 and 7"),
 }
 
@@ -196,11 +197,14 @@ def test_refused(name: str) -> None:
 
 
 def test_all_faults() -> None:
-    """Every bad selector has a fault of its own."""
-    with pytest.raises(RequestError) as caught:
-        resolve([chosen("tokens"), *(selector for selector, _ in BAD.values())], catalog_of(LEAVES))
-    assert [fault.pointer for fault in caught.value.faults] == [f"/layers/{at + 1}" for at in range(len(BAD))]
-    assert all(reason in fault.detail for fault, (_, reason) in zip(caught.value.faults, BAD.values(), strict=True))
+    """Every bad selector has a fault of its own, up to as many as anyone reads."""
+    bad = list(BAD.values())
+    for some in (bad[:MAX_FAULTS], bad[-MAX_FAULTS:], bad):
+        with pytest.raises(RequestError) as caught:
+            resolve([chosen("tokens"), *(selector for selector, _ in some)], catalog_of(LEAVES))
+        faults = caught.value.faults
+        assert [fault.pointer for fault in faults] == [f"/layers/{at + 1}" for at in range(min(len(some), MAX_FAULTS))]
+        assert all(reason in fault.detail for fault, (_, reason) in zip(faults, some, strict=False))
 
 
 @pytest.mark.parametrize(
