@@ -19,7 +19,9 @@ class Hooked:
     """Calls ``enter`` and ``leave`` around every call of every module while ``watch`` runs one forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = list(module.modules())
+        # A scripted part takes no hooks: it is catalogued as one that is never called.
+        scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
+        self.modules = [part for part in module.modules() if not isinstance(part, scripted)]
 
     def watch(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
         """Run one forward."""
@@ -54,7 +56,7 @@ class Clock(Hooked):
     def watch(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
         """Run one forward and note how long it took."""
         super().watch(run, inputs)
-        self.total = max(*self._ends.values(), 1e-9)
+        self.total = max([*self._ends.values(), 1e-9])
 
     def begin(self) -> None:
         """Time zero."""

@@ -288,6 +288,16 @@ def test_near_names(load_net: Loader) -> None:
     assert catalog.near("q" * 100_000) == ()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_scripted_part() -> None:
+    """A part that takes no hooks is one that is never called; everything around it is there."""
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    catalog = surveyed(nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 2)), 4)
+    assert [name for name, layer in catalog.layers.items() if layer.calls] == [".", "0", "2"]
+    assert catalog.layers["1"].hazards == ("never_called",)
+    assert catalog.rowwise
+
+
 def test_integer_inputs(load_net: Loader) -> None:
     """Inputs keep their configured dtype in the dry run."""
     model = load_net("Keywords")
