@@ -10,10 +10,11 @@ import torchvision
 from torchvision.models import get_model, list_models
 
 from tests.fidelity.hosting import Case
+from tests.fidelity.nets import SIDE, maxvit_small
 
 DEFAULT = (
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),
-    *("maxvit_t", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
+    *("mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "regnet_x_400mf", "regnet_y_400mf", "resnet18"),
     *("resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t", "swin_v2_t", "vgg11", "vit_b_32"),
     *("wide_resnet50_2",),
 )
@@ -34,9 +35,11 @@ def torchvision_case(name: str, shape: tuple[int, ...] | None = None, **options:
 
 
 def classifiers() -> list[Any]:
-    """Parameters for every classification architecture; those not in DEFAULT are slow."""
+    """Parameters for every classification architecture; those not in DEFAULT are slow. A small MaxViT joins in."""
     names = list_models(module=torchvision.models)
-    return [parameter(torchvision_case(name), slow=name not in DEFAULT) for name in names]
+    small = Case("python:tests.fidelity.nets:maxvit_small", maxvit_small, (3, SIDE, SIDE))
+    cases = [parameter(torchvision_case(name), slow=name not in DEFAULT) for name in names]
+    return [*cases, parameter(small, slow=False)]
 
 
 def parameter(case: Case, *, slow: bool) -> Any:

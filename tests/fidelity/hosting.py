@@ -41,7 +41,7 @@ class Case:
     @property
     def name(self) -> str:
         """The name of its architecture."""
-        return self.source.partition(":")[2]
+        return self.source.rpartition(":")[2]
 
     def spec(self, weights: Path) -> ModelSpec:
         """The configuration of the served twin."""

@@ -1,25 +1,53 @@
-"""The figures of a run as a table: ``python -m tests.fidelity.table R.xml``, from pytest with ``--junitxml=R.xml``."""
+"""The figures of fidelity runs as tables for `docs/fidelity.md`: ``python -m tests.fidelity.table REPORT.xml …``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-COLUMNS = ("layers", "tensors", "identical", "deviation")
+Row = tuple[str, ...]
+FIELDS = ("layers", "tensors", "identical", "deviation")
+TITLES = ("architecture", "modules that run", "tensors compared", "bit for bit equal", "largest relative deviation")
+GROUPS = {
+    "tests.fidelity.test_torchvision": "torchvision, classification",
+    "tests.fidelity.test_structured": "torchvision, segmentation and video",
+    "tests.fidelity.test_timm": "timm",
+}
 
 
-def lines(report: Path) -> Iterator[str]:
-    """One line of Markdown for each model that passed."""
-    yield "| model | layers | tensors compared | equal to the bit | largest deviation |"
-    yield "|---|--:|--:|--:|--:|"
-    for case in ElementTree.parse(report).iter("testcase"):
-        found = {each.get("name"): each.get("value") for each in case.iter("property")}
-        if set(COLUMNS) <= found.keys() and case.find("failure") is None:
-            name = str(case.get("name")).partition("[")[2].rstrip("]")
-            yield f"| {name} | " + " | ".join(str(found[column]) for column in COLUMNS) + " |"
+def rows(reports: Iterable[Path]) -> dict[str, dict[str, Row]]:
+    """Group and architecture to the figures of each test that passed; later reports count more than earlier ones."""
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            figures = {each.get("name"): each.get("value", "") for each in case.iter("property")}
+            if figures.keys() >= set(FIELDS) and case.find("failure") is None and case.find("error") is None:
+                name = case.get("name", "").partition("[")[2].removesuffix("]")
+                found[GROUPS[case.get("classname", "")]][name] = tuple(str(figures[field]) for field in FIELDS)
+    return found
+
+
+def table(figures: dict[str, Row]) -> Iterator[str]:
+    """A table in Markdown, sorted by architecture, with the sums below."""
+    yield f"| {' | '.join(TITLES)} |"
+    yield "|---|" + "---:|" * len(FIELDS)
+    for name, row in sorted(figures.items()):
+        yield f"| {name} | {' | '.join(row)} |"
+    sums = (str(sum(int(row[column]) for row in figures.values())) for column in range(len(FIELDS) - 1))
+    worst = max(figures.values(), key=lambda row: float(row[-1]))[-1]
+    yield f"| **{len(figures)}** | {' | '.join(f'**{value}**' for value in (*sums, worst))} |"
+
+
+def main() -> None:
+    """Print a section for each group."""
+    found = rows(map(Path, sys.argv[1:]))
+    for group in GROUPS.values():
+        if group in found:
+            sys.stdout.write("\n".join(["", f"## {group}", "", *table(found[group]), ""]))
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(lines(Path(sys.argv[1]))) + "\n")
+    main()

@@ -15,15 +15,15 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
+from torch import Tensor, nn
 from torchvision.models import get_model_weights
 
 from models.spec import ModelSpec
 from service.config import Configuration
 from tests.fidelity.asking import LIMITS
 from tests.fidelity.cases import torchvision_case
-from tests.fidelity.compare import Tally, named
+from tests.fidelity.compare import Tally
 from tests.fidelity.hosting import randomised, save
-from tests.oracle import record
 from tests.server import Live, serving
 from tests.service.support import Array, arrays_of, text64
 
@@ -74,7 +74,7 @@ def test_forms(name: str, layer: str, tmp_path: Path) -> None:
     """However a picture is sent, its features are those of a hook behind torchvision's transforms."""
     files = [_encoded(picture, kind) for picture, kind in PICTURES]
     layers = [".:input", layer, "."]
-    with _hosted(name, layers, files, tmp_path) as pictures:
+    with _hosted(name, layer, files, tmp_path) as pictures:
         jpeg, png = files
         asked = {"model": name, "layers": layers}
         inputs = [{"image": text64(jpeg)}, {"image": f"data:image/png;base64,{text64(png)}"}]
@@ -88,19 +88,31 @@ def test_forms(name: str, layer: str, tmp_path: Path) -> None:
 
 
 @contextmanager
-def _hosted(name: str, layers: list[str], files: list[bytes], folder: Path) -> Iterator[Pictures]:
+def _hosted(name: str, layer: str, files: list[bytes], folder: Path) -> Iterator[Pictures]:
     weights = folder / "weights.safetensors"
     module = randomised(torchvision_case(name, **OPTIONS.get(name, {})).build().eval(), 0)
     save(module, weights)
     prepare = get_model_weights(name).DEFAULT.transforms()
     batch = torch.stack([prepare(Image.open(BytesIO(file)).convert("RGB")) for file in files])
-    seen = named(record(module, batch))
+    wanted = _hooked(module, layer, batch)
     spec = ModelSpec(name, f"torchvision:{name}", str(weights), device="cpu", load="lazy")
     try:
         with serving(Configuration((spec,), name), **LIMITS) as live:
-            yield Pictures(live, name, {key: seen[key] for key in layers})
+            yield Pictures(live, name, wanted)
     finally:
         weights.unlink()
+
+
+def _hooked(module: nn.Module, layer: str, batch: Tensor) -> dict[str, Array]:
+    """What goes into a model, what comes out of it and of one layer: the pictures are too large to keep it all."""
+    seen = {".:input": batch}
+    handle = module.get_submodule(layer).register_forward_hook(
+        lambda part, args, output: seen.update({layer: output.clone()})
+    )
+    with handle, torch.no_grad():
+        output = module(batch.clone())
+    seen["."] = output["out"] if isinstance(output, dict) else output
+    return {key: value.numpy() for key, value in seen.items()}
 
 
 def _encoded(picture: str, kind: str) -> bytes:

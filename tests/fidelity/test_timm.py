@@ -24,7 +24,17 @@ DEFAULT: dict[str, tuple[int, ...]] = {
     "mixer_s32_224": (3, 224, 224),
     "mobilevit_xxs": (3, 64, 64),
 }
-SLOW: dict[str, tuple[int, ...]] = {}
+SLOW = (
+    *("cait_xxs24_224", "convit_tiny", "cs3darknet_s", "csatv2", "cspnext_tiny", "dla46_c", "edgenext_xx_small"),
+    *("efficientformerv2_s0", "efficientvim_m1", "efficientvit_b0", "efficientvit_m0", "ese_vovnet19b_dw"),
+    *("eva02_tiny_patch14_224", "fasternet_t0", "ghostnetv2_100", "gmlp_ti16_224", "hgnetv2_b0", "hiera_tiny_224"),
+    *("inception_next_atto", "iformer_t", "levit_128s", "lowformer_b0", "mobilenetv3_small_050", "mobilevitv2_050"),
+    *("nest_tiny", "pit_ti_distilled_224", "poolformer_s12", "pvt_v2_b0", "regnetx_002", "repvgg_a0", "repvit_m0_9"),
+    *("resnest14d", "resnetv2_18", "rexnet_100", "selecsls42b", "sequencer2d_s", "shvit_s1", "skresnet18"),
+    *("starnet_s050", "swiftformer_xs", "test_coatnet", "test_convnext", "test_mambaout", "test_maxvit", "test_nfnet"),
+    *("test_resnet", "test_vit", "test_vit_relpos", "tiny_vit_5m_224", "tinynet_e", "twins_svt_small"),
+    *("visformer_tiny", "vit_tiny_r_s16_p8_224", "volo_d1_224", "xcit_nano_12_p16_224"),
+)
 
 
 def _deit(key: str, array: Array) -> str:
@@ -38,13 +48,14 @@ def _swin(key: str, array: Array) -> str:
     return "NHWC" if key.startswith("layers.") and array.ndim == 4 else ""
 
 
-def _case(name: str, shape: tuple[int, ...]) -> Case:
+def _case(name: str) -> Case:
+    shape = DEFAULT.get(name) or tuple(timm.get_pretrained_cfg_value(name, "input_size") or ())
     return Case(f"timm:{name}", partial(timm.create_model, name, pretrained=False), shape)
 
 
 PREFIX = 2
 POOLED: dict[str, Axes] = {"deit_tiny_distilled_patch16_224": _deit, "swin_tiny_patch4_window7_224": _swin}
-CASES = [parameter(_case(name, shape), slow=name in SLOW) for name, shape in (DEFAULT | SLOW).items()]
+CASES = [parameter(_case(name), slow=name in SLOW) for name in (*DEFAULT, *SLOW)]
 
 
 @pytest.mark.parametrize("case", CASES)
