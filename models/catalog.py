@@ -74,6 +74,24 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """What a whole forward takes, measured at warm-up.
+
+    Of ``n`` rows about ``base + n * per_row`` seconds, on a CPU with one thread, and ``n * row_bytes`` bytes for inputs
+    and intermediate values. ``speedup``: how much quicker one row is on all cores of a CPU; 1 where that does not pay.
+    """
+
+    base: float = 0.0
+    per_row: float = 1e-6
+    row_bytes: int = 1
+    speedup: float = 1.0
+
+    def seconds(self, rows: int, depth: float = 1.0) -> float:
+        """A forward of so many rows up to a share of its cost."""
+        return depth * (self.base + rows * self.per_row)
+
+
+@dataclass(frozen=True)
 class Catalog:
     """Every layer by name, in execution order, those that never run last; for one shape of input.
 
@@ -83,6 +101,7 @@ class Catalog:
     layers: Mapping[str, Layer]
     seconds: float
     rowwise: bool
+    costs: Costs = Costs()
 
     def near(self, name: str) -> tuple[str, ...]:
         """Up to three names that look like this one."""

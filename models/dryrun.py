@@ -8,8 +8,9 @@ several rows, or takes another course with them, is catalogued from the first an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def survey(
     number of tokens that stand before the patches; floating inputs come in ``dtype``. InputError where the module
     can't take that shape.
     """
-    batch = _noise(inputs, device, dtype)
+    batch = noise(inputs, device, dtype)
     with torch.inference_mode():
         first = Recorder(module)
         try:
@@ -120,7 +121,37 @@ class _Assembly:
         }
 
 
-def _noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def same_course(one: nn.Module, other: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]) -> bool:
+    """Whether a copy of a module runs as the module does: every part of it is called, and returns the same.
+
+    Nothing that they share may change on the way: two threads will run them at once.
+    """
+    row = _one(batch)
+    versions = [tensor._version for tensor in (*one.parameters(), *one.buffers())]
+    seen = []
+    try:
+        with torch.inference_mode():
+            for module in (one, other):
+                recorder = Recorder(module)
+                recorder.watch(partial(forward, module=module), _one(row, 0))
+                seen.append([recorder.visits.get(part, []) for part in module.modules()])
+    except Exception:  # a copy may lack what its constructor set up elsewhere
+        return False
+    unchanged = versions == [tensor._version for tensor in (*one.parameters(), *one.buffers())]
+    return unchanged and all(_alike(mine, its) for mine, its in zip(*seen, strict=True))
+
+
+def _alike(mine: Sequence[Visit], its: Sequence[Visit]) -> bool:
+    """Whether two modules were called at the same places of a forward and returned the same."""
+    return [(visit.start, visit.end) for visit in mine] == [(visit.start, visit.end) for visit in its] and all(
+        one.output.keys() == other.output.keys()
+        and all(one.output[path].sketch.like(other.output[path].sketch) for path in one.output)
+        for one, other in zip(mine, its, strict=True)
+    )
+
+
+def noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """ROWS rows by a fixed seed, the one in the middle quieter than its neighbours."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(spec: InputSpec) -> Tensor:
@@ -135,9 +166,9 @@ def _noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype
     return {spec.name: draw(spec) for spec in inputs}
 
 
-def _one(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The row alone, in memory of its own: a model may write to its input."""
-    return {name: value[PLACE : PLACE + 1].clone() for name, value in batch.items()}
+def _one(batch: Mapping[str, Tensor], place: int = PLACE) -> dict[str, Tensor]:
+    """A row alone, in memory of its own: a model may write to its input."""
+    return {name: value[place : place + 1].clone() for name, value in batch.items()}
 
 
 def _hazards(module: nn.Module, called: bool) -> Iterator[str]:

@@ -8,6 +8,7 @@ LayertapError
 │   ├── UnknownLayerError  no layer of that name, or no such call, path or site of it
 │   └── InputError         an input does not fit the model
 ├── TooLargeError          a figure over its limit
+│   └── OutOfMemoryError   the device has no memory for a batch
 └── LayerNotReachedError   the forward ended before a point that its catalogue promised
 """
 
@@ -73,6 +74,10 @@ class InputError(RequestError):
 
 class TooLargeError(LayertapError):
     """A figure over its limit; the detail names both."""
+
+
+class OutOfMemoryError(TooLargeError):
+    """The device has no memory for a batch; a smaller one may fit."""
 
 
 class LayerNotReachedError(LayertapError):

@@ -16,6 +16,7 @@ from models.plan import Capture
 from models.points import Site, path_text
 from models.pooling import Reduced, reduce
 from models.structure import leaves
+from models.union import Share, Span, Taken, rows_of, spans_of
 
 
 class _Complete(BaseException):
@@ -32,13 +33,19 @@ class FeatureExtractor:
         self._modules = {name or ".": part for name, part in module.named_modules(remove_duplicate=False)}
 
     def __call__(self, forward: Callable[[], object], captures: Iterable[Capture], rows: int) -> dict[Capture, Reduced]:
-        """Run a forward of so many rows and return each capture reduced, in tensors that the caller owns.
+        """Run a forward of so many rows and return each capture reduced: ``shared`` for a single request."""
+        share = Share(0, rows, frozenset(captures))
+        return self.shared(forward, [share], rows).of(share)
 
-        They are on the model's device and, as results of inference mode, not to be differentiated. The forward ends
-        as soon as nothing is pending. LayerNotReachedError if it ends earlier, InputError if a tensor is not as its
-        catalogue says; whatever the forward raises goes through. In every case the hooks are gone.
+    def shared(self, forward: Callable[[], object], shares: Iterable[Share], rows: int) -> Taken:
+        """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
+
+        The tensors are the caller's; they are on the model's device and, as results of inference mode, not to be
+        differentiated. The forward ends as soon as nothing is pending. LayerNotReachedError if it ends earlier,
+        InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every case
+        the hooks are gone.
         """
-        collector = _Collector(captures, rows)
+        collector = _Collector(spans_of(shares, rows), rows)
         with ExitStack() as stack:
             for site, module, take in self._taps(collector):
                 SITES[site](stack, module, take)
@@ -48,7 +55,7 @@ class FeatureExtractor:
             except _Complete:
                 pass
         collector.check()
-        return collector.results
+        return Taken(collector.results)
 
     def _taps(self, collector: _Collector) -> Iterable[tuple[Site, nn.Module, Take]]:
         """One tap for each module and site, though a tied module may be asked for under several names."""
@@ -62,9 +69,9 @@ class FeatureExtractor:
 class _Collector:
     """What one forward owes: hooks close over it, nothing of it is stored on the model."""
 
-    def __init__(self, captures: Iterable[Capture], rows: int) -> None:
-        self.pending = dict.fromkeys(captures)
-        self.results: dict[Capture, Reduced] = {}
+    def __init__(self, spans: dict[Capture, tuple[Span, ...]], rows: int) -> None:
+        self.pending = dict(spans)
+        self.results: dict[tuple[Capture, Span], Reduced] = {}
         self._rows = rows
         self._misfit: InputError | None = None
 
@@ -96,8 +103,9 @@ class _Collector:
             self._misfit = _misfit(tensor, capture, self._rows)
             if self._misfit is not None:
                 raise _Complete
-            self.results[capture] = reduce(tensor, capture.leaf, capture.reduction)
-            del self.pending[capture]
+            for span in self.pending.pop(capture):
+                part = rows_of(tensor, capture, span, self._rows)
+                self.results[capture, span] = reduce(part, capture.leaf, capture.reduction)
         if not self.pending:
             raise _Complete
 

@@ -9,15 +9,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from models import fingerprint, hooks, sources, weights
-from models.catalog import Catalog, Layer
-from models.dryrun import survey
+from models import fingerprint, replica, sources, warmup, weights
+from models.catalog import Catalog, Costs, Layer
+from models.dryrun import noise, same_course, survey
 from models.dtypes import DTYPES
-from models.errors import InputError, LoadError, TooLargeError, quoted
+from models.errors import InputError, LoadError, OutOfMemoryError, quoted
 from models.extractor import FeatureExtractor
 from models.plan import Capture, Plan
 from models.pooling import Reduced
+from models.replica import Replica
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.structure import leaves
+from models.union import Share, Taken, joined
 
 Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -26,14 +29,14 @@ MAX_CATALOGS = 8  # one for each shape of input that was asked for lately
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run. Its module belongs to one thread: everything that runs it or surveys it happens there.
+    """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
 
-    ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint; ``own_hooks``
-    counts hooks that the module brought along.
+    ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint. Surveys run on
+    the first replica.
     """
 
     spec: ModelSpec
-    module: nn.Module
+    replicas: tuple[Replica, ...]
     device: torch.device
     inputs: tuple[InputSpec, ...]
     preprocess: PreprocessSpec | None
@@ -41,9 +44,17 @@ class LoadedModel:
     weights: str
     digest: str
     identity: str
-    extractor: FeatureExtractor
-    own_hooks: int
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The first replica's."""
+        return self.replicas[0].module
+
+    @property
+    def extractor(self) -> FeatureExtractor:
+        """The first replica's."""
+        return self.replicas[0].extractor
 
     @property
     def shapes(self) -> Shapes:
@@ -52,8 +63,8 @@ class LoadedModel:
 
     @property
     def hooks(self) -> int:
-        """Hooks of ours on the module now: 0 when idle."""
-        return hooks.count(self.module) - self.own_hooks
+        """Hooks of ours on all replicas now: 0 when idle."""
+        return sum(each.hooks for each in self.replicas)
 
     @property
     def catalog(self) -> Catalog:
@@ -71,8 +82,7 @@ class LoadedModel:
     def catalog_for(self, shapes: Shapes) -> Catalog:
         """The catalogue for a shape of input, surveyed when first asked for; InputError where it does not fit."""
         if shapes not in self.catalogs:
-            inputs = [replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True)]
-            catalog = survey(self.module, inputs, self.forward, self.device, self.prefix_tokens, self.dtype)
+            catalog = self._surveyed(shapes)
             while len(self.catalogs) >= MAX_CATALOGS:
                 oldest = next(known for known in self.catalogs if known != self.shapes)
                 del self.catalogs[oldest]
@@ -81,16 +91,47 @@ class LoadedModel:
             self.catalogs.move_to_end(shapes)
         return self.catalogs[shapes]
 
+    def _surveyed(self, shapes: Shapes) -> Catalog:
+        inputs = [replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True)]
+        catalog = survey(self.module, inputs, self.forward, self.device, self.prefix_tokens, self.dtype)
+        row = {name: value[:1] for name, value in noise(inputs, self.device, self.dtype).items()}
+        if shapes == self.shapes:
+            costs = warmup.measure(self.forward, row, self.module, self.device, catalog.rowwise)
+        else:
+            costs = self._scaled(catalog.seconds, row)
+        return replace(catalog, costs=costs)
+
+    def _scaled(self, seconds: float, row: Rows) -> Costs:
+        """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
+        known = self.catalog
+        with torch.inference_mode():
+            memory = warmup.peak_bytes(self.forward, row, self.module, self.device)
+        per_row = known.costs.per_row * seconds / known.seconds
+        return replace(known.costs, per_row=per_row, row_bytes=memory)
+
+    def steady(self, rows: int) -> bool:
+        """Whether a row gives the same bits at each place in a batch of so many, as far as one row tells."""
+        if not self.catalog.rowwise:
+            return True
+        batch = noise(self.inputs, self.device, self.dtype)
+        found = []
+        with torch.inference_mode(), warmup.threads(1):
+            for place in range(rows):
+                turned = {name: _turned(value, rows, place) for name, value in batch.items()}
+                found.append([leaf[place] for _, leaf in leaves(self.forward(turned)) if len(leaf) == rows])
+        return all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the floating parameters and inputs have."""
         return DTYPES[self.spec.dtype]
 
-    def forward(self, rows: Rows) -> object:
+    def forward(self, rows: Rows, module: nn.Module | None = None) -> object:
         """One forward of a batch; a single input goes by position, several by name."""
+        run = self.module if module is None else module
         if len(rows) == 1:
-            return self.module(*rows.values())
-        return self.module(**rows)
+            return run(*rows.values())
+        return run(**rows)
 
     def extract(self, rows: Rows, plan: Plan, catalog: Catalog, max_rows: int) -> dict[Capture, Reduced]:
         """The plan's captures for a batch of rows, on the device.
@@ -98,30 +139,66 @@ class LoadedModel:
         Rows beyond ``max_rows`` run in further forwards; a model whose rows affect each other runs them one at a time.
         """
         total = len(next(iter(rows.values())))
-        size = max_rows if catalog.rowwise else 1
-        if total > size and not plan.splits:
-            raise InputError(
-                f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
-                hint=f"send at most {size} inputs with it",
-            )
-        parts = [self._run({k: v[at : at + size] for k, v in rows.items()}, plan) for at in range(0, total, size)]
-        return parts[0] if len(parts) == 1 else {capture: _joined(capture, parts) for capture in plan.captures}
+        size = check_together(plan, catalog, total, max_rows)
+        parts = []
+        for at in range(0, total, size):
+            part = {name: value[at : at + size] for name, value in rows.items()}
+            share = Share(0, min(size, total - at), plan.captures)
+            parts.append(self.run(self.replicas[0], [part], [share]).of(share))
+        return {capture: joined(capture, [part[capture] for part in parts]) for capture in plan.captures}
 
-    def _run(self, rows: Rows, plan: Plan) -> dict[Capture, Reduced]:
-        batch = {name: self._placed(value) for name, value in rows.items()}
+    def run(self, own: Replica, pieces: Sequence[Rows], shares: Sequence[Share], padded: int | None = None) -> Taken:
+        """One forward of a replica for the requests that share it, row after row; results are on the device.
+
+        With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. OutOfMemoryError,
+        raised when everything that the forward held is let go; InputError where the model does not take the values.
+        """
+        count, cause = sum(len(next(iter(piece.values()))) for piece in pieces), ""
+        rows = max(count, padded or 0)
         try:
-            return self.extractor(lambda: self.forward(batch), plan.captures, len(next(iter(batch.values()))))
-        except torch.OutOfMemoryError as error:
-            raise TooLargeError("the device has no memory for this batch", hint="send fewer inputs at once") from error
+            batch = self._assembled(pieces, rows - count)
+            return own.extractor.shared(lambda: self.forward(batch, own.module), shares, rows)
+        except torch.OutOfMemoryError:
+            cause = "the device"
+        except RuntimeError as error:
+            if "DefaultCPUAllocator" not in str(error):
+                raise
+            cause = "this machine"
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
+        batch = {}
+        raise OutOfMemoryError(f"{cause} has no memory for {count} rows", hint="send fewer or smaller inputs at once")
 
-    def _placed(self, value: Tensor) -> Tensor:
-        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=True)
+    def _assembled(self, pieces: Sequence[Rows], padding: int) -> dict[str, Tensor]:
+        """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
+        batch = {}
+        for name, first in pieces[0].items():
+            parts = [piece[name] for piece in pieces]
+            if padding:
+                parts.append(first[:1].expand(padding, *first.shape[1:]))
+            batch[name] = self._placed(parts[0] if len(parts) == 1 else torch.cat(parts), copy=len(parts) == 1)
+        return batch
+
+    def _placed(self, value: Tensor, copy: bool) -> Tensor:
+        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=copy)
 
 
-def load(spec: ModelSpec) -> LoadedModel:
-    """Build a model, place it on its device and survey it; LoadError where that can't be done."""
+def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
+    """How many rows a forward may have; InputError where the plan's must all share one and do not fit."""
+    size = max_rows if catalog.rowwise else 1
+    if total > size and not plan.splits:
+        raise InputError(
+            f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
+            hint=f"send at most {size} inputs with it",
+        )
+    return size
+
+
+def load(spec: ModelSpec, replicas: int = 1) -> LoadedModel:
+    """Build a model, place it on its device and survey it; LoadError where that can't be done.
+
+    On a CPU it gets so many replicas, or one where its module can't be had twice.
+    """
     device = _device(spec.device)
     built = sources.build(spec)
     digest = weights.digest(built.module)
@@ -131,7 +208,7 @@ def load(spec: ModelSpec) -> LoadedModel:
     identity = fingerprint.of_model(digest, structure, spec.dtype, built.preprocess, built.inputs)
     model = LoadedModel(
         spec=spec,
-        module=module,
+        replicas=(replica.of(module),),
         device=device,
         inputs=built.inputs,
         preprocess=built.preprocess,
@@ -139,14 +216,26 @@ def load(spec: ModelSpec) -> LoadedModel:
         weights=built.weights,
         digest=digest,
         identity=identity,
-        extractor=FeatureExtractor(module),
-        own_hooks=hooks.count(module),
     )
     try:
         model.catalog_for(model.shapes)
     except InputError as error:
         raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
-    return model
+    return _replicated(model, replicas if device.type == "cpu" else 1)
+
+
+def _replicated(model: LoadedModel, count: int) -> LoadedModel:
+    """The model with more replicas, where a copy's forward is seen to run in the copy, as the original's does."""
+    if count < 2:
+        return model
+    row = noise(model.inputs, model.device, model.dtype)
+    found = list(model.replicas)
+    while len(found) < count:
+        twin = replica.copied(model.module)
+        if twin is None or not same_course(model.module, twin, model.forward, row):
+            return model
+        found.append(replica.of(twin))
+    return replace(model, replicas=tuple(found))
 
 
 def _device(name: str) -> torch.device:
@@ -165,13 +254,11 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def _joined(capture: Capture, parts: Sequence[dict[Capture, Reduced]]) -> Reduced:
-    if capture.leaf.row_axis is None:
-        return parts[0][capture]
-    axis = 0 if capture.reduction.pool != "none" else capture.leaf.row_axis
-    values = torch.cat([part[capture].values for part in parts], dim=axis)
-    scales = [scale for part in parts if (scale := part[capture].scale) is not None]
-    return Reduced(values, torch.cat(scales) if scales and axis == 0 else scales[0] if scales else None)
+def _turned(value: Tensor, rows: int, place: int) -> Tensor:
+    """A batch whose row at a place is always the same, among copies of another."""
+    batch = value[:1].repeat(rows, *[1] * (value.ndim - 1))
+    batch[place] = value[1]
+    return batch
 
 
 def _end_of_linear(layer: Layer) -> int:

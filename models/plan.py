@@ -34,6 +34,11 @@ class Capture:
         return reduced_shape(self.leaf, self.reduction, rows)
 
     @property
+    def rows_axis(self) -> int:
+        """The axis of the result that holds the rows, where one does."""
+        return 0 if self.reduction.pool != "none" else self.leaf.row_axis or 0
+
+    @property
     def dtype(self) -> str:
         """The result's dtype: integers and booleans keep their own, unless an average is made of them."""
         return self.reduction.dtype if self.is_float else self.leaf.dtype

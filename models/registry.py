@@ -25,12 +25,13 @@ class Entry:
 
 
 class Registry:
-    """All configured models by name.
+    """All configured models by name; on a CPU each is loaded with so many replicas.
 
     ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec]) -> None:
+    def __init__(self, specs: Iterable[ModelSpec], replicas: int = 1) -> None:
+        self._replicas = replicas
         self._entries: dict[str, Entry] = {}
         for spec in specs:
             if spec.name in self._entries:
@@ -55,7 +56,7 @@ class Registry:
             return entry.model
         entry.state, entry.reason = "loading", ""
         try:
-            entry.model = load(entry.spec)
+            entry.model = load(entry.spec, self._replicas)
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
             raise

@@ -13,8 +13,9 @@ from service import config
 from service.config import Configuration
 from service.engine.engine import Engine
 from service.engine.fleet import Fleet
-from service.http import errors, extract, health, models, openapi
+from service.http import errors, extract, health, metrics, models, openapi
 from service.http.outermost import Outermost
+from service.metrics import Metrics
 from service.settings import Settings
 
 
@@ -37,11 +38,12 @@ def create_app(settings: Settings | None = None, configuration: Configuration | 
         redirect_slashes=False,
     )
     app.state.engine = engine
-    for router in (extract.router, models.router, health.router):
+    app.state.metrics = engine.metrics
+    for router in (extract.router, models.router, health.router, metrics.router):
         app.include_router(router)
     errors.install(app)
     openapi.install(app)
-    app.add_middleware(Outermost, settings=settings)
+    app.add_middleware(Outermost, settings=settings, metrics=engine.metrics)
     return app
 
 
@@ -49,7 +51,10 @@ def create_engine(settings: Settings, configuration: Configuration | None = None
     """The engine for a configuration: the given one, the one in the settings' file, or the embedded one."""
     if configuration is None:
         configuration = config.read(settings.config) if settings.config else config.embedded()
-    return Engine(Fleet(Registry(configuration.models), configuration.default, settings), settings)
+    figures = Metrics()
+    fleet = Fleet(Registry(configuration.models, settings.replicas), configuration.default, settings, figures)
+    figures.watch(fleet.snapshot)
+    return Engine(fleet, settings, figures)
 
 
 def _version() -> str:

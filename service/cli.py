@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import signal
 import sys
 import time
@@ -68,13 +67,12 @@ def serve(
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
-    # Idle threads of OpenMP would spin where others want to run; torch reads this when it is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import uvicorn
 
-    from service import logs
+    from service import allocator, logs
     from service.app import create_app
 
+    allocator.keep_large_blocks()
     asgi = create_app(settings)
     logs.configure(settings.log_level)
     # uvicorn drains on SIGTERM and then raises it again: a server that was asked to end and did so exits with 0.
@@ -186,8 +184,9 @@ async def _extract(
             for at in range(0, len(images), BATCH):
                 batch = images[at : at + BATCH]
                 items = tuple((at + index, ImageItem(path.read_bytes())) for index, path in enumerate(batch))
+                ask = Ask(model, items, selectors, time.monotonic() + 3600, isolated=True)  # the same bits every time
                 with _naming(images):
-                    parts.append(await engine.extract(Ask(model, items, selectors, time.monotonic() + 3600), never))
+                    parts.append(await engine.extract(ask, never))
                 progress.advance(bar, len(batch))
     finally:
         await engine.close()

@@ -20,6 +20,7 @@ Index = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_INDICES = 16_384
 Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
 MAX_FIELDS = 64
+Priority = Literal["interactive", "bulk"]
 
 
 def _call(value: object) -> int | Literal["*"]:
@@ -142,6 +143,7 @@ class ExtractBody(_Strict):
     objective: None = Field(None, description="Not offered by this version.")
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
+    priority: Priority = "interactive"
     verify: Literal[False] = Field(False, description="Not offered by this version.")
 
     def selectors(self) -> tuple[Selector, ...]:
@@ -207,6 +209,7 @@ HINTS = {
     "inputs": 'write "inputs": [{"image": "<base64>"}]',
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
     "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
+    "priority": "use interactive or bulk",
     "pool": "use none, mean, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
 }

@@ -10,8 +10,13 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 MIB = 2**20
+MOST_REPLICAS = 8  # Python runs one thread at a time between operations
 Keys = Annotated[tuple[str, ...], NoDecode]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Settings(BaseSettings):
@@ -35,11 +40,15 @@ class Settings(BaseSettings):
     max_results: int = Field(1024, gt=0)
     max_reply_bytes: int = Field(256 * MIB, gt=0)
     max_queue_rows: int = Field(1024, gt=0)
+    max_queue_bytes: int = Field(1024 * MIB, gt=0)
     deadline_s: float = Field(30.0, gt=0)
 
     max_batch_rows: int = Field(32, gt=0)
+    fixed_batch_rows: int | None = Field(None, gt=0)
+    batch_memory_bytes: int | None = Field(None, gt=0)
     max_loaded_models: int = Field(8, gt=0)
-    decode_threads: int = Field(default_factory=lambda: os.cpu_count() or 1, gt=0)
+    cpu_threads: int = Field(default_factory=_cores, gt=0)
+    replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0)
 
     @field_validator("api_keys", "admin_keys", mode="before")
     @classmethod

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from models import fingerprint
+from models import fingerprint, union
 from models.catalog import Catalog
+from models.dtypes import DTYPES
 from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from models.loaded import LoadedModel, Shapes
+from models.loaded import LoadedModel, Shapes, check_together
 from models.plan import Plan, Result
-from models.points import path_text
-from models.pooling import Reduced
+from models.points import Selector, path_text
+from models.spec import InputSpec
+from service.engine.execution import Results
 from service.engine.fleet import Fleet, within
 from service.engine.job import Ask, Job
-from service.engine.planning import plan_of
+from service.engine.planning import plan_of, scaled
+from service.engine.policy import Work
 from service.engine.rows import Rows, joined, rows_of, shape_of
-from service.errors import DeadlineError
 from service.features import Array, Features, Receipt
 from service.inputs import Item
+from service.metrics import Metrics
 from service.settings import Settings
 
 T = TypeVar("T")
-SURVEY_ROWS = 5  # one, one and three rows in three forwards
-OnHost = tuple[Array, Array | None]  # values, and the scale of int8
+SURVEY_ROWS = 6  # one, one, three and one rows in four forwards
+REMEMBERED_PLANS = 512
+REMEMBERED_LAYERS = 64  # of a plan that is remembered
 Items = Sequence[tuple[int, Item]]
 Attempt = Rows | LayertapError
 SizeCheck = Callable[[Plan, int], None]
@@ -38,10 +45,12 @@ SizeCheck = Callable[[Plan, int], None]
 class Engine:
     """Requests to features. Used on the event loop, which it never blocks."""
 
-    def __init__(self, fleet: Fleet, settings: Settings) -> None:
+    def __init__(self, fleet: Fleet, settings: Settings, metrics: Metrics) -> None:
         self.fleet = fleet
         self.settings = settings
-        self.pool = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+        self.metrics = metrics
+        self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=partial(torch.set_num_threads, 1))
+        self._plans: OrderedDict[tuple[int, tuple[Selector, ...]], _Planned] = OrderedDict()
 
     async def close(self) -> None:
         """Finish what was submitted, then end all threads."""
@@ -49,13 +58,13 @@ class Engine:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     async def off_loop(self, run: Callable[[], T], deadline: float) -> T:
-        """Run something that computes in the pool of the decoders."""
+        """Run something that computes, but no pictures and no forwards, in a pool of threads."""
         return await within(deadline, asyncio.get_running_loop().run_in_executor(self.pool, run))
 
     async def extract(self, ask: Ask, fits: SizeCheck) -> Features:
         """The features of a request: what ``prepare`` and ``run`` do, with a place in the queue; QueueFullError."""
         model = await self.fleet.model(ask.model, ask.deadline)
-        with self.fleet.admitted(model, len(ask.items)) as hold:
+        with self.fleet.admitted(model, len(ask.items), ask.deadline) as hold:
             job = await self.prepare(ask, fits)
             hold(job.rows)
             return await self.run(job)
@@ -67,38 +76,71 @@ class Engine:
         than the configured one. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = await self.fleet.model(ask.model, ask.deadline)
-        catalog, plan = model.catalog, await self._plan(ask, model.catalog)
-        fits(plan, max(len(ask.items), 1))
+        catalog, planned = model.catalog, await self._planned(ask, model, model.catalog)
+        count = max(len(ask.items), 1)
+        fits(planned.plan, count)
+        ask.reserve(planned.plan.nbytes(count) + count * _row_bytes(model.inputs))
         inputs: dict[str, Tensor] = {}
         faults, rows = ask.faults, 1
         if ask.items:
             inputs, faults = await self._decode(ask, model)
             rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
-            catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
-            plan = await self._plan(ask, catalog) if catalog is not model.catalog else plan
-            fits(plan, rows)
-        prints = await self.off_loop(lambda: _fingerprints(model, plan), ask.deadline)
-        return Job(model, catalog, plan, inputs, rows, ask.deadline, faults, ask.timings, prints)
+            if shape_of(inputs) != model.shapes:
+                fits(scaled(planned.plan, shape_of(inputs), model.shapes), rows)
+                catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
+                planned = await self._planned(ask, model, catalog)
+            fits(planned.plan, rows)
+            check_together(planned.plan, catalog, rows, self.settings.max_batch_rows)
+            ask.reserve(max(planned.plan.nbytes(rows) - planned.plan.nbytes(count), 0))
+        return Job(
+            model,
+            catalog,
+            planned.plan,
+            inputs,
+            rows,
+            ask.deadline,
+            faults,
+            ask.timings,
+            planned.fingerprints,
+            ask.isolated,
+            ask.priority,
+        )
 
     async def run(self, job: Job) -> Features:
-        """Run a job in its model's thread; DeadlineError, LayerNotReachedError."""
-        submitted = time.perf_counter()
+        """Run a job with others that take the same shape; DeadlineError, LayerNotReachedError."""
+        parts = await within(job.deadline, self.fleet.scheduler.run(self._work(job), job))
+        self.metrics.answered(job.model.spec.name, job.rows)
+        if len(parts) == 1:
+            return _features(job, parts)
+        return await self.off_loop(lambda: _features(job, parts), job.deadline)
 
-        def extract(model: LoadedModel) -> dict[str, OnHost]:
-            job.timings.add("queue", time.perf_counter() - submitted)
-            if time.monotonic() >= job.deadline:
-                raise DeadlineError("the deadline passed before the forward began")
-            with job.timings.step("forward"):
-                taken = model.extract(job.inputs, job.plan, job.catalog, self.settings.max_batch_rows)
-            with job.timings.step("copy"):
-                on_host = {capture: _on_host(reduced) for capture, reduced in taken.items()}
-            return {result.key: on_host[result.capture] for result in job.plan.results}
+    def _work(self, job: Job) -> Work:
+        resident = self.fleet.resident(job.model)
+        return Work(
+            lane=resident.lane(job.catalog, shape_of(job.inputs)),
+            rows=job.rows,
+            depth=job.plan.cost,
+            row_bytes=job.plan.nbytes(1),
+            priority=job.priority,
+            deadline=job.deadline,
+            alone=job.isolated or resident.apart,
+            whole=not job.plan.splits,
+        )
 
-        return _features(job, await self.fleet.call(job.model, extract, job.deadline))
-
-    async def _plan(self, ask: Ask, catalog: Catalog) -> Plan:
-        return await self.off_loop(lambda: plan_of(ask, catalog, self.settings.max_results), ask.deadline)
+    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> _Planned:
+        """A request's plan and fingerprints; those that were asked for lately are remembered."""
+        key = (id(catalog), ask.selectors)
+        known = self._plans.get(key) if len(ask.selectors) <= REMEMBERED_LAYERS else None
+        if known is None:
+            known = await self.off_loop(
+                lambda: _Planned.of(ask, model, catalog, self.settings.max_results), ask.deadline
+            )
+            if len(ask.selectors) <= REMEMBERED_LAYERS and len(known.plan.results) <= REMEMBERED_LAYERS:
+                self._plans[key] = known
+                if len(self._plans) > REMEMBERED_PLANS:
+                    self._plans.popitem(last=False)
+        return known
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         if shapes == model.shapes:
@@ -110,7 +152,7 @@ class Engine:
     async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
         """The rows of all good items and the faults of all others, in the order of the inputs."""
         with ask.timings.step("decode"):
-            attempts = await asyncio.gather(*(self._try(item, model, ask.deadline) for _, item in ask.items))
+            attempts = await asyncio.gather(*(self._try(item, model, ask) for _, item in ask.items))
         parts: list[Rows] = []
         faults = list(ask.faults)
         for place, attempt in _placed(ask.items, attempts):
@@ -126,13 +168,35 @@ class Engine:
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (ask.on_error == "fail" or not parts):
             raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
-        return joined(parts), tuple(faults)
+        if len(parts) == 1:
+            return joined(parts), tuple(faults)
+        return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults)
 
-    async def _try(self, item: Item, model: LoadedModel, deadline: float) -> Sequence[Attempt]:
+    async def _try(self, item: Item, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
+        run = partial(rows_of, item, model, self.settings)
+        decoding = self.fleet.scheduler.decode(model.spec.name, run, ask.priority)
         try:
-            return await self.off_loop(lambda: rows_of(item, model, self.settings), deadline)
+            return await within(ask.deadline, asyncio.wrap_future(decoding))
         except (InputError, TooLargeError) as error:
             return [error]
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan against a catalogue, and the fingerprint of each of its results by key."""
+
+    plan: Plan
+    fingerprints: dict[str, str]
+    catalog: Catalog  # kept, so that its id stays its own
+
+    @classmethod
+    def of(cls, ask: Ask, model: LoadedModel, catalog: Catalog, max_results: int) -> _Planned:
+        plan = plan_of(ask, catalog, max_results)
+        prints = {
+            result.key: fingerprint.of_result(model.identity, result.capture.point, result.capture.reduction)
+            for result in plan.results
+        }
+        return cls(plan, prints, catalog)
 
 
 def check_count(inputs: int, settings: Settings) -> None:
@@ -165,23 +229,24 @@ def _shown(shapes: Shapes) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-def _on_host(reduced: Reduced) -> OnHost:
-    scale = reduced.scale.cpu().numpy() if reduced.scale is not None else None
-    return reduced.values.cpu().numpy(), scale
+def _row_bytes(specs: Sequence[InputSpec]) -> int:
+    return sum(prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs)
 
 
-def _fingerprints(model: LoadedModel, plan: Plan) -> dict[str, str]:
-    captures = {result.key: result.capture for result in plan.results}
-    return {key: fingerprint.of_result(model.identity, each.point, each.reduction) for key, each in captures.items()}
-
-
-def _features(job: Job, arrays: dict[str, OnHost]) -> Features:
+def _features(job: Job, parts: Sequence[Results]) -> Features:
+    arrays: dict[str, Array] = {}
+    scales: dict[str, Array] = {}
+    for result in job.plan.results:
+        whole = union.joined(result.capture, [part[result.capture] for part in parts])
+        arrays[result.key] = whole.values.numpy()
+        if whole.scale is not None:
+            scales[result.key] = whole.scale.numpy()
     return Features(
         model=job.model.spec.name,
         fingerprint=job.fingerprint,
         rows=job.rows,
-        arrays={key: array for key, (array, _) in arrays.items()},
-        scales={key: scale for key, (_, scale) in arrays.items() if scale is not None},
+        arrays=arrays,
+        scales=scales,
         receipts={result.key: _receipt(job, result) for result in job.plan.results},
         errors=job.faults,
     )

@@ -1,4 +1,4 @@
-"""The models of this process and their threads: started when wanted, found by name, stopped."""
+"""The models of this process: started when wanted, found by name, stopped; who may wait for them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,32 @@ from typing import TypeVar
 from models.errors import LayertapError, TooLargeError
 from models.loaded import LoadedModel
 from models.registry import Entry, Registry
-from service.engine.worker import Worker
+from service.engine.budget import Budget
+from service.engine.resident import Resident
+from service.engine.scheduler import Scheduler
 from service.errors import DeadlineError, QueueFullError, UnavailableError
+from service.metrics import Metrics, Snapshot
 from service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
 LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
+MARGIN = 1.25  # what is expected may take so many times as long
 
 
 class Fleet:
-    """One worker for each model that is loaded or being loaded. Used on the event loop, which it never blocks."""
+    """The residents of this process by name. Used on the event loop, which it never blocks."""
 
-    def __init__(self, registry: Registry, default: str, settings: Settings) -> None:
+    def __init__(self, registry: Registry, default: str, settings: Settings, metrics: Metrics) -> None:
         self.registry = registry
         self.default = default
         self.draining = False
+        self.scheduler = Scheduler(metrics, settings.cpu_threads)
         self._settings = settings
-        self._workers: dict[str, Worker] = {}
+        self._metrics = metrics
+        self._residents: dict[str, Resident] = {}
+        self.budget = Budget(settings.max_queue_bytes, metrics)
 
     def start(self) -> None:
         """Begin to load the models that are wanted from the start."""
@@ -43,22 +50,23 @@ class Fleet:
     def ready(self) -> bool:
         """Whether every model wanted from the start is loaded or has failed, and the server is not draining."""
         settled = all(
-            self._workers[entry.spec.name].loaded.done()
+            self._residents[entry.spec.name].loaded.done()
             for entry in self.registry
-            if entry.spec.load == "startup" and entry.spec.name in self._workers
+            if entry.spec.load == "startup" and entry.spec.name in self._residents
         )
         return settled and not self.draining
 
     @property
     def alive(self) -> bool:
-        """Whether the thread of every loaded model is."""
-        return not any(worker.dead for worker in self._workers.values())
+        """Whether the threads of every loaded model are."""
+        return not any(resident.dead for resident in self._residents.values())
 
     async def close(self) -> None:
         """Finish what was submitted, then end the threads."""
         self.draining = True
         limit = self._settings.deadline_s
-        await asyncio.gather(*(self._stop(name, limit) for name in list(self._workers)))
+        await asyncio.gather(*(self._stop(name, limit) for name in list(self._residents)))
+        self.scheduler.close()
 
     async def model(self, name: str | None, deadline: float) -> LoadedModel:
         """A model by name (None: the default), loaded if it is not yet.
@@ -68,19 +76,16 @@ class Fleet:
         entry = self.registry.entry(self.default if name is None else name)
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
-        worker = self._workers.get(entry.spec.name) or self._start_one_more(entry)
-        if worker.stopping:
+        resident = self._residents.get(entry.spec.name) or self._start_one_more(entry)
+        if resident.stopping:
             raise _unloaded(entry.spec.name)
-        worker.last_used = time.monotonic()
-        try:
-            await within(deadline, asyncio.wait((asyncio.wrap_future(worker.loaded),)))
-        except DeadlineError:
-            if not worker.loaded.done():
-                raise UnavailableError(f"model {entry.spec.name} is loading", retry_after=LOADING_RETRY_S) from None
+        resident.last_used = time.monotonic()
+        if not resident.loaded.done():
+            await self._loaded(resident, entry.spec.name, deadline)
         # Looked at, not raised again: an exception that many requests raise keeps the frames of all of them.
-        error = worker.loaded.exception()
+        error = resident.loaded.exception()
         if error is None:
-            return worker.loaded.result()
+            return resident.loaded.result()
         detail, hint = (error.detail, error.hint) if isinstance(error, LayertapError) else (type(error).__name__, "")
         detail = f"model {entry.spec.name} could not be loaded: {detail}"
         raise UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
@@ -96,48 +101,91 @@ class Fleet:
         self.registry.entry(name)
         await self._stop(name, None)
 
-    async def call(self, model: LoadedModel, run: Callable[[LoadedModel], T], deadline: float) -> T:
-        """Run a function in the model's thread; DeadlineError where it has not ended by then."""
-        worker = self._workers.get(model.spec.name)
-        if worker is None or worker.stopping or worker.loaded.result() is not model:
+    def resident(self, model: LoadedModel) -> Resident:
+        """Where a loaded model lives; UnavailableError where it does no more, or is about to go."""
+        resident = self._residents.get(model.spec.name)
+        if resident is None or resident.stopping or resident.loaded.result() is not model:
             raise _unloaded(model.spec.name)
-        return await within(deadline, asyncio.wrap_future(worker.submit(run)))
+        return resident
+
+    async def call(self, model: LoadedModel, run: Callable[[LoadedModel], T], deadline: float) -> T:
+        """Run a function in the model's first thread; DeadlineError where it has not ended by then."""
+        self.resident(model)
+        return await within(deadline, asyncio.wrap_future(self.scheduler.call(model.spec.name, run)))
 
     @contextmanager
-    def admitted(self, model: LoadedModel, rows: int) -> Iterator[Callable[[int], None]]:
+    def admitted(self, model: LoadedModel, rows: int, deadline: float) -> Iterator[Callable[[int], None]]:
         """A place for so many rows while they wait and run; the function given makes it one for another number.
 
-        QueueFullError where the queue is full, TooLargeError where it could never hold as many.
+        QueueFullError where the queue is full or so long that the deadline would pass, TooLargeError where it could
+        never hold as many.
         """
-        worker, limit, held = self._workers.get(model.spec.name), self._settings.max_queue_rows, 0
-        if worker is None or worker.stopping:
-            raise _unloaded(model.spec.name)
+        resident, held = self.resident(model), 0
 
         def hold(rows: int) -> None:
             nonlocal held
-            others = worker.rows - held
-            if rows > limit:
-                raise TooLargeError(f"{rows} inputs are more than the queue holds, {limit}", hint="send fewer at once")
-            if others + rows > limit:
-                wait = math.ceil(max(others * model.catalog.seconds, 1.0))
-                raise QueueFullError(f"the queue holds {others} rows of {limit}", retry_after=wait)
-            worker.rows, held = others + rows, rows
+            self._check_place(resident, rows, held, deadline)
+            resident.rows, held = resident.rows - held + rows, rows
 
         hold(rows)
         try:
             yield hold
         finally:
-            worker.rows -= held
+            resident.rows -= held
 
-    def _start_one_more(self, entry: Entry) -> Worker:
+    def snapshot(self) -> Snapshot:
+        """What is so at this moment, for the metrics; called by any thread."""
+        entries, residents = list(self.registry), dict(self._residents)
+        models = [(entry.spec.name, entry.model) for entry in entries]
+        waiting = {name: self.scheduler.waiting(name) for name in residents}
+        rows = sum(resident.rows for resident in residents.values())
+        return Snapshot(
+            queue_rows=sum(waiting.values()),
+            queue_bytes=self.budget.used,
+            running_rows=max(rows - sum(waiting.values()), 0),
+            states={entry.spec.name: entry.state for entry in entries},
+            hooks={name: model.hooks for name, model in models if model is not None},
+            ceilings={name: resident.ceilings() for name, resident in residents.items() if resident.ceilings()},
+        )
+
+    def _check_place(self, resident: Resident, rows: int, held: int, deadline: float) -> None:
+        limit, others = self._settings.max_queue_rows, resident.rows - held
+        if rows > limit:
+            raise TooLargeError(f"{rows} inputs are more than the queue holds, {limit}", hint="send fewer at once")
+        wait = others * resident.pace * self._rivals(resident)
+        if others + rows > limit:
+            self._metrics.refused("queue_rows")
+            raise QueueFullError(f"the queue holds {others} rows of {limit}", retry_after=max(math.ceil(wait), 1))
+        left = deadline - time.monotonic()
+        if others and MARGIN * (wait + rows * resident.pace) > left:
+            self._metrics.refused("deadline")
+            raise QueueFullError(
+                f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
+                hint="come again later, or allow more time by X-Request-Timeout",
+                retry_after=max(math.ceil(wait), 1),
+            )
+
+    def _rivals(self, resident: Resident) -> int:
+        """How many models share the time of a model's device now, itself included."""
+        return 1 + sum(other.rows > 0 for other in self._residents.values() if other is not resident)
+
+    async def _loaded(self, resident: Resident, name: str, deadline: float) -> None:
+        try:
+            await within(deadline, asyncio.wait((asyncio.wrap_future(resident.settled),)))
+        except DeadlineError:
+            if not resident.loaded.done():
+                raise UnavailableError(f"model {name} is loading", retry_after=LOADING_RETRY_S) from None
+
+    def _start_one_more(self, entry: Entry) -> Resident:
         self._make_room()
         return self._start(entry)
 
-    def _start(self, entry: Entry) -> Worker:
+    def _start(self, entry: Entry) -> Resident:
         name = entry.spec.name
         entry.state = "loading"
-        worker = self._workers[name] = Worker(name, lambda: self._load(name))
-        return worker
+        resident = Resident(name, lambda: self._load(name), self.scheduler, self._settings)
+        self._residents[name] = resident
+        return resident
 
     def _load(self, name: str) -> LoadedModel:
         try:
@@ -149,26 +197,27 @@ class Fleet:
 
     def _make_room(self) -> None:
         """Forget idle lazy models, the longest unused first, until one more may be loaded."""
-        while sum(not worker.failed for worker in self._workers.values()) >= self._settings.max_loaded_models:
-            idle = [name for name, worker in self._workers.items() if self._may_go(name, worker)]
+        while sum(not resident.failed for resident in self._residents.values()) >= self._settings.max_loaded_models:
+            idle = [name for name, resident in self._residents.items() if self._may_go(name, resident)]
             if not idle:
                 raise UnavailableError("as many models are loaded as may be", retry_after=LOADING_RETRY_S)
-            oldest = min(idle, key=lambda name: self._workers[name].last_used)
-            self._workers.pop(oldest).stop()
+            oldest = min(idle, key=lambda name: self._residents[name].last_used)
+            del self._residents[oldest]
+            self.scheduler.leave(oldest)
             self.registry.unload(oldest)
 
-    def _may_go(self, name: str, worker: Worker) -> bool:
+    def _may_go(self, name: str, resident: Resident) -> bool:
         lazy = self.registry.entry(name).spec.load == "lazy"
-        return lazy and worker.loaded.done() and not worker.failed and not worker.stopping and worker.rows == 0
+        there = resident.loaded.done() and not resident.failed and not resident.stopping
+        return lazy and there and resident.rows == 0 and self.scheduler.at_rest(name)
 
     async def _stop(self, name: str, patience: float | None) -> None:
-        # The worker keeps its place until its thread has ended: another one would be a second thread in the model.
-        worker = self._workers.get(name)
-        if worker is not None:
-            worker.stop()
-            await asyncio.to_thread(worker.join, patience)
-            if self._workers.get(name) is worker:
-                del self._workers[name]
+        # The resident keeps its place until its threads have ended: others would be more threads in the model.
+        resident = self._residents.get(name)
+        if resident is not None:
+            await resident.stop(patience)
+            if self._residents.get(name) is resident:
+                del self._residents[name]
                 self.registry.unload(name)
 
 

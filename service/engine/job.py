@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,14 +16,16 @@ from models.errors import Fault
 from models.loaded import LoadedModel
 from models.plan import Plan
 from models.points import Selector
+from service.engine.policy import Priority
 from service.inputs import Item
 
 
 @dataclass
 class Timings:
-    """Milliseconds by step, in the order in which the steps ended."""
+    """Milliseconds by step, in the order in which the steps ended; ``notes`` says things that are no times."""
 
     steps: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -39,12 +41,17 @@ class Timings:
         self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
 
 
+def _anything(size: int) -> None:
+    """No bound."""
+
+
 @dataclass(frozen=True)
 class Ask:
     """What a request wants, whatever dialect it came in.
 
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
-    on the monotonic clock.
+    on the monotonic clock; ``isolated`` shares a forward with no other request; ``reserve`` is told of bytes that it
+    will hold in memory, and raises QueueFullError where there is no room for them.
     """
 
     model: str | None
@@ -54,6 +61,9 @@ class Ask:
     on_error: Literal["fail", "skip"] = "fail"
     faults: tuple[Fault, ...] = ()
     timings: Timings = field(default_factory=Timings)
+    isolated: bool = False
+    priority: Priority = "interactive"
+    reserve: Callable[[int], None] = _anything
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,9 @@ class Job:
     deadline: float
     faults: tuple[Fault, ...]
     timings: Timings
-    fingerprints: dict[str, str]
+    fingerprints: Mapping[str, str]
+    isolated: bool = False
+    priority: Priority = "interactive"
 
     @property
     def fingerprint(self) -> str:

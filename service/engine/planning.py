@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from math import prod
 
 from models.catalog import Catalog
 from models.errors import RequestError, TooLargeError
-from models.plan import Plan, resolve
+from models.loaded import Shapes
+from models.plan import Plan, Result, resolve
 from models.points import Selector
 from service.engine.job import Ask
+
+SMALL = 8  # pixels or tokens: what is no larger may have been made so from any size
 
 
 def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
@@ -29,6 +34,25 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
         raise
     _check(len(plan.results), max_results)
     return plan
+
+
+def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
+    """About what a plan gives for rows of another shape than it was made for, before anything has run with that shape.
+
+    Maps grow with the picture; what stays as it is, or is pooled, is left so. Meant low: a quarter is taken off, for
+    borders and rounding.
+    """
+    ratio = max(prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)) * 0.75
+    return replace(plan, results=tuple(_grown(result, ratio) for result in plan.results)) if ratio > 1 else plan
+
+
+def _grown(result: Result, ratio: float) -> Result:
+    leaf, how = result.capture.leaf, result.capture.reduction
+    axes = [axis for axis, letter in enumerate(leaf.layout or "") if letter in "HT" and leaf.shape[axis] > SMALL][:1]
+    if how.pool not in ("none", "flatten") or how.tokens is not None or not axes:
+        return result
+    shape = tuple(math.ceil(size * ratio) if axis in axes else size for axis, size in enumerate(leaf.shape))
+    return replace(result, capture=replace(result.capture, leaf=replace(leaf, shape=shape)))
 
 
 def _check(results: int, limit: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -26,8 +26,11 @@ class Part:
     data: bytes
 
 
-async def read(request: Request, settings: Settings) -> bytes:
-    """The whole body; TooLargeError, BodyTimeoutError, BadRequestError where it breaks off."""
+async def read(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
+    """The whole body; TooLargeError, BodyTimeoutError, BadRequestError where it breaks off.
+
+    ``reserve`` is told of its bytes as they arrive, and raises QueueFullError where there is no room for more.
+    """
     limit = settings.max_body_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
@@ -38,6 +41,7 @@ async def read(request: Request, settings: Settings) -> bytes:
             async for chunk in request.stream():
                 if len(chunks) + len(chunk) > limit:
                     raise _too_large(f"more than {limit}", limit)
+                reserve(len(chunk))
                 chunks += chunk
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {settings.body_timeout_s:g} s") from None

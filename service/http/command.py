@@ -23,7 +23,7 @@ from service.settings import Settings
 MAX_LAYER_PARAMETERS = 50_000
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
-FIELDS = frozenset({"model", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated"})
+FIELDS = frozenset({"model", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated", "priority"})
 
 
 @dataclass(frozen=True)

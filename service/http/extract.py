@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -24,6 +26,8 @@ from service.wire import FORMATS, Encoding, Format, predicted_bytes
 from service.wire.negotiate import choose
 
 router = APIRouter()
+SHORT = 2048  # bytes
+FEW_NUMBERS = 4096
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -34,12 +38,15 @@ async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
     settings = engine.settings
-    timings = Timings(request.scope["state"]["timings"])
+    state = request.scope["state"]
+    timings = Timings(state["timings"], state["notes"])
     format = choose(request.headers.get("accept"), request.query_params.get("format"), FORMATS)  # noqa: A001
     dry = _flag(request, "dry_run")
     deadline = time.monotonic() + _seconds(request, settings)
-    sent = Sent(request.headers, request.query_params, await body_.read(request, settings), settings)
-    return await while_connected(request, _answer(engine, sent, _Wish(format, dry, deadline, timings)))
+    with engine.fleet.budget.held() as reserve:
+        data = await body_.read(request, settings, reserve)
+        sent = Sent(request.headers, request.query_params, data, settings)
+        return await while_connected(request, _answer(engine, sent, _Wish(format, dry, deadline, timings, reserve)))
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,15 @@ class _Wish:
     dry: bool
     deadline: float
     timings: Timings
+    reserve: Callable[[int], None]
 
 
 async def _answer(engine: Engine, sent: Sent, wish: _Wish) -> Response:
     with wish.timings.step("parse"):
-        command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.deadline)
+        if _is_short(sent):
+            command, ask = _read(sent, wish)
+        else:
+            command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.deadline)
     check = _Size(wish.format, command.body.encoding, engine.settings)
     if ask.faults and not ask.items:
         raise RequestError(ask.faults[0].detail, hint=ask.faults[0].hint, faults=ask.faults)
@@ -64,8 +75,19 @@ async def _answer(engine: Engine, sent: Sent, wish: _Wish) -> Response:
         raise RequestError("the request has no inputs", hint="add some, or ask for ?dry_run=true")
     features = await engine.extract(ask, check)
     with wish.timings.step("encode"):
-        data = await engine.off_loop(lambda: wish.format.encode(features, command.body.encoding), wish.deadline)
+        encode = partial(wish.format.encode, features, command.body.encoding)
+        if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS:
+            data = encode()
+        else:
+            data = await engine.off_loop(encode, wish.deadline)
     return Response(data, media_type=wish.format.media_type, headers={"X-Layertap-Fingerprint": features.fingerprint})
+
+
+def _is_short(sent: Sent) -> bool:
+    """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
+    kind = sent.headers.get("content-type", "")
+    short = kind.startswith("image/") or (len(sent.data) <= SHORT and not kind.startswith("multipart/"))
+    return short and len(str(sent.query)) <= SHORT
 
 
 class _Size:
@@ -87,9 +109,19 @@ class _Size:
 
 def _read(sent: Sent, wish: _Wish) -> tuple[Command, Ask]:
     command = read(sent)
-    body, faults = command.body, command.faults
-    ask = Ask(body.model, command.items, body.selectors(), wish.deadline, body.on_error, faults, wish.timings)
-    return command, ask
+    body = command.body
+    return command, Ask(
+        model=body.model,
+        items=command.items,
+        selectors=body.selectors(),
+        deadline=wish.deadline,
+        on_error=body.on_error,
+        faults=command.faults,
+        timings=wish.timings,
+        isolated=body.isolated,
+        priority=body.priority,
+        reserve=wish.reserve,
+    )
 
 
 def _estimate(job: Job) -> Response:

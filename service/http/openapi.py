@@ -49,6 +49,7 @@ EXTRACT: dict[str, Any] = {
         _parameter("encoding", {"type": "string"}),
         _parameter("on_error", {"type": "string"}),
         _parameter("isolated", {"type": "boolean"}),
+        _parameter("priority", {"enum": ["interactive", "bulk"]}),
         _parameter("X-Request-Timeout", {"type": "number"}, "header"),
     ],
     "requestBody": {

@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, its key, the headers that are always there, its line in the log. Pure ASGI."""
+"""What surrounds every request: id, key, headers that are always there, a line in the log, figures. Pure ASGI."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from models.errors import quoted
 from service.errors import KeyMissingError
 from service.http.auth import authorize
 from service.http.errors import bug, of_error
+from service.metrics import OTHER, Metrics
 from service.settings import Settings
 
 log = logging.getLogger("layertap.access")
@@ -23,9 +24,10 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 class Outermost:
     """Gives each request its ``state``: ``request_id``, ``admin``, and ``timings`` for routes to fill."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
         self.settings = settings
+        self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request without a good key, pass on every other."""
@@ -34,24 +36,39 @@ class Outermost:
             return
         begun = time.perf_counter()
         headers = Headers(scope=scope)
-        state = scope["state"] = {**scope.get("state", {}), "request_id": _id(headers), "admin": False, "timings": {}}
-        status = 0
+        state = scope["state"] = {
+            **scope.get("state", {}),
+            "request_id": _id(headers),
+            "admin": False,
+            "timings": {},
+            "notes": {},
+        }
+        status = received = sent = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
 
         async def dressed(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
                 _dress(MutableHeaders(scope=message), state, begun)
             await send(message)
+            sent += len(message.get("body", b""))
 
         try:
             state["admin"] = authorize(scope["path"], headers, self.settings)
         except KeyMissingError as error:
-            await of_error(error, state["request_id"])(scope, receive, dressed)
+            await of_error(error, state["request_id"])(scope, counted, dressed)
         else:
-            await self._answered(scope, receive, dressed, lambda: status == 0)
+            await self._answered(scope, counted, dressed, lambda: status == 0)
         finally:
-            _log(scope, status, begun)
+            seconds = time.perf_counter() - begun
+            self.metrics.request(_route(scope), status, seconds, state["timings"], received, sent)
+            _log(scope, status, seconds)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send, silent: Callable[[], bool]) -> None:
         """Whatever the app raises is a bug: it goes to the log, and the caller hears no more than that."""
@@ -68,7 +85,10 @@ def _dress(headers: MutableHeaders, state: dict[str, object], begun: float) -> N
     timings = state["timings"]
     steps = {**(timings if isinstance(timings, dict) else {}), "total": (time.perf_counter() - begun) * 1000}
     headers["X-Request-Id"] = str(state["request_id"])
-    headers["Server-Timing"] = ", ".join(f"{name};dur={milliseconds:.2f}" for name, milliseconds in steps.items())
+    entries = [f"{name};dur={milliseconds:.2f}" for name, milliseconds in steps.items()]
+    notes = state["notes"]
+    entries += [f'{name};desc="{text}"' for name, text in (notes.items() if isinstance(notes, dict) else ())]
+    headers["Server-Timing"] = ", ".join(entries)
     headers.add_vary_header("Accept")
     headers["X-Content-Type-Options"] = "nosniff"
 
@@ -79,7 +99,12 @@ def _id(headers: Headers) -> str:
     return given if 0 < len(given) <= 64 and ID_CHARACTERS.issuperset(given) else uuid.uuid4().hex
 
 
-def _log(scope: Scope, status: int, begun: float) -> None:
+def _route(scope: Scope) -> str:
+    """The template of the route that was found; never the path, which callers choose."""
+    return getattr(scope.get("route"), "path", OTHER)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
     log.info(
         "request",
         extra={
@@ -88,7 +113,7 @@ def _log(scope: Scope, status: int, begun: float) -> None:
                 "method": quoted(scope["method"], 16)[1:-1],
                 "path": quoted(scope["path"], 200)[1:-1],
                 "status": status,
-                "milliseconds": round((time.perf_counter() - begun) * 1000, 2),
+                "milliseconds": round(seconds * 1000, 2),
             }
         },
     )

@@ -33,7 +33,7 @@ def gated(live: Live, name: str = "gated") -> Gated:
 
 def waiting(live: Live, name: str = "gated") -> int:
     """Rows of a model that are admitted and not answered."""
-    return live.engine.fleet._workers[name].rows
+    return live.engine.fleet._residents[name].rows
 
 
 def ask(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:

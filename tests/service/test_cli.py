@@ -99,7 +99,7 @@ def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: P
     done = command("extract", *pictures, *options)
     assert (done.status, done.out) == (0, "")
     parts = [("images", file.read_bytes()) for file in pictures]
-    query = {"layers": names, "pool": "mean", "normalize": "true", "format": form}
+    query = {"layers": names, "pool": "mean", "normalize": "true", "format": form, "isolated": "true"}
     reply = live.client.post("/extract", files=parts, params=query)
     assert reply.status_code == 200
     assert file.read_bytes() == reply.content

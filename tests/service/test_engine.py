@@ -85,8 +85,8 @@ def test_late_while_it_runs(live: Live) -> None:
     assert ask(live).status_code == 200
 
 
-def test_order(live: Live) -> None:
-    """Jobs run in the order in which they came."""
+def test_shared(live: Live) -> None:
+    """What waits while a forward runs shares the next one, and each request gets its own rows of it."""
     with ThreadPoolExecutor(4) as pool:
         with blocked(live) as module:
             replies = []
@@ -95,7 +95,7 @@ def test_order(live: Live) -> None:
                 replies.append(pool.submit(ask, live, count))
                 until(lambda before=before, count=count: waiting(live) == before + count)  # type: ignore[misc]
         assert [len(arrays_of(reply.result())["linear"]) for reply in replies] == [3, 2, 4]
-    assert module.forwards == [3, 2, 4]
+    assert module.forwards == [9]
 
 
 def test_forward_that_raises(live: Live, control: Control) -> None:
@@ -178,7 +178,7 @@ def test_crowd(live: Live, control: Control) -> None:
     """Many requests at once, good and bad, each get the very bytes or the status that they get alone."""
     layers = ("block?", "head", "*.relu#*", "block3:input")
     requests: list[Json] = [
-        {"json": {"layers": [layer], "pool": pool, "inputs": [image(data)]}}
+        {"json": {"layers": [layer], "pool": pool, "inputs": [image(data)], "isolated": True}}
         for layer, pool, data in zip(layers, ("mean", "none", "max", "gem"), PICTURES, strict=True)
     ]
     names = ("NaN in a tensor", "an image cut short", "unknown model", "not JSON", "near name", "two shapes")

@@ -207,10 +207,12 @@ def test_headers(live: Live) -> None:
         assert headers["vary"] == "Accept"
         assert headers["x-content-type-options"] == "nosniff"
         assert "content-encoding" not in headers
-        steps = [step.partition(";dur=") for step in headers["server-timing"].split(", ")]
+        entries = headers["server-timing"].split(", ")
+        steps = [step.partition(";dur=") for step in entries if ";dur=" in step]
         assert [name for name, _, _ in steps] == [
             *("parse", "decode", "queue", "forward", "copy", "encode", "total"),
         ]
+        assert [name.partition(";desc=")[0] for name in entries[len(steps) :]] == ["fill", "depth"]
         assert all(float(milliseconds) >= 0 for _, _, milliseconds in steps)
         assert sum(float(milliseconds) for _, _, milliseconds in steps[:-1]) <= float(steps[-1][2]) + 0.1
 

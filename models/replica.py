@@ -1,0 +1,60 @@
+"""A model's module tree, once for each thread that may run it, over parameters that are stored once.
+
+Hooks on a module are seen by every forward through it, so what several threads run at once must be several trees.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from models import hooks
+from models.extractor import FeatureExtractor
+
+
+@dataclass(frozen=True, eq=False)
+class Replica:
+    """One module tree; everything that runs it happens in one thread. ``own_hooks`` counts those it brought along."""
+
+    module: nn.Module
+    extractor: FeatureExtractor
+    own_hooks: int
+
+    @property
+    def hooks(self) -> int:
+        """Hooks of ours on it now: 0 when idle."""
+        return hooks.count(self.module) - self.own_hooks
+
+
+def of(module: nn.Module) -> Replica:
+    """A replica that is the module itself."""
+    return Replica(module, FeatureExtractor(module), hooks.count(module))
+
+
+def copied(module: nn.Module) -> nn.Module | None:
+    """Another tree over the same parameters and buffers; None where a module can't be copied like that.
+
+    Whether a forward of the copy stays inside the copy is not told by this: a closure may lead back to the original.
+    """
+    shared = {id(tensor): tensor for tensor in _tensors(module)}
+    try:
+        twin = copy.deepcopy(module, dict(shared))
+    except Exception:  # locks, sockets, generators: whatever a third party's module holds
+        return None
+    return twin if _addresses(twin) == _addresses(module) and _apart(twin, module) else None
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _addresses(module: nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in _tensors(module)]
+
+
+def _apart(one: nn.Module, other: nn.Module) -> bool:
+    return not {id(part) for part in one.modules()} & {id(part) for part in other.modules()}

@@ -1,0 +1,135 @@
+"""Several requests in one forward: which rows are whose, and what each gets of what the hooks took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from models.plan import Capture
+from models.pooling import Reduced
+
+EXACT = frozenset({"none", "max", "cls", "flatten"})
+Span = tuple[int, int]  # rows from one up to, not including, the other
+
+
+@dataclass(frozen=True)
+class Share:
+    """One request's part of a forward: rows ``start`` to ``stop``, and what it wants of them."""
+
+    start: int
+    stop: int
+    captures: frozenset[Capture]
+
+
+def spans_of(shares: Iterable[Share], rows: int) -> dict[Capture, tuple[Span, ...]]:
+    """The rows that each capture is wanted for.
+
+    Neighbours that want the same are taken in one piece where that makes no other bits: sums and powers of several rows
+    are rounded otherwise than those of one, and an answer must not hang on its neighbours. What does not belong to
+    single rows (``row_axis`` None, ``mixed``) is taken whole.
+    """
+    found: dict[Capture, list[Span]] = {}
+    for share in sorted(shares, key=lambda share: share.start):
+        for capture in share.captures:
+            spans = found.setdefault(capture, [])
+            if not _by_row(capture):
+                spans[:] = [(0, rows)]
+            elif spans and spans[-1][1] == share.start and _is_exact(capture):
+                spans[-1] = (spans[-1][0], share.stop)
+            else:
+                spans.append((share.start, share.stop))
+    return {capture: tuple(spans) for capture, spans in found.items()}
+
+
+def rows_of(value: Tensor, capture: Capture, span: Span, rows: int) -> Tensor:
+    """The part of a captured tensor that belongs to a span of a forward's rows; a view."""
+    axis = capture.leaf.row_axis
+    if axis is None or span == (0, rows):
+        return value
+    each = capture.leaf.per_row
+    return value.narrow(axis, span[0] * each, (span[1] - span[0]) * each)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What the hooks of one forward took: each capture reduced, span by span."""
+
+    pieces: Mapping[tuple[Capture, Span], Reduced]
+
+    def of(self, share: Share) -> dict[Capture, Reduced]:
+        """One request's results; they may be views of memory that neighbours share, and nobody writes to it."""
+        found = {}
+        for (capture, span), reduced in self.pieces.items():
+            if capture in share.captures and (not _by_row(capture) or span[0] <= share.start < span[1]):
+                found[capture] = _cut(reduced, capture, span, share)
+        return found
+
+    def on_host(self) -> Taken:
+        """The same in the host's memory: from another device all of it comes in one copy."""
+        tensors = [part for reduced in self.pieces.values() for part in (reduced.values, reduced.scale)]
+        host = iter(packed_copy([tensor for tensor in tensors if tensor is not None]))
+        return Taken(
+            {
+                key: Reduced(next(host), next(host) if reduced.scale is not None else None)
+                for key, reduced in self.pieces.items()
+            }
+        )
+
+
+ALIGNMENT = 16  # bytes: any dtype may begin at a multiple of it
+
+
+def packed_copy(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors of one device as tensors of the host: one copy for all of them, none where they are there already."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return tensors
+    return unpacked(packed(tensors).cpu(), tensors)
+
+
+def packed(tensors: list[Tensor]) -> Tensor:
+    """The bytes of all tensors in one, each begun at a multiple of ``ALIGNMENT``."""
+    parts = []
+    for tensor in tensors:
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        parts += [flat, flat.new_empty(-len(flat) % ALIGNMENT)]
+    return torch.cat(parts)
+
+
+def unpacked(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+    """The inverse of ``packed``: views of its bytes in the shapes and dtypes of the tensors given."""
+    found, at = [], 0
+    for tensor in like:
+        found.append(data[at : at + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
+        at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    return found
+
+
+def joined(capture: Capture, parts: list[Reduced]) -> Reduced:
+    """A request's rows from several forwards as those of one; what is the same for all rows is there once."""
+    if len(parts) == 1 or capture.leaf.row_axis is None:
+        return parts[0]
+    values = torch.cat([part.values for part in parts], dim=capture.rows_axis)
+    scales = [scale for part in parts if (scale := part.scale) is not None]
+    return Reduced(values, torch.cat(scales) if scales else None)
+
+
+def _is_exact(capture: Capture) -> bool:
+    """Whether a result's numbers are chosen among the captured ones, and none is computed of several."""
+    return capture.reduction.pool in EXACT and not capture.reduction.normalize
+
+
+def _by_row(capture: Capture) -> bool:
+    return capture.leaf.row_axis is not None and not capture.leaf.mixed
+
+
+def _cut(reduced: Reduced, capture: Capture, span: Span, share: Share) -> Reduced:
+    if not _by_row(capture) or span == (share.start, share.stop):
+        return reduced
+    each = 1 if capture.reduction.pool != "none" else capture.leaf.per_row
+    start, length = (share.start - span[0]) * each, (share.stop - share.start) * each
+    values = reduced.values.narrow(capture.rows_axis, start, length).contiguous()
+    scale = reduced.scale.narrow(0, start, length) if reduced.scale is not None else None
+    return replace(reduced, values=values, scale=scale)

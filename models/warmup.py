@@ -1,0 +1,164 @@
+"""What forwards of a model take in time and memory, measured when it is loaded, not guessed."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.catalog import Costs
+
+Rows = Mapping[str, Tensor]
+Forward = Callable[[Rows], object]
+SEVERAL = 4  # rows of the larger forward
+TRIES, ENOUGH_S = 3, 0.15
+PATIENCE_S = 3.0  # a larger forward that is expected to take longer is not run
+LEAST_S = 0.005  # a quicker forward has too little to share out
+WORTH = 1.15  # all threads must be that much quicker than one, or one does
+
+
+def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool) -> Costs:
+    """What a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
+
+    Runs a few forwards, in inference mode, in the thread that owns the module.
+    """
+    with torch.inference_mode(), threads(1):
+        memory = peak_bytes(forward, row, module, device)
+        one = _seconds(forward, row, device)
+        several = None
+        if rowwise and one * SEVERAL <= PATIENCE_S:
+            batch = {name: value.expand(SEVERAL, *value.shape[1:]) for name, value in row.items()}
+            several = _seconds(forward, batch, device)
+        per_row = one if several is None else min(max((several - one) / (SEVERAL - 1), one / (2 * SEVERAL)), one)
+        return Costs(one - per_row, per_row, memory, _speedup(forward, row, device, one))
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let operations of this thread use so many threads, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    if count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
+
+
+def _speedup(forward: Forward, row: Rows, device: torch.device, one: float) -> float:
+    """How much quicker a single row is on all cores than on one; 1 where that is not worth it."""
+    if device.type != "cpu" or cores() == 1 or not LEAST_S <= one <= PATIENCE_S:
+        return 1.0
+    with threads(cores()):
+        ratio = one / _seconds(forward, row, device)
+    return ratio if ratio >= WORTH else 1.0
+
+
+def _seconds(forward: Forward, rows: Rows, device: torch.device) -> float:
+    """The quickest of a few forwards after one to warm up: whatever disturbs a machine only adds."""
+    found: list[float] = []
+    while len(found) <= TRIES and sum(found[1:]) < ENOUGH_S:
+        batch = {name: value.clone() for name, value in rows.items()}
+        begun = _now(device)
+        forward(batch)
+        found.append(_now(device) - begun)
+    return max(min(found[1:], default=found[0]), 1e-6)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: torch.device) -> int:
+    """The most memory that a forward's inputs and intermediate values take at one time, weights not counted."""
+    batch = {name: value.clone() for name, value in rows.items()}
+    own = sum(value.nbytes for value in batch.values())
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        forward(batch)
+        return max(torch.cuda.max_memory_allocated(device) - before, 0) + own
+    watch = _Peak([*module.parameters(), *module.buffers(), *batch.values()])
+    with watch:
+        forward(batch)
+    return watch.peak + own
+
+
+class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that operations make, as long as each lives."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._known = [tensor.untyped_storage() for tensor in known]
+        self._alive = {storage._cdata for storage in self._known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and look at what it made."""
+        made = func(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if isinstance(value, Tensor):
+                self._see(value.untyped_storage())
+        return made
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive.add(key)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self._now -= size
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that is free now, on a GPU or, within what this process's group may have, on this machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [*_machine(), *_group()]
+    return min(free, default=2**32)
+
+
+def _machine() -> Iterator[int]:
+    for line in _lines(Path("/proc/meminfo")):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            yield int(rest.split()[0]) * 1024
+
+
+def _group() -> Iterator[int]:
+    group = Path("/sys/fs/cgroup")
+    limit, used = (next(iter(_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        yield max(int(limit) - int(used), 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # another system, or a sandbox
+        return []

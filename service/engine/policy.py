@@ -1,0 +1,406 @@
+"""Which waiting rows share the next forward, and when it starts: decisions only, on a clock that is passed in.
+
+Nothing here waits for more rows to come: batches grow while others run. A device has slots (a CPU one for each core, a
+GPU one that runs and one that is made ready); a batch takes one, or all of them for a single row that all cores compute
+together. Pictures are decoded on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Literal
+
+from models.catalog import Costs
+
+Clock = Callable[[], float]
+Priority = Literal["interactive", "bulk"]
+Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs"]
+WINDOW = 256  # waiting requests that a batch is chosen from
+SLACK = 0.1  # of a row's time: where a forward's fixed part is less than that for each row, more rows gain nothing
+WORTH = 1.3  # side by side a forward must end so many times as soon
+FEW = 4  # rows that are always worth a forward
+CPU = "cpu"
+
+
+@dataclass(eq=False)
+class Lane:
+    """Rows of one shape through one model: what may share a forward.
+
+    ``ceiling``: the most rows of a forward, by memory and settings; it sinks where memory runs out. ``budget``: bytes
+    that a forward's values and what is kept of them may take. ``padded``: every forward is given so many rows.
+    ``width``: slots of a batch of several rows.
+    """
+
+    model: str
+    device: str
+    costs: Costs
+    ceiling: int
+    budget: int = 2**62
+    padded: int | None = None
+    width: int = 1
+
+    @property
+    def target(self) -> int:
+        """Rows from which on a forward gets no cheaper for each of them."""
+        enough = math.ceil(self.costs.base / (SLACK * self.costs.per_row))
+        return min(max(enough, FEW), self.ceiling)
+
+
+@dataclass(eq=False)
+class Work:
+    """A request's rows that wait for a forward.
+
+    ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
+    row; ``alone``: shares with no other request; ``whole``: all rows in one forward, alone; ``deadline`` is on the
+    clock.
+    """
+
+    lane: Lane
+    rows: int
+    depth: float = 1.0
+    row_bytes: int = 0
+    priority: Priority = "interactive"
+    deadline: float = math.inf
+    alone: bool = False
+    whole: bool = False
+    since: float = 0.0
+    given: int = 0  # rows that are in batches already
+
+    @property
+    def left(self) -> int:
+        """Rows that wait."""
+        return self.rows - self.given
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows ``start`` to ``stop`` of a request."""
+
+    work: Work
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that share a forward, whose they are, how long it should take, and why just these."""
+
+    lane: Lane
+    parts: tuple[Part, ...]
+    slots: int
+    depth: float
+    seconds: float
+    why: Why
+
+    @property
+    def rows(self) -> int:
+        """How many rows of requests; padding is not counted."""
+        return sum(part.stop - part.start for part in self.parts)
+
+
+@dataclass(eq=False)
+class Preparation:
+    """Something to decode; ``priority`` is its request's."""
+
+    priority: Priority = "interactive"
+    since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """Slots for batches; ``parallel`` where batches in different slots run at the same time."""
+
+    slots: int
+    parallel: bool = True
+
+
+@dataclass
+class _Queues:
+    """What waits in a lane, by priority, in order of arrival; ``rows`` counts rows in no batch yet."""
+
+    interactive: dict[Work, None] = field(default_factory=dict)
+    bulk: dict[Work, None] = field(default_factory=dict)
+    rows: int = 0
+
+    def of(self, priority: Priority) -> dict[Work, None]:
+        return self.interactive if priority == "interactive" else self.bulk
+
+    def __bool__(self) -> bool:
+        return bool(self.interactive or self.bulk)
+
+
+class Policy:
+    """Takes requests in, gives batches out. Not for several threads at once.
+
+    ``patience``: seconds after which a bulk request counts as an interactive one that came just now.
+    """
+
+    def __init__(self, devices: Mapping[str, Device], clock: Clock, patience: float = 5.0) -> None:
+        self._devices = dict(devices)
+        self._clock = clock
+        self._patience = patience
+        self._free = {name: device.slots for name, device in devices.items()}
+        self._waiting: dict[Lane, _Queues] = {}
+        self._preparations: dict[Priority, dict[Preparation, None]] = {"interactive": {}, "bulk": {}}
+        self._served: dict[str, float] = {}  # seconds of slots that each model has had, or would have had
+        self._running: dict[str, int] = {}
+
+    def equip(self, name: str, device: Device) -> None:
+        """Know of a device; one that is known stays as it is."""
+        if name not in self._devices:
+            self._devices[name], self._free[name] = device, device.slots
+
+    def slots(self, device: str) -> int:
+        """How many slots a device has."""
+        return self._devices[device].slots
+
+    def add(self, work: Work) -> None:
+        """Let a request wait for its forward."""
+        work.since = self._clock()
+        if work.lane.model not in self._active():
+            others = [self._served[model] for model in self._active() if model in self._served]
+            self._served[work.lane.model] = max(self._served.get(work.lane.model, 0.0), min(others, default=0.0))
+        queues = self._waiting.setdefault(work.lane, _Queues())
+        queues.of(work.priority)[work] = None
+        queues.rows += work.left
+
+    def remove(self, work: Work) -> None:
+        """Forget what still waits of a request."""
+        queues = self._waiting.get(work.lane)
+        if queues is not None and work in queues.of(work.priority):
+            del queues.of(work.priority)[work]
+            queues.rows -= work.left
+            work.given = work.rows
+            if not queues:
+                del self._waiting[work.lane]
+
+    def prepare(self, preparation: Preparation) -> None:
+        """Let something wait to be decoded."""
+        preparation.since = self._clock()
+        self._preparations[preparation.priority][preparation] = None
+
+    def waiting(self, model: str) -> int:
+        """Rows of a model that are in no batch yet."""
+        return sum(queues.rows for lane, queues in self._waiting.items() if lane.model == model)
+
+    def take(self, idle: Mapping[str, int]) -> Batch | Preparation | None:
+        """What starts now, None where nothing may; ``idle`` counts the replicas of each model that could run it."""
+        kept: set[str] = set()  # devices whose slots are kept free for what needs all of them
+        ordered = self._ordered(idle)
+        found = self._first((lane for lane in ordered if self._ripe(lane)), kept, idle)
+        if found is None and CPU not in kept and self._free[CPU] > 0:
+            preparation = self._preparation()
+            if preparation is not None:
+                return preparation
+        found = found or self._first(ordered, kept, idle)
+        return found and self._started(found)
+
+    def done(self, what: Batch | Preparation, seconds: float) -> None:
+        """A batch has ended, or a preparation; its slots are free again."""
+        if isinstance(what, Preparation):
+            self._free[CPU] += 1
+            return
+        model = what.lane.model
+        self._free[what.lane.device] += what.slots
+        self._running[model] -= 1
+        self._served[model] += (seconds - what.seconds) * what.slots
+
+    def forget(self, model: str) -> None:
+        """A model is gone; nothing of it waits or runs."""
+        self._served.pop(model, None)
+        self._running.pop(model, None)
+
+    @staticmethod
+    def lower(lane: Lane, rows: int) -> None:
+        """So many rows did not fit into memory."""
+        lane.ceiling = max(1, min(lane.ceiling, rows // 2))
+        lane.padded = lane.padded and min(lane.padded, lane.ceiling)
+
+    def _active(self) -> set[str]:
+        return {lane.model for lane in self._waiting} | {model for model, count in self._running.items() if count}
+
+    def _first(self, lanes: Iterable[Lane], kept: set[str], idle: Mapping[str, int]) -> Batch | None:
+        for lane in lanes:
+            if lane.device in kept:
+                continue
+            batch = self._formed(lane, idle[lane.model])
+            if batch is not None:
+                return batch
+            if self._overdue(lane):
+                kept.add(lane.device)
+        return None
+
+    def _ordered(self, idle: Mapping[str, int]) -> list[Lane]:
+        """Lanes that could start something: interactive work first, then the model that has had least, then by age."""
+        keyed = []
+        for number, lane in enumerate(list(self._waiting)):
+            if self._free[lane.device] <= 0 or idle.get(lane.model, 0) <= 0:
+                continue
+            head = self._head(lane)
+            if head is not None:
+                late = head.priority == "bulk" and not self._aged(head)
+                keyed.append(((late, self._served[lane.model], self._rank(head), number), lane))
+        return [lane for _, lane in sorted(keyed, key=lambda pair: pair[0])]
+
+    def _head(self, lane: Lane) -> Work | None:
+        """What has waited longest of what may run; what is past its deadline is dropped on the way."""
+        heads: list[Work] = []
+        priority: Priority
+        for priority in ("interactive", "bulk"):
+            while (head := self._oldest(lane, priority)) is not None and head.deadline <= self._clock():
+                self.remove(head)
+            if head is not None and not (heads and priority == "bulk" and not self._aged(head)):
+                heads.append(head)
+        return min(heads, key=self._rank, default=None)
+
+    def _oldest(self, lane: Lane, priority: Priority) -> Work | None:
+        queues = self._waiting.get(lane)
+        return next(iter(queues.of(priority)), None) if queues else None
+
+    def _eligible(self, lane: Lane) -> list[Work]:
+        """What may be in the next batch, in order; what is past its deadline is dropped on the way."""
+        queues, now = self._waiting.get(lane, _Queues()), self._clock()
+        bulk, interactive = list(islice(queues.bulk, WINDOW)), list(islice(queues.interactive, WINDOW))
+        for work in (*bulk, *interactive):
+            if work.deadline <= now:
+                self.remove(work)
+        aged = [work for work in bulk if self._aged(work)]
+        found = sorted((work for work in (*interactive, *aged) if work.left), key=self._rank)
+        return found or [work for work in bulk if work.left]
+
+    def _aged(self, work: Work) -> bool:
+        return work.priority == "bulk" and self._clock() >= work.since + self._patience
+
+    def _rank(self, work: Work) -> float:
+        return work.since + (self._patience if work.priority == "bulk" else 0.0)
+
+    def _ripe(self, lane: Lane) -> bool:
+        """Whether a forward is worth its start now, though more could be decoded first."""
+        head = self._head(lane)
+        if head is None:
+            return False
+        enough = lane.padded or lane.target
+        waited = self._clock() - head.since
+        full = self._waiting[lane].rows >= enough or waited >= lane.costs.seconds(enough, head.depth)
+        return lane.device != CPU or full
+
+    def _overdue(self, lane: Lane) -> bool:
+        """Whether a single row has waited for all slots for as long as its own forward takes."""
+        head = self._head(lane)
+        return head is not None and self._clock() - head.since > lane.costs.seconds(1)
+
+    def _formed(self, lane: Lane, idle: int) -> Batch | None:
+        works = self._eligible(lane)
+        if not works:
+            return None
+        mates, why = _mates(works, lane.costs)
+        rows = self._size(lane, mates, idle)
+        parts = tuple(_filled(mates, rows, lane))
+        count = sum(part.stop - part.start for part in parts)
+        slots = self._slots(lane, count)
+        if slots > self._free[lane.device]:
+            return None
+        depth = max(part.work.depth for part in parts)
+        return Batch(lane, parts, slots, depth, lane.costs.seconds(lane.padded or count, depth), why)
+
+    def _size(self, lane: Lane, mates: Sequence[Work], idle: int) -> int:
+        """How many rows the next forward should have."""
+        if mates[0].alone or mates[0].whole:
+            return min(mates[0].left, lane.ceiling)
+        waiting = sum(work.left for work in mates)
+        device, free, speedup = self._devices[lane.device], self._free[lane.device], lane.costs.speedup
+        if speedup > 1 and free == device.slots > 1 and waiting <= 2 * speedup:
+            return 1  # one after the other on all cores is quicker than side by side
+        sides = min(free // lane.width, idle) if device.parallel else 1
+        share = math.ceil(waiting / max(sides, 1))
+        if lane.costs.seconds(waiting) < WORTH * lane.costs.seconds(share):
+            share = waiting  # the fixed part of two forwards is more than they gain side by side
+        return min(max(share, 2 if speedup > 1 else 1), lane.padded or lane.target, lane.ceiling)
+
+    def _slots(self, lane: Lane, rows: int) -> int:
+        """All of them for a single row that gains by it, else one: it hangs on nothing but the number of rows.
+
+        Other threads make other bits, so that a batch of the same shape must always get the same number of them.
+        """
+        solo = (lane.padded or rows) == 1 and lane.costs.speedup > 1
+        return self._devices[lane.device].slots if solo else lane.width
+
+    def _started(self, batch: Batch) -> Batch:
+        queues = self._waiting[batch.lane]
+        for part in batch.parts:
+            queues.rows -= part.stop - part.start
+            part.work.given = part.stop
+            if part.work.left == 0:
+                self.remove(part.work)
+        model = batch.lane.model
+        self._free[batch.lane.device] -= batch.slots
+        self._running[model] = self._running.get(model, 0) + 1
+        self._served[model] += batch.seconds * batch.slots
+        return batch
+
+    def _preparation(self) -> Preparation | None:
+        for waiting in self._preparations.values():
+            for found in waiting:
+                del waiting[found]
+                self._free[CPU] -= 1
+                return found
+        return None
+
+
+def _mates(works: Sequence[Work], costs: Costs) -> tuple[list[Work], Why]:
+    """The requests that share a forward with the first one, and why."""
+    head = works[0]
+    if head.alone or head.whole:
+        return [head], "isolated"
+    others = [work for work in works if not (work.alone or work.whole)]
+    if len(others) == 1:
+        return [head], "single"
+    depths = sorted({work.depth for work in others})
+    if len(depths) == 1:
+        return others, "same_depth"
+    low, high = _cluster(others, depths, costs, head.depth)
+    mates = [work for work in others if low <= work.depth <= high]
+    if len(mates) < len(others):
+        return mates, "sharing_costs"
+    return mates, "sharing_pays"
+
+
+def _cluster(works: Sequence[Work], depths: Sequence[float], costs: Costs, depth: float) -> tuple[float, float]:
+    """From which depth to which requests run together with one of a depth: what makes all of them end soonest.
+
+    A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
+    sorted depths into pieces the cheapest is taken, by the sum of the pieces' forwards.
+    """
+    rows = {each: sum(work.left for work in works if work.depth == each) for each in depths}
+    best: list[tuple[float, int]] = [(0.0, 0)]  # for the first so many depths: cost, and where the last piece begins
+    for stop in range(1, len(depths) + 1):
+        best.append(
+            min(
+                (
+                    best[start][0] + costs.seconds(sum(rows[each] for each in depths[start:stop]), depths[stop - 1]),
+                    start,
+                )
+                for start in range(stop)
+            )
+        )
+    stop = len(depths)
+    while depths[best[stop][1]] > depth:
+        stop = best[stop][1]
+    return depths[best[stop][1]], depths[stop - 1]
+
+
+def _filled(mates: Iterable[Work], rows: int, lane: Lane) -> Iterator[Part]:
+    """The first rows, within the memory that a forward may take; at least one."""
+    left, room = rows, lane.budget
+    for number, work in enumerate(mates):
+        each = lane.costs.row_bytes + work.row_bytes
+        count = min(work.left, left, room // max(each, 1))
+        if number == 0:
+            count = work.left if work.whole else max(count, 1)
+        if count <= 0:
+            return
+        yield Part(work, work.given, work.given + count)
+        left, room = left - count, room - count * each

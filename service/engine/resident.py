@@ -1,0 +1,137 @@
+"""A model that lives in this process, or is on its way in: its threads, its lanes, what is admitted for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from models import warmup
+from models.catalog import Catalog
+from models.errors import LayertapError, LoadError
+from models.loaded import MAX_CATALOGS, LoadedModel, Shapes
+from service.engine.policy import CPU, Lane
+from service.engine.scheduler import Crew, Scheduler
+from service.engine.worker import Worker
+from service.settings import Settings
+
+log = logging.getLogger("layertap")
+SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free when a model is loaded: what its forwards may take
+
+
+class Resident:
+    """One model in memory. ``loaded`` tells when it is there, or why it is not.
+
+    ``rows`` are admitted and not answered; it and ``last_used`` are touched by the event loop only. ``stopping``: from
+    now on it takes nothing.
+    """
+
+    def __init__(self, name: str, load: Callable[[], LoadedModel], scheduler: Scheduler, settings: Settings) -> None:
+        self.loaded: Future[LoadedModel] = Future()
+        self.settled: Future[None] = Future()  # as ``loaded``, but tells no reason
+        self.rows = 0
+        self.last_used = 0.0
+        self.stopping = False
+        self._name = name
+        self._scheduler = scheduler
+        self._settings = settings
+        self._budget = 0
+        self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
+        self._lanes: dict[Shapes, tuple[Catalog, Lane]] = {}
+        self._workers = [Worker(f"model-{name}")]
+        self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
+        self._workers[0].post(partial(self._load, load))
+
+    @property
+    def dead(self) -> bool:
+        """Whether a thread ended though nobody stopped it."""
+        return any(worker.dead for worker in self._workers)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its model could not be loaded."""
+        return self.loaded.done() and self.loaded.exception() is not None
+
+    @property
+    def pace(self) -> float:
+        """Seconds that a row takes its device, as of late."""
+        crew = self._scheduler.crew(self._name)
+        return crew.pace if crew else 0.0
+
+    @property
+    def apart(self) -> bool:
+        """Whether every request must have its forwards for itself, so that its bits are always the same."""
+        return self._moves
+
+    def lane(self, catalog: Catalog, shapes: Shapes) -> Lane:
+        """What rows of a shape wait in."""
+        known = self._lanes.get(shapes)
+        if known is not None and known[0] is catalog:
+            return known[1]
+        if len(self._lanes) > MAX_CATALOGS:
+            self._lanes.clear()
+        lane = self._new_lane(self.loaded.result(), catalog)
+        self._lanes[shapes] = catalog, lane
+        return lane
+
+    def ceilings(self) -> int:
+        """The most rows of a forward of the shape that was asked for last."""
+        return next((lane.ceiling for _, lane in reversed(list(self._lanes.values()))), 0)
+
+    async def stop(self, patience: float | None) -> None:
+        """Finish what was given, then end the threads; wait for that at most so many seconds."""
+        self.stopping = True
+        try:
+            async with asyncio.timeout(patience):
+                await asyncio.wait((asyncio.wrap_future(self.settled),))
+                if not self.failed:
+                    await asyncio.shield(asyncio.wrap_future(self._scheduler.leave(self._name)))
+                for worker in self._workers:
+                    await asyncio.to_thread(worker.join, None)
+        except TimeoutError:
+            return
+
+    def _load(self, load: Callable[[], LoadedModel]) -> None:
+        try:
+            model = load()
+            self._budget = self._measured(model)
+            self._moves = self._settings.fixed_batch_rows is not None and not model.steady(
+                self._settings.fixed_batch_rows
+            )
+        except Exception as error:  # of a third party's forward, too; what loading raises is of the tree
+            self._workers[0].stop()
+            known = isinstance(error, LayertapError)
+            self.loaded.set_exception(error if known else LoadError(f"warming up ended in {type(error).__name__}"))
+            return
+        if self._moves:
+            log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self._name}})
+        self._workers += [Worker(f"model-{self._name}-{number}") for number in range(1, len(model.replicas))]
+        for worker in self._workers:
+            worker.post(partial(torch.set_num_threads, 1))
+        self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / len(model.replicas)))
+        self.loaded.set_result(model)
+
+    def _measured(self, model: LoadedModel) -> int:
+        """Bytes that one forward may take."""
+        if self._settings.batch_memory_bytes is not None:
+            return self._settings.batch_memory_bytes
+        free = warmup.available_bytes(model.device) * SHARE[model.device.type]
+        return int(free / len(model.replicas))
+
+    def _new_lane(self, model: LoadedModel, catalog: Catalog) -> Lane:
+        settings = self._settings
+        most = settings.fixed_batch_rows or settings.max_batch_rows
+        fitting = max(self._budget // max(catalog.costs.row_bytes, 1), 1)
+        return Lane(
+            model=self._name,
+            device=CPU if model.device.type == "cpu" else str(model.device),
+            costs=catalog.costs,
+            ceiling=min(most, fitting) if catalog.rowwise else 1,
+            budget=self._budget,
+            padded=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
+            width=max(settings.cpu_threads // settings.replicas, 1) if model.device.type == "cpu" else 1,
+        )

@@ -1,0 +1,303 @@
+"""Starts what the policy says: batches in their replicas' threads, decoding in a pool. Answers go to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from models import warmup
+from models.errors import LayertapError
+from models.loaded import LoadedModel
+from service.engine.execution import Execution, Outcome, Results, raised
+from service.engine.job import Job
+from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Priority, Work
+from service.engine.worker import Worker
+from service.metrics import Metrics
+
+T = TypeVar("T")
+SMOOTHING = 0.2  # the newest batch's part in a mean
+
+
+@dataclass
+class Crew:
+    """A model's replicas at work: a thread for each, and which of them do nothing now.
+
+    ``forward_pace``, ``decode_pace``: seconds of all slots that a row took of late. ``calls`` want the first replica
+    for themselves.
+    """
+
+    model: LoadedModel
+    workers: list[Worker]
+    forward_pace: float
+    decode_pace: float = 0.0
+    idle: list[int] = field(default_factory=list)
+    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    drained: Future[None] | None = None
+
+    @property
+    def pace(self) -> float:
+        """Seconds that the device takes for a row, as of late."""
+        return self.forward_pace + self.decode_pace
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request whose rows wait or run; ``parts`` are the results so far, by their first row."""
+
+    job: Job
+    answer: asyncio.Future[list[Results]]
+    missing: int  # rows without results
+    submitted: float
+    started: float | None = None
+    parts: dict[int, Results] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def note(self, batch: Batch, outcome: Outcome) -> None:
+        """Keep how long a part of it took, in which company."""
+        self.steps["queue"] = (self.started or self.submitted) - self.submitted
+        self.steps["forward"] = self.steps.get("forward", 0.0) + outcome.forward
+        self.steps["copy"] = self.steps.get("copy", 0.0) + outcome.copy
+        self.notes["fill"] = f"{outcome.rows}/{batch.lane.ceiling}"
+        self.notes["depth"] = f"{batch.depth:.4g}"
+
+
+class Scheduler:
+    """One for a process. Its methods may be called from any thread unless they say otherwise."""
+
+    def __init__(self, metrics: Metrics, slots: int, clock: Clock = time.monotonic) -> None:
+        self.slots = slots
+        self._threads = max(warmup.cores() // slots, 1)  # of a slot
+        self._metrics = metrics
+        self._policy = Policy({CPU: Device(slots)}, clock)
+        self._lock = threading.RLock()
+        self._crews: dict[str, Crew] = {}
+        self._pending: dict[Work, _Pending] = {}
+        self._decoding: dict[Preparation, Callable[[], None]] = {}
+        self._pool = ThreadPoolExecutor(slots, "decode", initializer=partial(torch.set_num_threads, 1))
+
+    def enter(self, name: str, crew: Crew) -> None:
+        """A model is loaded: its replicas take batches from now on."""
+        with self._lock:
+            crew.idle = list(range(len(crew.workers)))
+            self._crews[name] = crew
+            if crew.model.device.type != CPU:
+                self._policy.equip(str(crew.model.device), Device(1, parallel=False))
+
+    def leave(self, name: str) -> Future[None]:
+        """Take no more for a model; done when all that was given is, and its threads are told to end."""
+        with self._lock:
+            crew = self._crews.get(name)
+            gone: Future[None] = Future()
+            if crew is None:
+                gone.set_result(None)
+                return gone
+            crew.drained = crew.drained or gone
+            self._dispatch()
+            return crew.drained
+
+    def crew(self, name: str) -> Crew | None:
+        """A loaded model's crew, None where it is not loaded or about to go."""
+        crew = self._crews.get(name)
+        return crew if crew is not None and crew.drained is None else None
+
+    def waiting(self, name: str) -> int:
+        """Rows of a model that are in no batch yet."""
+        with self._lock:
+            return self._policy.waiting(name)
+
+    def at_rest(self, name: str) -> bool:
+        """Whether a model has nothing to do."""
+        with self._lock:
+            crew = self._crews[name]
+            return len(crew.idle) == len(crew.workers) and not crew.calls and not self._policy.waiting(name)
+
+    def close(self) -> None:
+        """End the pool; models have left before."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def call(self, name: str, run: Callable[[LoadedModel], T]) -> Future[T]:
+        """Run a function of a model in its first replica's thread, when it does nothing else."""
+        future: Future[T] = Future()
+        with self._lock:
+            crew = self._crews[name]
+            crew.calls.append(partial(self._called, crew, run, future))
+            self._dispatch()
+        return future
+
+    def decode(self, name: str, run: Callable[[], T], priority: Priority) -> Future[T]:
+        """Run something that decodes for a model when the policy lets it."""
+        future: Future[T] = Future()
+        preparation = Preparation(priority)
+        with self._lock:
+            self._decoding[preparation] = partial(self._decoded, self._crews.get(name), preparation, run, future)
+            self._policy.prepare(preparation)
+            self._dispatch()
+        return future
+
+    async def run(self, work: Work, job: Job) -> list[Results]:
+        """A job's results in the host's memory, in one part or several whose rows follow each other.
+
+        Called on the event loop. Cancelled, what still waits never runs.
+        """
+        answer: asyncio.Future[list[Results]] = asyncio.get_running_loop().create_future()
+        pending = _Pending(job, answer, work.rows, time.perf_counter())
+        with self._lock:
+            self._pending[work] = pending
+            self._policy.add(work)
+            self._dispatch()
+        try:
+            return await answer
+        finally:
+            with self._lock:
+                if self._pending.pop(work, None) is not None:
+                    self._policy.remove(work)
+            for name, seconds in pending.steps.items():
+                job.timings.add(name, seconds)
+            job.timings.notes.update(pending.notes)
+            if pending.started is None:
+                self._unserved(work)
+
+    def _dispatch(self) -> None:
+        """Start all that may start now; under the lock."""
+        for crew in self._crews.values():
+            if crew.calls and 0 in crew.idle:
+                crew.idle.remove(0)
+                crew.workers[0].post(crew.calls.popleft())
+        while (what := self._policy.take({name: len(crew.idle) for name, crew in self._crews.items()})) is not None:
+            if isinstance(what, Preparation):
+                self._pool.submit(self._decoding.pop(what))
+            else:
+                self._start(what)
+        for name in [name for name, crew in self._crews.items() if crew.drained is not None]:
+            self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        """End a model's threads as soon as it has nothing left to do; under the lock."""
+        if not self.at_rest(name):
+            return
+        crew = self._crews.pop(name)
+        self._policy.forget(name)
+        for worker in crew.workers:
+            worker.stop()
+        if crew.drained is not None:
+            crew.drained.set_result(None)
+
+    def _start(self, batch: Batch) -> None:
+        crew = self._crews[batch.lane.model]
+        crew.idle.sort()
+        number = crew.idle.pop(0)
+        now, jobs = time.perf_counter(), {}
+        for part in batch.parts:
+            pending = self._pending[part.work]
+            pending.started = pending.started or now
+            jobs[part.work] = pending.job
+        crew.workers[number].post(partial(self._ran, crew, number, batch, jobs))
+
+    def _ran(self, crew: Crew, number: int, batch: Batch, jobs: dict[Work, Job]) -> None:
+        """A batch, from its start to its answers; in the thread of its replica."""
+        begun = time.perf_counter()
+        execution = Execution(crew.model, crew.model.replicas[number], batch, jobs, batch.slots * self._threads)
+        outcomes = execution.outcomes()
+        seconds = time.perf_counter() - begun
+        with self._lock:
+            if execution.failures.too_many is not None:
+                self._policy.lower(batch.lane, execution.failures.too_many)
+            self._policy.done(batch, seconds)
+            spent = seconds * batch.slots / self._policy.slots(batch.lane.device) / batch.rows
+            crew.forward_pace += SMOOTHING * (spent - crew.forward_pace)
+            crew.idle.append(number)
+            self._answer(batch, outcomes)
+            self._dispatch()
+        self._report(batch, execution, seconds)
+
+    def _answer(self, batch: Batch, outcomes: list[Outcome]) -> None:
+        """Hand over what is complete, all of it in one go to the event loop; under the lock."""
+        ready: list[tuple[asyncio.Future[list[Results]], list[Results] | LayertapError | RuntimeError]] = []
+        for outcome in outcomes:
+            work, pending = outcome.part.work, self._pending.get(outcome.part.work)
+            if pending is None:
+                continue  # cancelled, or failed in another part
+            pending.note(batch, outcome)
+            if isinstance(outcome.results, Exception):
+                ready.append((pending.answer, outcome.results))
+            else:
+                pending.parts[outcome.part.start] = outcome.results
+                pending.missing -= outcome.part.stop - outcome.part.start
+                if pending.missing:
+                    continue
+                ready.append((pending.answer, [pending.parts[start] for start in sorted(pending.parts)]))
+            self._policy.remove(work)
+            del self._pending[work]
+        if ready:
+            ready[0][0].get_loop().call_soon_threadsafe(_deliver, ready)
+
+    def _report(self, batch: Batch, execution: Execution, seconds: float) -> None:
+        model, lane = batch.lane.model, batch.lane
+        requests = len({part.work for part in batch.parts})
+        self._metrics.batch(
+            model, batch.rows, max(lane.ceiling, batch.rows), requests, min(batch.depth, 1.0), seconds, batch.why
+        )
+        for _ in range(execution.failures.out_of_memory):
+            self._metrics.out_of_memory(model)
+        for _ in range(execution.failures.memory):
+            self._metrics.split(model, "memory")
+        for _ in range(execution.failures.error):
+            self._metrics.split(model, "error")
+
+    def _unserved(self, work: Work) -> None:
+        """Count a request that never came to a forward."""
+        late = time.monotonic() >= work.deadline
+        (self._metrics.expired if late else self._metrics.cancelled)(work.lane.model)
+
+    def _called(self, crew: Crew, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
+        with warmup.threads(warmup.cores()):
+            _settle(future, partial(run, crew.model))
+        with self._lock:
+            crew.idle.append(0)
+            self._dispatch()
+
+    def _decoded(self, crew: Crew | None, preparation: Preparation, run: Callable[[], T], future: Future[T]) -> None:
+        begun = time.perf_counter()
+        _settle(future, run)
+        seconds = time.perf_counter() - begun
+        with self._lock:
+            self._policy.done(preparation, seconds)
+            if crew is not None:
+                crew.decode_pace += SMOOTHING * (seconds / self.slots - crew.decode_pace)
+            self._dispatch()
+
+
+def _settle(future: Future[T], run: Callable[[], T]) -> None:
+    """Run something unless nobody waits for it any more; what it raises belongs to whoever waits."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = run()
+    except LayertapError as error:
+        future.set_exception(error)
+    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+        future.set_exception(raised(error))
+    else:
+        future.set_result(result)
+
+
+def _deliver(
+    ready: list[tuple[asyncio.Future[list[Results]], list[Results] | LayertapError | RuntimeError]],
+) -> None:
+    for answer, found in ready:
+        if answer.done():
+            continue
+        if isinstance(found, Exception):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)

@@ -1,0 +1,18 @@
+"""``GET /metrics`` for Prometheus."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from service.metrics import CONTENT_TYPE, Metrics
+
+router = APIRouter()
+
+
+# Not in the OpenAPI document: who reads it calls with JSON, and a scraper reads none. docs/metrics.md has every name.
+# Not async: rendering takes milliseconds, and counting hooks walks through every loaded model. A thread does that.
+@router.get("/metrics", include_in_schema=False)
+def metrics(request: Request) -> Response:
+    """Every figure of this server in Prometheus' text format."""
+    figures: Metrics = request.app.state.metrics
+    return Response(figures.render(), headers={"Content-Type": CONTENT_TYPE})

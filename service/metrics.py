@@ -1,0 +1,243 @@
+"""What the server counts and measures, for Prometheus. One ``Metrics`` for each application: nothing is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+OTHER = "other"
+STEPS = ("parse", "decode", "queue", "forward", "copy", "encode")
+Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs"]
+Reason = Literal["queue_rows", "queue_bytes", "deadline"]
+Cause = Literal["memory", "error"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is so at this moment; rows, bytes and hooks are counts, a mapping has the models it knows of by name."""
+
+    queue_rows: int = 0
+    queue_bytes: int = 0
+    running_rows: int = 0
+    states: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, int] = field(default_factory=dict)
+    ceilings: Mapping[str, int] = field(default_factory=dict)
+
+
+class Metrics:
+    """Every figure of one application.
+
+    Any thread may call anything. Model names are those of the configuration, routes those of the application: each
+    value of a label that is new stays for as long as the process lives.
+    """
+
+    def __init__(self) -> None:
+        self._registry = _Registry()
+        self._families = _Families(self._registry)
+        self._routes: dict[str, _Route] = {}
+        self._statuses: dict[tuple[str, int], Counter] = {}
+        self._models: dict[str, _Model] = {}
+        self._steps = {step: self._families.step_seconds.labels(step) for step in STEPS}
+        self._refused = {reason: self._families.refused.labels(reason) for reason in get_args(Reason)}
+
+    def request(
+        self, route: str, status: int, seconds: float, steps: Mapping[str, float], body_bytes: int, reply_bytes: int
+    ) -> None:
+        """A request that has ended.
+
+        ``route`` is a template or ``OTHER``; ``status`` 0 where no reply was begun; ``steps`` has milliseconds by name,
+        of which those that are not in ``STEPS`` are left out.
+        """
+        key = (route, status)
+        answered = self._statuses.get(key) or self._statuses.setdefault(key, self._families.requests.labels(*key))
+        answered.inc()
+        of = self._routes.get(route) or self._routes.setdefault(route, _Route.of(self._families, route))
+        of.seconds.observe(seconds)
+        of.body_bytes.inc(body_bytes)
+        of.reply_bytes.inc(reply_bytes)
+        for step, observed in self._steps.items():
+            milliseconds = steps.get(step)
+            if milliseconds is not None:
+                observed.observe(milliseconds / 1000)
+
+    def batch(self, model: str, rows: int, ceiling: int, requests: int, depth: float, seconds: float, why: Why) -> None:
+        """A batch that has ended: its rows, the most that it might have had (at least 1), how many requests'.
+
+        ``depth`` is the share of the model's cost before it stopped, 0 to 1; ``why`` tells why just these requests
+        shared a forward.
+        """
+        of = self._of(model)
+        of.batches[why].inc()
+        of.rows.observe(rows)
+        of.fill.observe(rows / ceiling)
+        of.requests.observe(requests)
+        of.depth.observe(depth)
+        of.seconds.observe(seconds)
+
+    def answered(self, model: str, rows: int) -> None:
+        """Rows whose features were handed back: each once, however many forwards it took part in."""
+        self._of(model).answered.inc(rows)
+
+    def refused(self, reason: Reason) -> None:
+        """A request that found no place in the queue."""
+        self._refused[reason].inc()
+
+    def expired(self, model: str) -> None:
+        """A request whose deadline passed while it was in the queue."""
+        self._of(model).expired.inc()
+
+    def cancelled(self, model: str) -> None:
+        """A request whose client went away while it was in the queue."""
+        self._of(model).cancelled.inc()
+
+    def split(self, model: str, cause: Cause) -> None:
+        """A batch that was run again in parts."""
+        self._of(model).split[cause].inc()
+
+    def out_of_memory(self, model: str) -> None:
+        """A forward that the device had no memory for."""
+        self._of(model).out_of_memory.inc()
+
+    def watch(self, read: Callable[[], Snapshot]) -> None:
+        """Have the gauges read at every scrape, in the thread that renders; ValueError the second time."""
+        self._registry.register(_Watched(read))
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format, of type ``CONTENT_TYPE``; computes, so it belongs in a thread."""
+        return generate_latest(self._registry)
+
+    def _of(self, model: str) -> _Model:
+        return self._models.get(model) or self._models.setdefault(model, _Model.of(self._families, model))
+
+
+class _Registry(CollectorRegistry):
+    """Leaves out when each series began: the library writes that as one more series each."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+class _Watched(Collector):
+    """Gauges that are read only when somebody asks for them."""
+
+    def __init__(self, read: Callable[[], Snapshot]) -> None:
+        self._read = read
+
+    def describe(self) -> Iterable[Metric]:
+        return _gauges(Snapshot())
+
+    def collect(self) -> Iterable[Metric]:
+        return _gauges(self._read())
+
+
+def _gauges(now: Snapshot) -> list[Metric]:
+    states = GaugeMetricFamily("layertap_model_state", "1 for the state that a model is in.", labels=("model", "state"))
+    for model, state in now.states.items():
+        states.add_metric((model, state), 1)
+    return [
+        GaugeMetricFamily("layertap_queue_rows", "Rows that wait for a forward.", now.queue_rows),
+        GaugeMetricFamily("layertap_queue_bytes", "Bytes of bodies, rows, expected replies.", now.queue_bytes),
+        GaugeMetricFamily("layertap_running_rows", "Rows in decoding or in a forward.", now.running_rows),
+        states,
+        _by_model("layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", now.hooks),
+        _by_model("layertap_batch_ceiling_rows", "Rows that a forward may have at most.", now.ceilings),
+    ]
+
+
+def _by_model(name: str, documentation: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, documentation, labels=("model",))
+    for model, value in values.items():
+        family.add_metric((model,), value)
+    return family
+
+
+class _Families:
+    """Each name with its labels and buckets."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, documentation: str, *labels: str) -> Counter:
+            return Counter(f"layertap_{name}", documentation, labels, registry=registry)
+
+        def histogram(name: str, documentation: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"layertap_{name}", documentation, labels, registry=registry, buckets=buckets)
+
+        self.requests = counter("requests_total", "Requests.", "route", "status")
+        self.request_seconds = histogram("request_seconds", "From a request's head to its end.", SECONDS, "route")
+        self.step_seconds = histogram("step_seconds", "What a request spent in each step.", SECONDS, "step")
+        self.body_bytes = counter("request_bytes_total", "Bytes of bodies that were read.", "route")
+        self.reply_bytes = counter("reply_bytes_total", "Bytes of bodies that were sent.", "route")
+        self.batches = counter("batches_total", "Batches, by why just these requests shared one.", "model", "why")
+        self.batch_rows = histogram("batch_rows", "Rows of a batch.", COUNTS, "model")
+        self.batch_fill = histogram("batch_fill_ratio", "Rows of a batch by its ceiling.", RATIOS, "model")
+        self.batch_requests = histogram("batch_requests", "Requests that share a batch.", COUNTS, "model")
+        self.stop_depth = histogram("stop_depth_ratio", "Share of the cost before the stop.", RATIOS, "model")
+        self.forward_seconds = histogram("forward_seconds", "How long a batch took in its thread.", SECONDS, "model")
+        self.answered = counter("rows_total", "Rows whose features were handed back.", "model")
+        self.refused = counter("refused_total", "Requests that found no place in the queue.", "reason")
+        self.expired = counter("expired_total", "Requests whose deadline passed in the queue.", "model")
+        self.cancelled = counter("cancelled_total", "Requests whose client went away while they waited.", "model")
+        self.split = counter("split_total", "Batches that were run again in parts.", "model", "cause")
+        self.out_of_memory = counter("out_of_memory_total", "Forwards that had too little memory.", "model")
+
+
+# Finding a labelled series takes longer than adding to it, so each is looked up once. All of a model begin together,
+# at 0: a rate needs a value before the first event.
+
+
+@dataclass(frozen=True)
+class _Route:
+    seconds: Histogram
+    body_bytes: Counter
+    reply_bytes: Counter
+
+    @classmethod
+    def of(cls, families: _Families, route: str) -> _Route:
+        return cls(
+            families.request_seconds.labels(route),
+            families.body_bytes.labels(route),
+            families.reply_bytes.labels(route),
+        )
+
+
+@dataclass(frozen=True)
+class _Model:
+    batches: dict[Why, Counter]
+    rows: Histogram
+    fill: Histogram
+    requests: Histogram
+    depth: Histogram
+    seconds: Histogram
+    answered: Counter
+    expired: Counter
+    cancelled: Counter
+    split: dict[Cause, Counter]
+    out_of_memory: Counter
+
+    @classmethod
+    def of(cls, families: _Families, model: str) -> _Model:
+        return cls(
+            batches={why: families.batches.labels(model, why) for why in get_args(Why)},
+            rows=families.batch_rows.labels(model),
+            fill=families.batch_fill.labels(model),
+            requests=families.batch_requests.labels(model),
+            depth=families.stop_depth.labels(model),
+            seconds=families.forward_seconds.labels(model),
+            answered=families.answered.labels(model),
+            expired=families.expired.labels(model),
+            cancelled=families.cancelled.labels(model),
+            split={cause: families.split.labels(model, cause) for cause in get_args(Cause)},
+            out_of_memory=families.out_of_memory.labels(model),
+        )
+
+
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
