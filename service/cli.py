@@ -33,6 +33,7 @@ out = Console()
 notes = Console(stderr=True)
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 BATCH = 32
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 POOLS = "none, mean, max, gem, cls, flatten"
 
 Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
@@ -85,6 +86,7 @@ def serve(
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=math.ceil(settings.deadline_s),
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
 
 

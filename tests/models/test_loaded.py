@@ -303,7 +303,7 @@ def test_own_hooks() -> None:
     model = load(replace(net_spec("Chain"), source=f"python:{__name__}:Hooked"))
     x = batch(model.inputs, 2)
     extract(model, x, "conv", "relu", max_rows=1)
-    assert (model.hooks, model.own_hooks, hooks.count(model.module)) == (0, 1, 1)
+    assert (model.hooks, model.replicas[0].own_hooks, hooks.count(model.module)) == (0, 1, 1)
     handle = model.module.register_forward_hook(lambda *_: None)
     assert model.hooks == 1
     handle.remove()

@@ -1,0 +1,103 @@
+"""A server in a process of its own, and what the system says of that process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from urllib.request import urlopen
+
+import httpx
+
+from models.spec import ModelSpec
+from tests.service.busy import until
+from tests.service.support import Json
+
+ROOT = Path(__file__).parents[2]
+# Small forwards, so that requests are cut in many places; so much time that a slow machine is not too slow.
+SETTINGS = {"LAYERTAP_MAX_BATCH_ROWS": "8", "LAYERTAP_DEADLINE_S": "120", "LAYERTAP_BODY_TIMEOUT_S": "120"}
+STARTED = "Uvicorn running on "
+END_S = 120
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process holds: threads, descriptors, memory in bytes."""
+
+    threads: int
+    descriptors: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running server and its log."""
+
+    running: subprocess.Popen[bytes]
+    log: Path
+
+    @cached_property
+    def url(self) -> str:
+        """Where it listens, once it does."""
+        return next(line["message"].split()[3] for line in self.logged() if line["message"].startswith(STARTED))
+
+    def logged(self) -> list[Json]:
+        """Every whole line of its log."""
+        return [json.loads(line) for line in self.log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def usage(self) -> Usage:
+        """What it holds now."""
+        own = Path("/proc") / str(self.running.pid)
+        status = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
+        descriptors = len(list((own / "fd").iterdir()))
+        return Usage(int(status["Threads"]), descriptors, int(status["VmRSS"].split()[0]) * 1024)
+
+    def hooks(self) -> dict[str, int]:
+        """The hooks that are on each model."""
+        models = self._get("/models")["models"]
+        assert [model["state"] for model in models] == ["ready"] * len(models), models
+        return {model["name"]: model["hooks"] for model in models}
+
+    def offers(self, name: str) -> bool:
+        """Whether a request may have a field."""
+        return name in self._get("/openapi.json")["components"]["schemas"]["ExtractBody"]["properties"]
+
+    def end(self) -> int:
+        """Ask it to end; its exit status."""
+        self.running.send_signal(signal.SIGTERM)
+        return self.running.wait(END_S)
+
+    def _get(self, path: str) -> Json:
+        with urlopen(self.url + path, timeout=END_S) as reply:
+            found: Json = json.load(reply)
+        return found
+
+
+@contextmanager
+def process(specs: Iterable[ModelSpec], folder: Path) -> Iterator[Process]:
+    """``layertap serve`` with some models on a free port, ready."""
+    config, log = folder / "models.json", folder / "log"
+    config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
+    words = [sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(config)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | SETTINGS | {"PYTHONPATH": path}
+    with log.open("wb") as stream, subprocess.Popen(words, cwd=ROOT, env=environment, stderr=stream) as running:
+        try:
+            found = Process(running, log)
+            until(
+                lambda: (
+                    running.poll() is not None or any(each["message"].startswith(STARTED) for each in found.logged())
+                )
+            )
+            assert running.poll() is None, log.read_text()
+            until(lambda: httpx.get(f"{found.url}/readyz").status_code == 200)
+            yield found
+        finally:
+            running.kill()

@@ -1,0 +1,151 @@
+"""Very many requests at once, of all kinds: nobody sees another's data, and nothing is left behind.
+
+The server is a process of its own. What a reply must hold is computed here, by hooks that copy at once on modules
+that the service has never touched, and by numpy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.service.busy import on_the_wire, until
+from tests.service.load_nets import SERVED
+from tests.service.load_reference import fault_of
+from tests.service.load_requests import OPTIONS, Asked, Leave, Option, asked
+from tests.service.load_server import Process, Usage, process
+from tests.service.support import problem
+
+CONCURRENCY = 64
+AT_ONCE = 500  # requests whose replies are held until they are compared
+WARM_UP = 400
+MAX_GROWTH = 50 * 2**20  # bytes
+TIMEOUT_S = 120
+IDLE_S = 2  # a connection idle for longer is not used again: the server may be closing it
+SHOWN = 5
+
+Answer = httpx.Response | httpx.HTTPError | None
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at the server's process in /proc")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_load(tmp_path: Path, count: int) -> None:
+    """Each of the requests is answered with its own rows or its own error, whoever shares a forward with it."""
+    with process([served.spec(tmp_path) for served in SERVED], tmp_path) as server:
+        options = [option for option in OPTIONS if server.offers(option.name)]
+        idle = server.usage()
+        _check(server, 1, WARM_UP, options)
+        _settle(server, idle.descriptors, None)
+        warm = server.usage()
+        _check(server, 2, count, options)
+        _settle(server, idle.descriptors, warm.threads)
+        grown = server.usage().memory - warm.memory
+        assert grown <= MAX_GROWTH, f"{grown / 2**20:.0f} MiB more than after the warm-up"
+        assert [line for line in server.logged() if line["level"] in ("error", "critical")] == []
+        assert server.end() == 0
+
+
+def _check(server: Process, seed: int, count: int, options: Sequence[Option]) -> None:
+    """Send the requests of a seed and compare every answer."""
+    faults: list[str] = []
+    for start in range(0, count, AT_ONCE):
+        requests = [asked(seed, number, options) for number in range(start, min(start + AT_ONCE, count))]
+        answers = asyncio.run(_answers(server.url, requests))
+        with _one_thread():
+            found = [_fault(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        for request, fault in zip(requests, found, strict=True):
+            if fault:
+                faults.append(f"seed {seed}, request {request.number}, {request.words}\n  {fault}")
+    shown = "\n".join(faults[:SHOWN])
+    assert not faults, f"{len(faults)} of {count} answers are wrong, such as\n{shown}"
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Small forwards take longest where threads wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def _answers(url: str, requests: Sequence[Asked]) -> list[Answer]:
+    """What comes back for each request, so many of them at a time."""
+    gate = asyncio.Semaphore(CONCURRENCY)
+    limits = httpx.Limits(max_connections=CONCURRENCY, keepalive_expiry=IDLE_S)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
+
+        async def one(request: Asked) -> Answer:
+            sent = {**request.arguments}
+            sent["headers"] = {**sent.get("headers", {}), "x-request-id": request.name}
+            built = client.build_request("POST", "/extract", **sent)
+            async with gate:
+                return await (_left(built, request.leave) if request.leave else _answer(client, built))
+
+        return await asyncio.gather(*map(one, requests))
+
+
+async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> Answer:
+    try:
+        return await client.send(request)
+    except httpx.HTTPError as error:
+        return error
+
+
+async def _left(request: httpx.Request, leave: Leave) -> None:
+    """Send a request, or a part of it, and close the connection without waiting for the answer."""
+    data = on_the_wire(request)
+    _, writer = await asyncio.open_connection(request.url.host, request.url.port)
+    writer.write(data[: int(len(data) * leave.sent)])
+    await asyncio.sleep(leave.stays_s)
+    if leave.abrupt:
+        writer.transport.abort()
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+def _fault(request: Asked, answer: Answer) -> str:
+    """What is wrong with an answer; nothing where all is well."""
+    if answer is None:
+        return ""
+    if isinstance(answer, httpx.HTTPError):
+        return f"no answer: {answer!r}"
+    if answer.status_code != request.status:
+        return f"status {answer.status_code}, not {request.status}: {answer.text[:500]}"
+    if answer.headers["x-request-id"] != request.name:
+        return f"this is the answer to request {answer.headers['x-request-id']}"
+    if request.expected is None:
+        problem(answer, request.status)
+        return ""
+    return _left_out(request, answer) or fault_of(request.expected, answer)
+
+
+def _left_out(request: Asked, answer: httpx.Response) -> str:
+    if answer.headers["content-type"] != "application/json":
+        return ""
+    body = answer.json()
+    places = tuple(error["input"] for error in body["errors"])
+    return "" if places == request.skipped else f"inputs {places} were left out, not {request.skipped}"
+
+
+def _settle(server: Process, descriptors: int, threads: int | None) -> None:
+    """Wait until nothing is left of what was sent: no hook, no connection, no thread more than allowed."""
+
+    def quiet(usage: Usage) -> bool:
+        return usage.descriptors <= descriptors and (threads is None or usage.threads <= threads)
+
+    try:
+        until(lambda: not any(server.hooks().values()) and quiet(server.usage()))
+    except AssertionError:
+        left = f"{server.hooks()}, {server.usage()}"
+        raise AssertionError(f"not back to {descriptors} descriptors, {threads} threads: {left}") from None
