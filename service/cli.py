@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ out = Console()
 notes = Console(stderr=True)
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 BATCH = 32
+SPINS = "20000"
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 POOLS = "none, mean, max, gem, cls, flatten"
 
@@ -68,6 +70,10 @@ def serve(
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
+    # Threads of an operation wait for each other by spinning; by libgomp's own setting, where another process has taken
+    # a core, for so long that a forward takes seconds. torch reads this when it is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     import uvicorn
 
     from service import allocator, logs

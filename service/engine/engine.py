@@ -91,7 +91,8 @@ class Engine:
                 catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
                 planned = await self._planned(ask, model, catalog)
             fits(planned.plan, rows)
-            check_together(planned.plan, catalog, rows, self.settings.max_batch_rows)
+            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs))
+            check_together(planned.plan, catalog, rows, lane.ceiling)
             ask.reserve(max(planned.plan.nbytes(rows) - planned.plan.nbytes(count), 0))
         return Job(
             model,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Literal
 
 from models.catalog import Costs
@@ -18,7 +18,7 @@ from models.catalog import Costs
 Clock = Callable[[], float]
 Priority = Literal["interactive", "bulk"]
 Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs"]
-WINDOW = 256  # waiting requests that a batch is chosen from
+WINDOW = 128  # waiting requests that a batch is chosen from
 SLACK = 0.1  # of a row's time: where a forward's fixed part is less than that for each row, more rows gain nothing
 WORTH = 1.3  # side by side a forward must end so many times as soon
 FEW = 4  # rows that are always worth a forward
@@ -47,6 +47,12 @@ class Lane:
         """Rows from which on a forward gets no cheaper for each of them."""
         enough = math.ceil(self.costs.base / (SLACK * self.costs.per_row))
         return min(max(enough, FEW), self.ceiling)
+
+    def seconds(self, rows: int, depth: float = 1.0) -> float:
+        """Forwards of so many rows up to a share of their cost; padding costs what rows cost."""
+        if self.padded is None:
+            return self.costs.seconds(rows, depth)
+        return math.ceil(rows / self.padded) * self.costs.seconds(self.padded, depth)
 
 
 @dataclass(eq=False)
@@ -145,7 +151,9 @@ class Policy:
         self._free = {name: device.slots for name, device in devices.items()}
         self._waiting: dict[Lane, _Queues] = {}
         self._preparations: dict[Priority, dict[Preparation, None]] = {"interactive": {}, "bulk": {}}
+        self._preparing = 0
         self._served: dict[str, float] = {}  # seconds of slots that each model has had, or would have had
+        self._level: dict[str, float] = {}  # of each device: where a model begins that wants it anew
         self._running: dict[str, int] = {}
 
     def equip(self, name: str, device: Device) -> None:
@@ -161,8 +169,8 @@ class Policy:
         """Let a request wait for its forward."""
         work.since = self._clock()
         if work.lane.model not in self._active():
-            others = [self._served[model] for model in self._active() if model in self._served]
-            self._served[work.lane.model] = max(self._served.get(work.lane.model, 0.0), min(others, default=0.0))
+            level = self._level.get(work.lane.device, 0.0)
+            self._served[work.lane.model] = max(self._served.get(work.lane.model, 0.0), level)
         queues = self._waiting.setdefault(work.lane, _Queues())
         queues.of(work.priority)[work] = None
         queues.rows += work.left
@@ -189,19 +197,22 @@ class Policy:
     def take(self, idle: Mapping[str, int]) -> Batch | Preparation | None:
         """What starts now, None where nothing may; ``idle`` counts the replicas of each model that could run it."""
         kept: set[str] = set()  # devices whose slots are kept free for what needs all of them
-        ordered = self._ordered(idle)
-        found = self._first((lane for lane in ordered if self._ripe(lane)), kept, idle)
-        if found is None and CPU not in kept and self._free[CPU] > 0:
-            preparation = self._preparation()
-            if preparation is not None:
-                return preparation
-        found = found or self._first(ordered, kept, idle)
+        ordered, next_one = self._ordered(idle), self._undecoded()
+        if next_one is not None and not any(self._before(lane, next_one) for lane in ordered):
+            ordered = [lane for lane in ordered if lane.device != CPU]
+        found = self._first(ordered, kept, idle)
+        if found is None and next_one is not None and CPU not in kept:
+            del self._preparations[next_one.priority][next_one]
+            self._free[CPU] -= 1
+            self._preparing += 1
+            return next_one
         return found and self._started(found)
 
     def done(self, what: Batch | Preparation, seconds: float) -> None:
         """A batch has ended, or a preparation; its slots are free again."""
         if isinstance(what, Preparation):
             self._free[CPU] += 1
+            self._preparing -= 1
             return
         model = what.lane.model
         self._free[what.lane.device] += what.slots
@@ -212,6 +223,8 @@ class Policy:
         """A model is gone; nothing of it waits or runs."""
         self._served.pop(model, None)
         self._running.pop(model, None)
+        for lane in [lane for lane in self._waiting if lane.model == model]:
+            del self._waiting[lane]  # what is past its deadline may still be here
 
     @staticmethod
     def lower(lane: Lane, rows: int) -> None:
@@ -241,8 +254,7 @@ class Policy:
                 continue
             head = self._head(lane)
             if head is not None:
-                late = head.priority == "bulk" and not self._aged(head)
-                keyed.append(((late, self._served[lane.model], self._rank(head), number), lane))
+                keyed.append(((self._late(head), self._served[lane.model], self._rank(head), number), lane))
         return [lane for _, lane in sorted(keyed, key=lambda pair: pair[0])]
 
     def _head(self, lane: Lane) -> Work | None:
@@ -252,9 +264,9 @@ class Policy:
         for priority in ("interactive", "bulk"):
             while (head := self._oldest(lane, priority)) is not None and head.deadline <= self._clock():
                 self.remove(head)
-            if head is not None and not (heads and priority == "bulk" and not self._aged(head)):
+            if head is not None:
                 heads.append(head)
-        return min(heads, key=self._rank, default=None)
+        return min(heads, key=self._order, default=None)
 
     def _oldest(self, lane: Lane, priority: Priority) -> Work | None:
         queues = self._waiting.get(lane)
@@ -267,25 +279,43 @@ class Policy:
         for work in (*bulk, *interactive):
             if work.deadline <= now:
                 self.remove(work)
-        aged = [work for work in bulk if self._aged(work)]
-        found = sorted((work for work in (*interactive, *aged) if work.left), key=self._rank)
-        return found or [work for work in bulk if work.left]
+        interactive = [work for work in interactive if work.left]
+        found = [*interactive, *(work for work in bulk if work.left and not (interactive and self._late(work)))]
+        return sorted(found, key=self._rank)
 
-    def _aged(self, work: Work) -> bool:
-        return work.priority == "bulk" and self._clock() >= work.since + self._patience
+    def _order(self, what: Work | Preparation) -> tuple[bool, float]:
+        return self._late(what), self._rank(what)
 
-    def _rank(self, work: Work) -> float:
-        return work.since + (self._patience if work.priority == "bulk" else 0.0)
+    def _late(self, what: Work | Preparation) -> bool:
+        return what.priority == "bulk" and self._clock() < self._rank(what)
 
-    def _ripe(self, lane: Lane) -> bool:
-        """Whether a forward is worth its start now, though more could be decoded first."""
+    def _rank(self, what: Work | Preparation) -> float:
+        return what.since + (self._patience if what.priority == "bulk" else 0.0)
+
+    def _undecoded(self) -> Preparation | None:
+        """What is decoded next, if the CPU has a slot for it; where forwards have all of them, one more is lent.
+
+        A bad picture is then refused at once, and a good one ready for the next batch, however long forwards take.
+        """
+        heads = [next(iter(waiting)) for waiting in self._preparations.values() if waiting]
+        lent = 0 if self._preparing else 1
+        return min(heads, key=self._order, default=None) if self._free.get(CPU, -1) + lent > 0 else None
+
+    def _before(self, lane: Lane, preparation: Preparation) -> bool:
+        """Whether a lane goes before what could be decoded: more urgent, or as urgent, ripe and not much newer."""
         head = self._head(lane)
-        if head is None:
+        if lane.device != CPU or head is None:
             return False
+        late, latest = self._late(preparation), self._rank(preparation) + self._patience
+        return self._late(head) < late or (
+            self._late(head) == late and self._ripe(lane, head) and self._rank(head) <= latest
+        )
+
+    def _ripe(self, lane: Lane, head: Work) -> bool:
+        """Whether a forward is worth its start now, though more could be decoded first."""
         enough = lane.padded or lane.target
         waited = self._clock() - head.since
-        full = self._waiting[lane].rows >= enough or waited >= lane.costs.seconds(enough, head.depth)
-        return lane.device != CPU or full
+        return self._waiting[lane].rows >= enough or waited >= lane.seconds(enough, head.depth)
 
     def _overdue(self, lane: Lane) -> bool:
         """Whether a single row has waited for all slots for as long as its own forward takes."""
@@ -296,7 +326,7 @@ class Policy:
         works = self._eligible(lane)
         if not works:
             return None
-        mates, why = _mates(works, lane.costs)
+        mates, why = _mates(works, lane)
         rows = self._size(lane, mates, idle)
         parts = tuple(_filled(mates, rows, lane))
         count = sum(part.stop - part.start for part in parts)
@@ -304,29 +334,31 @@ class Policy:
         if slots > self._free[lane.device]:
             return None
         depth = max(part.work.depth for part in parts)
-        return Batch(lane, parts, slots, depth, lane.costs.seconds(lane.padded or count, depth), why)
+        seconds = lane.seconds(count, depth) / (lane.costs.speedup if slots > 1 and _solo(lane, count) else 1.0)
+        return Batch(lane, parts, slots, depth, seconds, _told(why, parts))
 
     def _size(self, lane: Lane, mates: Sequence[Work], idle: int) -> int:
         """How many rows the next forward should have."""
         if mates[0].alone or mates[0].whole:
-            return min(mates[0].left, lane.ceiling)
+            return min(mates[0].left, lane.padded or lane.ceiling, lane.ceiling)
         waiting = sum(work.left for work in mates)
-        device, free, speedup = self._devices[lane.device], self._free[lane.device], lane.costs.speedup
-        if speedup > 1 and free == device.slots > 1 and waiting <= 2 * speedup:
+        device, free = self._devices[lane.device], self._free[lane.device]
+        solo = _solo(lane, 1)
+        if solo and free == device.slots > 1 and waiting <= 2 * lane.costs.speedup:
             return 1  # one after the other on all cores is quicker than side by side
         sides = min(free // lane.width, idle) if device.parallel else 1
         share = math.ceil(waiting / max(sides, 1))
-        if lane.costs.seconds(waiting) < WORTH * lane.costs.seconds(share):
+        if lane.seconds(waiting) < WORTH * lane.seconds(share):
             share = waiting  # the fixed part of two forwards is more than they gain side by side
-        return min(max(share, 2 if speedup > 1 else 1), lane.padded or lane.target, lane.ceiling)
+        return min(max(share, 2 if solo else 1), lane.padded or lane.target, lane.ceiling)
 
     def _slots(self, lane: Lane, rows: int) -> int:
         """All of them for a single row that gains by it, else one: it hangs on nothing but the number of rows.
 
         Other threads make other bits, so that a batch of the same shape must always get the same number of them.
         """
-        solo = (lane.padded or rows) == 1 and lane.costs.speedup > 1
-        return self._devices[lane.device].slots if solo else lane.width
+        every = self._devices[lane.device].slots
+        return every if _solo(lane, rows) else min(lane.width, every)
 
     def _started(self, batch: Batch) -> Batch:
         queues = self._waiting[batch.lane]
@@ -335,22 +367,20 @@ class Policy:
             part.work.given = part.stop
             if part.work.left == 0:
                 self.remove(part.work)
-        model = batch.lane.model
-        self._free[batch.lane.device] -= batch.slots
+        model, device = batch.lane.model, batch.lane.device
+        self._level[device] = max(self._level.get(device, 0.0), self._served[model])
+        self._free[device] -= batch.slots
         self._running[model] = self._running.get(model, 0) + 1
         self._served[model] += batch.seconds * batch.slots
         return batch
 
-    def _preparation(self) -> Preparation | None:
-        for waiting in self._preparations.values():
-            for found in waiting:
-                del waiting[found]
-                self._free[CPU] -= 1
-                return found
-        return None
+
+def _solo(lane: Lane, rows: int) -> bool:
+    """Whether a forward is one of a single row that gains by all cores."""
+    return (lane.padded or rows) == 1 and lane.costs.speedup > 1
 
 
-def _mates(works: Sequence[Work], costs: Costs) -> tuple[list[Work], Why]:
+def _mates(works: Sequence[Work], lane: Lane) -> tuple[list[Work], Why]:
     """The requests that share a forward with the first one, and why."""
     head = works[0]
     if head.alone or head.whole:
@@ -361,31 +391,34 @@ def _mates(works: Sequence[Work], costs: Costs) -> tuple[list[Work], Why]:
     depths = sorted({work.depth for work in others})
     if len(depths) == 1:
         return others, "same_depth"
-    low, high = _cluster(others, depths, costs, head.depth)
+    low, high = _cluster(others, depths, lane, head.depth)
     mates = [work for work in others if low <= work.depth <= high]
     if len(mates) < len(others):
         return mates, "sharing_costs"
     return mates, "sharing_pays"
 
 
-def _cluster(works: Sequence[Work], depths: Sequence[float], costs: Costs, depth: float) -> tuple[float, float]:
+def _told(why: Why, parts: Sequence[Part]) -> Why:
+    """Why, in the end: of those that could share not all need have found room."""
+    if why in ("same_depth", "sharing_pays") and len(parts) == 1:
+        return "single"
+    return "same_depth" if why == "sharing_pays" and len({part.work.depth for part in parts}) == 1 else why
+
+
+def _cluster(works: Sequence[Work], depths: Sequence[float], lane: Lane, depth: float) -> tuple[float, float]:
     """From which depth to which requests run together with one of a depth: what makes all of them end soonest.
 
     A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
     sorted depths into pieces the cheapest is taken, by the sum of the pieces' forwards.
     """
-    rows = {each: sum(work.left for work in works if work.depth == each) for each in depths}
+    rows = dict.fromkeys(depths, 0)
+    for work in works:
+        rows[work.depth] += work.left
+    sums = list(accumulate(rows.values(), initial=0))
     best: list[tuple[float, int]] = [(0.0, 0)]  # for the first so many depths: cost, and where the last piece begins
-    for stop in range(1, len(depths) + 1):
-        best.append(
-            min(
-                (
-                    best[start][0] + costs.seconds(sum(rows[each] for each in depths[start:stop]), depths[stop - 1]),
-                    start,
-                )
-                for start in range(stop)
-            )
-        )
+    for stop, deepest in enumerate(depths, 1):
+        costs = (best[start][0] + lane.seconds(sums[stop] - sums[start], deepest) for start in range(stop))
+        best.append(min(zip(costs, range(stop), strict=True)))
     stop = len(depths)
     while depths[best[stop][1]] > depth:
         stop = best[stop][1]
@@ -403,4 +436,6 @@ def _filled(mates: Iterable[Work], rows: int, lane: Lane) -> Iterator[Part]:
         if count <= 0:
             return
         yield Part(work, work.given, work.given + count)
+        if count < work.left:
+            return  # rows of others do not pass what is left of it
         left, room = left - count, room - count * each

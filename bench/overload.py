@@ -1,0 +1,107 @@
+"""Five times more than a server can bear: ``python -m bench.overload [--model M] [--seconds S] [--json FILE]``.
+
+Closed loop first, which tells the capacity; then an open loop at a multiple of it, whose clients give up after a while
+and say so; then one client again, until it is answered as before. All of it with ``bench.load``, on one server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load import Options, Report, Scenario, run
+from bench.machine import described
+from bench.serving.pictures import written
+from bench.serving.server import Server, serving
+from bench.startup import HOST
+
+NORMAL = 2.0  # times the latency before: an answer that took no longer is as before
+PROBES = 5
+RECOVERY_S = 60.0
+REFUSED = frozenset({429})
+
+
+def scenario(model: str, picture: bytes, patience: float) -> Scenario:
+    """One picture for one layer; its client waits so many seconds."""
+    headers = {"Content-Type": "image/jpeg", "X-Request-Timeout": f"{patience:g}"}
+    return Scenario("avgpool", f"model={model}&layers=avgpool&pool=flatten&format=npy", picture, headers)
+
+
+def measured(server: Server, one: Scenario, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Figures of the three phases."""
+    url = f"http://{HOST}:{server.port}"
+    before = run([one], Options(url, connections=1, requests=PROBES, warmup=PROBES)).total.latency_ms
+    closed = Options(url, connections=chosen.connections, seconds=chosen.seconds, warmup=2 * chosen.connections)
+    capacity = run([replace(one, headers={"Content-Type": "image/jpeg"})], closed).total.goodput
+    rate = chosen.times * capacity
+    flood = Options(url, rate=rate, seconds=chosen.seconds, most_in_flight=100_000, allow=REFUSED)
+    over = run([one], flood)
+    recovered = recovery(url, one, before.p50 if before else 0.0)
+    return {
+        "capacity": capacity,
+        "rate": rate,
+        "goodput": over.total.goodput,
+        "ratio": over.total.goodput / capacity,
+        "refusal_ms": asdict(over.total.refusal_ms) if over.total.refusal_ms else None,
+        "refused_with_retry_after": over.total.refused_with_retry_after,
+        "statuses": dict(over.total.statuses),
+        "latency_ms": asdict(over.total.latency_ms) if over.total.latency_ms else None,
+        "idle_p50_ms": before.p50 if before else None,
+        "normal_after_s": recovered,
+        "client_cpu": over.client_cpu,
+    }
+
+
+def recovery(url: str, one: Scenario, before_ms: float) -> float | None:
+    """Seconds from the end of the flood until answers take as long as before; None if they never do."""
+    begun = time.perf_counter()
+    while (passed := time.perf_counter() - begun) < RECOVERY_S:
+        probe: Report = run([one], Options(url, connections=1, requests=1, allow=REFUSED))
+        latency = probe.total.latency_ms
+        if latency is not None and probe.total.goodput and latency.p50 <= NORMAL * before_ms:
+            return passed
+    return None
+
+
+def table(results: dict[str, Any]) -> Table:
+    """For people."""
+    shown = Table("figure", "value", title="Overload")
+    for name, value in results.items():
+        shown.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    return shown
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(prog="python -m bench.overload", description="More than a server can bear.")
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of the closed and of the open loop")
+    parser.add_argument("--connections", type=int, default=16, help="of the closed loop")
+    parser.add_argument("--times", type=float, default=5.0, help="how many times the capacity")
+    parser.add_argument("--patience", type=float, default=4.0, help="seconds that a client of the flood waits")
+    parser.add_argument("--json", type=Path, help="a file for the results")
+    chosen = parser.parse_args()
+    machine = described()
+    with tempfile.TemporaryDirectory() as folder:
+        picture = written(Path(folder))[0].read_bytes()
+        with serving([chosen.model], Path(folder)) as server:
+            results = measured(server, scenario(chosen.model, picture, chosen.patience), chosen)
+    Console().print(table(results))
+    if chosen.json:
+        words = {name: value for name, value in vars(chosen).items() if name != "json"}
+        command = "python -m bench.overload " + " ".join(f"--{name} {value}" for name, value in words.items())
+        chosen.json.write_text(
+            json.dumps({"command": command, "machine": machine, "results": results}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
