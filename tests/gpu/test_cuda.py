@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,14 @@ from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
 from models.spec import ModelSpec
+from models.union import packed_copy
 from service.config import Configuration
 from tests.oracle import record, seeded
 from tests.server import serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LAYERS = ("layer1", "avgpool", "layer2.0.bn1,layer3", "fc", "*.relu#*", "conv1:input")
+DTYPES = (torch.float32, torch.float16, torch.int8, torch.uint8, torch.int64, torch.float64)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 
 
@@ -57,6 +61,48 @@ def test_the_same_request_gives_the_same_bits(tmp_path: Path) -> None:
         assert replies[0].content == replies[1].content
         prints.add(replies[0].headers["X-Layertap-Fingerprint"])
     assert len(prints) == 1
+
+
+def test_many_at_once_each_get_their_own(tmp_path: Path) -> None:
+    """Requests for different layers that share forwards on the GPU get what each gets alone, in one copy to the host."""
+    spec = ModelSpec("net", "torchvision:resnet18", weights="random:5", device="cuda")
+    generator = torch.Generator().manual_seed(6)
+    wanted = [
+        (torch.randn((1 + number % 3, 3, 224, 224), generator=generator), LAYERS[number % len(LAYERS)])
+        for number in range(48)
+    ]
+    with serving(Configuration((spec,), "net")) as live:
+        alone = [_extract(live.client, rows, layers) for rows, layers in wanted]
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(lambda each: _extract(live.client, *each), wanted))
+        assert live.client.get("/models/net").json()["hooks"] == 0
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys()
+        for key, expected in one.items():
+            scale = max(float(np.abs(expected).max()), 1e-6)
+            assert np.abs(other[key] - expected).max() <= TOLERANCE["float32"] * scale, key
+
+
+def test_out_of_memory_is_split(tmp_path: Path) -> None:
+    """A batch that the device has no memory for runs in pieces, and its request is answered."""
+    spec = ModelSpec("net", "torchvision:resnet18", weights="random:5", device="cuda")
+    rows = torch.randn((16, 3, 224, 224), generator=torch.Generator().manual_seed(7))
+    with serving(Configuration((spec,), "net"), batch_memory_bytes=2**40) as live:
+        expected = _extract(live.client, rows, "avgpool")["avgpool"]
+        free, _ = torch.cuda.mem_get_info()
+        torch.cuda.empty_cache()
+        hog = torch.empty(max(free - 200 * 2**20, 1), dtype=torch.uint8, device="cuda")
+        found = _extract(live.client, rows, "avgpool")["avgpool"]
+        del hog
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_packed_copy_on_the_device() -> None:
+    """Tensors of every dtype come to the host in one piece, bit for bit."""
+    tensors = [torch.arange(7, dtype=dtype, device="cuda").reshape(7, 1) for dtype in DTYPES]
+    for found, tensor in zip(packed_copy(tensors), tensors, strict=True):
+        assert found.device.type == "cpu"
+        assert found.equal(tensor.cpu())
 
 
 def _post(client, rows: torch.Tensor, layers: str):
