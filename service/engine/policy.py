@@ -22,6 +22,7 @@ WINDOW = 128  # waiting requests that a batch is chosen from
 SLACK = 0.1  # of a row's time: where a forward's fixed part is less than that for each row, more rows gain nothing
 WORTH = 1.3  # side by side a forward must end so many times as soon
 FEW = 4  # rows that are always worth a forward
+LONG = 2.0  # times a good batch's forward: for longer no row waits for pictures to be decoded
 CPU = "cpu"
 
 
@@ -315,7 +316,7 @@ class Policy:
         """Whether a forward is worth its start now, though more could be decoded first."""
         enough = lane.padded or lane.target
         waited = self._clock() - head.since
-        return self._waiting[lane].rows >= enough or waited >= lane.seconds(enough, head.depth)
+        return self._waiting[lane].rows >= enough or waited >= LONG * lane.seconds(enough, head.depth)
 
     def _overdue(self, lane: Lane) -> bool:
         """Whether a single row has waited for all slots for as long as its own forward takes."""

@@ -64,7 +64,7 @@ def test_the_same_request_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_many_at_once_each_get_their_own(tmp_path: Path) -> None:
-    """Requests for different layers that share forwards on the GPU get what each gets alone, in one copy to the host."""
+    """Requests for different layers that share forwards on the GPU get what each gets alone."""
     spec = ModelSpec("net", "torchvision:resnet18", weights="random:5", device="cuda")
     generator = torch.Generator().manual_seed(6)
     wanted = [

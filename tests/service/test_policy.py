@@ -513,16 +513,16 @@ def test_decoding_first_until_rows_are_enough() -> None:
 
 
 def test_decoding_first_until_rows_waited_long_enough() -> None:
-    """As long as a batch of enough rows takes; a forward on another device starts in any case."""
+    """Twice as long as a batch of enough rows takes; a forward on another device starts in any case."""
     desk, one = Desk(), lane("cpu")
     desk.add(one)
     desk.add(lane("gpu", model="b"))
     for _ in range(3):
         desk.prepare()
     assert desk.batch().lane.model == "b"
-    desk.now = 3.9
+    desk.now = 7.9
     assert isinstance(desk.take(), Preparation)
-    desk.now = 4.0
+    desk.now = 8.0
     assert desk.batch().lane is one
     assert isinstance(desk.take(), Preparation)
 
@@ -921,7 +921,7 @@ class Events(RuleBasedStateMachine):
             max(4, math.ceil(10 * lane.costs.base / lane.costs.per_row)), self.limits[lane].ceiling
         )
         waits = sum(each.left for each in self.known if each.lane is lane and not each.removed)
-        takes = first.depth * (lane.costs.base + enough * lane.costs.per_row)
+        takes = 2 * first.depth * (lane.costs.base + enough * lane.costs.per_row)
         return waits >= enough or self.now - first.since >= takes
 
     def yields(self, turn: float, bulk: bool) -> bool:
