@@ -126,19 +126,42 @@ def same_course(one: nn.Module, other: nn.Module, forward: Callable[..., object]
 
     Nothing that they share may change on the way: two threads will run them at once.
     """
-    row = _one(batch)
-    versions = [tensor._version for tensor in (*one.parameters(), *one.buffers())]
-    seen = []
+    before = _Marks.of(one)
     try:
         with torch.inference_mode():
-            for module in (one, other):
-                recorder = Recorder(module)
-                recorder.watch(partial(forward, module=module), _one(row, 0))
-                seen.append([recorder.visits.get(part, []) for part in module.modules()])
+            mine = _watched(one, forward, batch)
+            # Another row than that, and than a copy brings along: what one tree left in the other must show.
+            forward(_one(batch, 0), one)
+            its = _watched(other, forward, batch)
     except Exception:  # a copy may lack what its constructor set up elsewhere
         return False
-    unchanged = versions == [tensor._version for tensor in (*one.parameters(), *one.buffers())]
-    return unchanged and all(_alike(mine, its) for mine, its in zip(*seen, strict=True))
+    return _Marks.of(one).like(before) and all(_alike(*pair) for pair in zip(mine, its, strict=True))
+
+
+def _watched(module: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]) -> list[list[Visit]]:
+    """The calls of each part of a module, in a forward of a row that no other forward at loading ends with."""
+    recorder = Recorder(module)
+    recorder.watch(partial(forward, module=module), _one(batch, ROWS - 1))
+    return [recorder.visits.get(part, []) for part in module.modules()]
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """What tells whether something was written to a module's tensors. Not all of it leaves a new version behind."""
+
+    versions: list[int]
+    buffers: list[Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Marks:
+        tensors = (*module.parameters(), *module.buffers())
+        # A tensor that a forward made, a cache for one, has no version.
+        versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+        return cls(versions, [buffer.detach().clone().reshape(-1).view(torch.uint8) for buffer in module.buffers()])
+
+    def like(self, other: _Marks) -> bool:
+        same = self.versions == other.versions and len(self.buffers) == len(other.buffers)
+        return same and all(torch.equal(*pair) for pair in zip(self.buffers, other.buffers, strict=True))
 
 
 def _alike(mine: Sequence[Visit], its: Sequence[Visit]) -> bool:

@@ -20,7 +20,7 @@ from models.pooling import Reduced
 from models.replica import Replica
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
 from models.structure import leaves
-from models.union import Share, Taken, joined
+from models.union import Share, Taken, joined, part_of
 
 Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -114,11 +114,14 @@ class LoadedModel:
         if not self.catalog.rowwise:
             return True
         batch = noise(self.inputs, self.device, self.dtype)
+        whole = self.catalog.layers["."].calls[0].output.leaves
+        known = {leaf.path: leaf for leaf in whole if leaf.row_axis is not None}
         found = []
         with torch.inference_mode(), warmup.threads(1):
             for place in range(rows):
                 turned = {name: _turned(value, rows, place) for name, value in batch.items()}
-                found.append([leaf[place] for _, leaf in leaves(self.forward(turned)) if len(leaf) == rows])
+                given = [(known[path], value) for path, value in leaves(self.forward(turned)) if path in known]
+                found.append([part_of(value, leaf, (place, place + 1)) for leaf, value in given])
         return all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
     @property
@@ -180,7 +183,9 @@ class LoadedModel:
         return batch
 
     def _placed(self, value: Tensor, copy: bool) -> Tensor:
-        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype, copy=copy)
+        dtype = self.dtype if value.is_floating_point() else value.dtype
+        # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
+        return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)
 
 
 def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from models.catalog import Leaf
 from models.plan import Capture
 from models.pooling import Reduced
 
-EXACT = frozenset({"none", "max", "cls", "flatten"})
+EXACT = frozenset({"none", "cls", "flatten"})  # not max: which of two zeros or NaNs it gives hangs on their places
 Span = tuple[int, int]  # rows from one up to, not including, the other
 
 
@@ -46,11 +47,14 @@ def spans_of(shares: Iterable[Share], rows: int) -> dict[Capture, tuple[Span, ..
 
 def rows_of(value: Tensor, capture: Capture, span: Span, rows: int) -> Tensor:
     """The part of a captured tensor that belongs to a span of a forward's rows; a view."""
-    axis = capture.leaf.row_axis
-    if axis is None or span == (0, rows):
+    return value if span == (0, rows) else part_of(value, capture.leaf, span)
+
+
+def part_of(value: Tensor, leaf: Leaf, span: Span) -> Tensor:
+    """So many rows of a tensor that a catalogue knows; a view, all of it where it is the same for all rows."""
+    if leaf.row_axis is None:
         return value
-    each = capture.leaf.per_row
-    return value.narrow(axis, span[0] * each, (span[1] - span[0]) * each)
+    return value.narrow(leaf.row_axis, span[0] * leaf.per_row, (span[1] - span[0]) * leaf.per_row)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def joined(capture: Capture, parts: list[Reduced]) -> Reduced:
 
 
 def _is_exact(capture: Capture) -> bool:
-    """Whether a result's numbers are chosen among the captured ones, and none is computed of several."""
+    """Whether a result's numbers are the captured ones, and none is made of several."""
     return capture.reduction.pool in EXACT and not capture.reduction.normalize
 
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -108,16 +108,17 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._now = 0
-        self._known = [tensor.untyped_storage() for tensor in known]
+        self._known = [tensor.untyped_storage() for tensor in known if _has_storage(tensor)]
         self._alive = {storage._cdata for storage in self._known}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and look at what it made."""
+        """Run an operation and look at what it made: views of what was there before, a model's table, are not made."""
+        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
-            if isinstance(value, Tensor):
+            if _has_storage(value) and value.untyped_storage()._cdata not in given:
                 self._see(value.untyped_storage())
         return made
 
@@ -133,6 +134,11 @@ class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gone(self, key: int, size: int) -> None:
         self._alive.discard(key)
         self._now -= size
+
+
+def _has_storage(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor in plain memory; the parts of a sparse one are seen when they are made."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def available_bytes(device: torch.device) -> int:
@@ -154,7 +160,10 @@ def _group() -> Iterator[int]:
     group = Path("/sys/fs/cgroup")
     limit, used = (next(iter(_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
-        yield max(int(limit) - int(used), 0)
+        # Files that were read lately count as used, but make room where it is wanted.
+        files = (line.split() for line in _lines(group / "memory.stat"))
+        spare = next((int(size) for name, size in files if name == "inactive_file"), 0)
+        yield max(int(limit) - int(used) + spare, 0)
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,0 +1,461 @@
+"""Module trees for several threads over parameters that are stored once, and modules that can't be had twice."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import hooks, replica
+from models.loaded import LoadedModel, load
+from models.plan import Capture, resolve
+from models.selectors import parse
+from models.spec import InputSpec, ModelSpec
+from models.union import Share
+from tests.conftest import net_spec
+from tests.nets import Chain, Tied, batch, resnet
+from tests.oracle import record
+
+FOUR = (InputSpec("x", (4,)),)
+PATIENCE_S = 60.0
+
+
+def here(factory: str, inputs: tuple[InputSpec, ...] = FOUR) -> ModelSpec:
+    """The configuration of a module of this file."""
+    return replace(net_spec("Tied", inputs=inputs), source=f"python:{__name__}:{factory}")
+
+
+def wanted(model: LoadedModel, *texts: str) -> dict[str, Capture]:
+    plan = resolve([parse(text) for text in texts], model.catalog)
+    return {result.key: result.capture for result in plan.results}
+
+
+def extract(model: LoadedModel, number: int, x: dict[str, Tensor], captures: dict[str, Capture]) -> dict[str, Tensor]:
+    """What one replica gives."""
+    share = Share(0, len(next(iter(x.values()))), frozenset(captures.values()))
+    found = model.run(model.replicas[number], [x], [share]).of(share)
+    return {key: found[capture].values for key, capture in captures.items()}
+
+
+def tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+# What a replica is
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet", "vit", "swin", "Chain", "Tied", "Recurrent", "TimeFirst", "Encoder", "Keywords"]
+)
+def test_replicas(name: str) -> None:
+    """Other modules over the same parameters and buffers; each gives what an offline hook sees."""
+    model = load(net_spec(name), replicas=3)
+    first, *others = (each.module for each in model.replicas)
+    assert len(others) == 2
+    assert model.module is first
+    assert model.extractor is model.replicas[0].extractor
+    names = dict(first.named_modules(remove_duplicate=False))
+    rows = batch(model.inputs, 1, seed=4)
+    truth = record(first, *rows.values()) if len(rows) == 1 else record(first, **rows)
+    captures = wanted(model, ".", ".:input") if len(rows) == 1 else wanted(model, ".")
+    for number, other in enumerate(others, 1):
+        assert [tensor.data_ptr() for tensor in tensors(first)] == [tensor.data_ptr() for tensor in tensors(other)]
+        assert not {id(part) for part in first.modules()} & {id(part) for part in other.modules()}
+        twins = dict(other.named_modules(remove_duplicate=False))
+        assert [type(part) for part in twins.values()] == [type(part) for part in names.values()]
+        assert twins.keys() == names.keys()
+        assert not any(part.training for part in other.modules())
+        torch.testing.assert_close(extract(model, number, rows, captures)["."], truth[".", 0, (), "output"])
+    assert not {id(part) for part in others[0].modules()} & {id(part) for part in others[1].modules()}
+    assert model.hooks == 0
+
+
+def test_tied_parts_stay_tied() -> None:
+    """One module under two names is one in a replica too, and gives its calls under both."""
+    model = load(net_spec("Tied"), replicas=2)
+    twin = model.replicas[1].module
+    assert isinstance(twin, Tied)
+    assert twin.encode is twin.decode
+    rows = batch(model.inputs, 2)
+    found = extract(model, 1, rows, wanted(model, "encode#*", "decode#*"))
+    truth = record(model.module, *rows.values())
+    assert list(found) == ["encode#0", "encode#1", "decode#0", "decode#1"]
+    for key, value in found.items():
+        name, _, call = key.partition("#")
+        torch.testing.assert_close(value, truth[name, int(call), (), "output"])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_as_many_as_asked_for(count: int) -> None:
+    assert len(load(net_spec("Chain"), replicas=count).replicas) == count
+
+
+def test_one_replica_unless_asked() -> None:
+    """It is the module itself."""
+    model = load(net_spec("Chain"))
+    assert [each.module for each in model.replicas] == [model.module]
+
+
+def test_of_a_module() -> None:
+    module = resnet()
+    module.conv1.register_forward_hook(lambda *_: None)
+    own = replica.of(module)
+    assert own.module is module
+    assert (own.own_hooks, own.hooks) == (1, 0)
+
+
+def test_a_weight_that_changes_in_one_changes_in_all() -> None:
+    """There is one weight."""
+    module = Chain()
+    twin = replica.copied(module)
+    assert isinstance(twin, Chain)
+    with torch.no_grad():
+        module.conv.weight.fill_(3.0)
+    assert bool((twin.conv.weight == 3.0).all())
+
+
+class Heavy(nn.Module):
+    """Sixteen MiB of parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4, 2**19)
+        self.narrow = nn.Linear(2**19, 1, bias=False)
+        self.register_buffer("table", torch.ones(2**17, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.narrow(self.wide(x))
+        return out + self.get_buffer("table")[0].sum()
+
+
+def test_no_weight_is_stored_twice() -> None:
+    """With four replicas as many large tensors are alive as with one."""
+    before = _alive()
+    model = load(here("Heavy"))
+    weights = sum(tensor.nbytes for tensor in tensors(model.module))
+    assert _alive() - before == weights
+    model = load(here("Heavy"), replicas=4)
+    assert len(model.replicas) == 4
+    assert _alive() - before == weights
+
+
+def _alive() -> int:
+    """Bytes of all large tensors that anything holds."""
+    gc.collect()
+    found = [item for item in gc.get_objects() if issubclass(type(item), Tensor) and item.layout is torch.strided]
+    storages = {item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in found}
+    return sum(size for size in storages.values() if size >= 2**20)
+
+
+# Hooks
+
+
+def test_hooks_are_counted_over_all_replicas() -> None:
+    """A hook on any part of any replica counts, wherever it is."""
+    model = load(net_spec("Chain"), replicas=3)
+    handles = [each.module.register_forward_hook(lambda *_: None) for each in model.replicas]
+    handles += [model.replicas[2].module.get_submodule("conv").register_forward_pre_hook(lambda *_: None)]
+    assert model.hooks == 4
+    assert [each.hooks for each in model.replicas] == [1, 1, 2]
+    for handle in handles:
+        handle.remove()
+    assert model.hooks == 0
+
+
+class Hooked(Chain):
+    """Brings a hook along that doubles what a part returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv.register_forward_hook(lambda _, args, output: output * 2)
+
+
+def test_hooks_that_a_module_brings_along() -> None:
+    """Each replica has them, they work there, and they are not counted."""
+    model = load(replace(here("Hooked"), inputs=net_spec("Chain").inputs), replicas=2)
+    assert len(model.replicas) == 2
+    assert [hooks.count(each.module) for each in model.replicas] == [1, 1]
+    assert [each.own_hooks for each in model.replicas] == [1, 1]
+    assert model.hooks == 0
+    rows = batch(model.inputs, 2)
+    truth = record(model.module, *rows.values())
+    for number in range(2):
+        torch.testing.assert_close(
+            extract(model, number, rows, wanted(model, "conv"))["conv"], truth["conv", 0, (), "output"]
+        )
+    assert [hooks.count(each.module) for each in model.replicas] == [1, 1]
+
+
+# Two threads
+
+ROUNDS = {"Chain": 250, "bottlenecks": 40}
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "Chain": (("conv", "relu#*", "relu#0:input"), ("relu#1", "head"), ("head:input", "conv:input"), ("relu#0",)),
+    "bottlenecks": (
+        ("layer1.0.relu#*", "fc"),
+        ("bn1", "layer2"),
+        ("layer1.0.relu#1", "layer3:input"),
+        ("layer2.0.bn3",),
+    ),
+}
+MIDDLE = {"Chain": "conv", "bottlenecks": "layer1"}  # runs once, whatever is asked for
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_two_threads_at_once(name: str) -> None:
+    """Two forwards that are halfway at the same moment, with hooks of different requests: each gets its own."""
+    model = load(net_spec(name), replicas=2)
+    inputs = [batch(model.inputs, 1 + seed % 2, seed) for seed in range(4)]
+    truth = [record(model.module, *rows.values()) for rows in inputs]
+    asked = [wanted(model, *texts) for texts in LAYERS[name]]
+    together = threading.Barrier(2, timeout=PATIENCE_S)
+    handles = [
+        each.module.get_submodule(MIDDLE[name]).register_forward_pre_hook(lambda *_: _meet(together))
+        for each in model.replicas
+    ]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            wrong = list(pool.map(lambda number: _rounds(model, number, inputs, asked, truth, ROUNDS[name]), range(2)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert wrong == [[], []]
+    assert model.hooks == 0
+
+
+def _meet(together: threading.Barrier) -> None:
+    together.wait()
+
+
+def _rounds(
+    model: LoadedModel,
+    number: int,
+    inputs: list[dict[str, Tensor]],
+    asked: list[dict[str, Capture]],
+    truth: list[dict[Any, Tensor]],
+    rounds: int,
+) -> list[str]:
+    torch.set_num_threads(1)
+    wrong = []
+    for turn in range(rounds):
+        which = (turn * (3 - 2 * number) + number) % len(inputs)
+        captures = asked[(turn // 4 + number) % len(asked)]
+        for key, value in extract(model, number, inputs[which], captures).items():
+            point = captures[key].point
+            expected = truth[which][point.layer, point.call, point.path, point.site]
+            if value.shape != expected.shape or not torch.allclose(value, expected, rtol=1e-4, atol=1e-5):
+                wrong.append(f"{turn}: {key}")
+    return wrong
+
+
+# Modules that there is one of
+
+
+class Plain(nn.Module):
+    """Two layers, whatever else a module below does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.linear(x))
+        return out
+
+
+class Locked(Plain):
+    """Holds what can't be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Closure(Plain):
+    """Calls its part by a function that knows the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: Callable[[Tensor], Tensor] = lambda x: self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.run(x))
+        return out
+
+
+class WritesBack(Plain):
+    """A hook of its own leaves what a part returned on the original, from where the forward takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_forward_hook(lambda _, args, output: setattr(self, "kept", output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear(x)
+        assert self.kept is not None
+        out: Tensor = self.head(self.kept[-len(x) :])
+        return out
+
+
+class ReadsBack(Plain):
+    """Leaves what a part returned on itself, and takes it by a function that knows the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = lambda: self.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x)
+        out: Tensor = self.head(self.read())
+        return out
+
+
+class Counts(Plain):
+    """Writes to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return super().forward(x)
+
+
+class Replaces(Counts):
+    """Puts a new tensor in the place of a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps = self.steps + 1
+        return Plain.forward(self, x)
+
+
+class WritesData(Plain):
+    """Writes to a buffer where no version tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.get_buffer("last")
+        last.data.copy_(x[0])
+        out: Tensor = self.head(self.linear(x) + last)
+        return out
+
+
+class WritesWeights(Plain):
+    """Normalises a parameter in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.div_(self.linear.weight.norm())
+        return super().forward(x)
+
+
+class Chance(Plain):
+    """Drops values at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x).repeat(1, 64), 0.5, training=True)
+
+
+class Scripted(Plain):
+    """One of its parts is compiled: a copy of that has weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.jit.script(nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.part(super().forward(x))
+        return out
+
+
+class Forgets(Plain):
+    """Its copy lacks a part of it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return nn.Identity()
+
+
+class Itself(Plain):
+    """Its copy is itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return self
+
+
+ONLY_ONCE = (
+    *("Locked", "Closure", "WritesBack", "ReadsBack", "Counts", "Replaces", "WritesData", "WritesWeights", "Chance"),
+    *("Scripted", "Forgets", "Itself"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:FutureWarning")
+@pytest.mark.parametrize("name", ONLY_ONCE)
+def test_one_replica_only(name: str) -> None:
+    """What can't be run by two threads at once is loaded for one, and runs."""
+    model = load(here(name), replicas=2)
+    assert len(model.replicas) == 1
+    rows = batch(model.inputs, 2)
+    found = extract(model, 0, rows, wanted(model, "linear"))["linear"]
+    weight, bias = model.module.get_parameter("linear.weight"), model.module.get_parameter("linear.bias")
+    torch.testing.assert_close(found, nn.functional.linear(rows["x"], weight, bias))
+    assert model.hooks == 0
+
+
+class Cached(Plain):
+    """Makes a table at its first call, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(3.0).cos()
+        return super().forward(x) * self.table
+
+
+class Lists(Plain):
+    """Keeps things of its own while it runs, in a list that is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        self.seen.append(self.linear(x))
+        out: Tensor = self.head(self.seen[-1])
+        return out
+
+
+@pytest.mark.parametrize("name", ["Plain", "Cached", "Lists", "Heavy"])
+def test_two_replicas(name: str) -> None:
+    """A cache that a forward left behind, and a state that is copied along, keep nobody from having two."""
+    model = load(here(name), replicas=2)
+    assert len(model.replicas) == 2
+    rows = batch(model.inputs, 2)
+    one, two = (extract(model, number, rows, wanted(model, "."))["."] for number in range(2))
+    torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("make", [Locked, Forgets, Itself])
+def test_copied_tells_what_it_could_not_do(make: Callable[[], nn.Module]) -> None:
+    """None where there is no second tree over the same tensors; the module is as it was."""
+    module = make().eval()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert replica.copied(module) is None
+    assert all(value.equal(before[name]) for name, value in module.state_dict().items())
+    assert hooks.count(module) == 0

@@ -1,0 +1,671 @@
+"""Several requests in one forward: each gets its own rows' tensors, whoever the others are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from models import hooks
+from models.catalog import Leaf
+from models.errors import InputError, LayerNotReachedError, OutOfMemoryError
+from models.extractor import FeatureExtractor
+from models.loaded import LoadedModel, load
+from models.plan import AVERAGES, Capture
+from models.points import HookPoint, Pool, Reduction, ReplyDType, Site
+from models.pooling import Reduced, reduce
+from models.spec import InputSpec
+from models.union import (
+    ALIGNMENT,
+    Share,
+    Taken,
+    joined,
+    packed,
+    packed_copy,
+    part_of,
+    rows_of,
+    spans_of,
+    unpacked,
+)
+from tests.conftest import net_spec
+from tests.nets import batch
+from tests.oracle import record
+
+Array = NDArray[Any]
+Net = Callable[..., LoadedModel]
+POOLS: tuple[Pool, ...] = get_args(Pool)
+DTYPES: tuple[ReplyDType, ...] = get_args(ReplyDType)
+# Whole feature maps, tokens, windows folded into the batch, rows on axis 1, structured values, parts that run often.
+NETS = (
+    *("resnet", "bottlenecks", "vit", "swin", "TimeFirst", "TimeOut", "Windows", "Structured", "Keywords", "Tied"),
+    *("NeverCalled", "Inner", "Recursive", "Retries", "Kinds", "Views", "Sound", "Cube", "Writes", "Encoder"),
+)
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    """Models of ``tests.nets`` by their names, each loaded once."""
+    known: dict[str, LoadedModel] = {}
+
+    def loaded(name: str) -> LoadedModel:
+        if name not in known:
+            known[name] = load(net_spec(name))
+        return known[name]
+
+    return loaded
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A request: its rows and what it wants of them."""
+
+    rows: Mapping[str, Tensor]
+    captures: frozenset[Capture]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+
+def together(model: LoadedModel, guests: Sequence[Guest], padded: int | None = None) -> list[dict[Capture, Reduced]]:
+    """What each guest gets of one forward for all."""
+    shares, at = [], 0
+    for guest in guests:
+        shares.append(Share(at, at + len(guest), guest.captures))
+        at += len(guest)
+    taken = model.run(model.replicas[0], [guest.rows for guest in guests], shares, padded)
+    return [taken.of(share) for share in shares]
+
+
+def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, Leaf]]:
+    """Every tensor that a forward of several requests may be asked for."""
+    return [
+        (HookPoint(layer.name, number, leaf.path, site), leaf)
+        for layer in model.catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        for site in get_args(Site)
+        for leaf in call.at(site).leaves
+        if not leaf.mixed and leaf.dtype != "complex64"
+    ]
+
+
+def allowed(leaf: Leaf, how: Reduction) -> bool:
+    """The rules of a request, told again."""
+    if how.pool == "none":
+        return not how.normalize and (how.dtype != "int8" or leaf.row_axis in (0, None))
+    if leaf.row_axis is None or (how.pool != "flatten" and leaf.layout is None):
+        return False
+    return how.pool != "cls" or leaf.prefix > 0
+
+
+def ways(leaf: Leaf) -> list[Reduction]:
+    """Every reduction that a tensor may be asked for with."""
+    return [
+        how
+        for pool in POOLS
+        for normalize in (False, True)
+        for dtype in DTYPES
+        if allowed(leaf, how := Reduction(pool=pool, normalize=normalize, dtype=dtype))
+    ]
+
+
+def some(model: LoadedModel, dice: random.Random, count: int, found: Sequence[tuple[HookPoint, Leaf]]) -> set[Capture]:
+    chosen = dice.sample(list(found), min(count, len(found)))
+    return {Capture(point, leaf, dice.choice(ways(leaf))) for point, leaf in chosen}
+
+
+# An oracle of reductions: numpy, row by row, in double precision.
+
+
+def expected(value: Tensor, capture: Capture) -> Array:
+    """What a capture is of a tensor that an independent hook copied in a forward of these rows alone."""
+    leaf, how = capture.leaf, capture.reduction
+    whole: Array = value.numpy() if not value.is_floating_point() else value.to(torch.float64).numpy()
+    if how.pool == "none":
+        return whole
+    axis = leaf.row_axis or 0
+    rows = np.split(whole, whole.shape[axis] // leaf.shape[axis], axis)
+    found = np.stack([_one(row, leaf, how.pool) for row in rows])
+    return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), 1e-12) if how.normalize else found
+
+
+def _one(row: Array, leaf: Leaf, pool: Pool) -> Array:
+    if pool == "flatten":
+        return row.reshape(-1)
+    layout = leaf.layout or ""
+    channels = np.moveaxis(row, layout.index("C"), 0) if "C" in layout else row[None]
+    places = channels.reshape(len(channels), -1)
+    if pool == "cls":
+        return places[:, 0]
+    kept = places[:, leaf.prefix :]
+    if pool == "max":
+        return kept.max(-1)
+    return kept.mean(-1) if pool == "mean" else (np.clip(kept, 1e-6, None) ** 3).mean(-1) ** (1 / 3)
+
+
+def check(found: Reduced, capture: Capture, truth: Array, rows: int) -> None:
+    values = found.values
+    assert tuple(values.shape) == capture.shape(rows) == truth.shape
+    assert str(values.dtype) == f"torch.{capture.dtype}"
+    assert values.is_contiguous()
+    assert (found.scale is not None) == (capture.dtype == "int8" and capture.is_float)
+    numbers, loss = values.to(torch.float64).numpy(), 2e-3 if capture.dtype == "float16" else 1e-4
+    if found.scale is not None:
+        heads = truth.reshape(len(truth), -1) if truth.ndim else truth.reshape(1, 1)
+        np.testing.assert_allclose(found.scale.numpy(), np.abs(heads).max(-1) / 127, rtol=1e-3, atol=1e-6)
+        scale = found.scale.to(torch.float64).numpy().reshape(-1, *[1] * (truth.ndim - 1))
+        assert (np.abs(numbers * scale - truth) <= scale * 0.51 + 1e-4).all()
+    else:
+        np.testing.assert_allclose(numbers, truth, rtol=loss, atol=loss / 10)
+
+
+def offline(model: LoadedModel, guest: Guest) -> dict[Capture, Array]:
+    seen = record(model.module, *guest.rows.values()) if len(guest.rows) == 1 else record(model.module, **guest.rows)
+    points = {capture: capture.point for capture in guest.captures}
+    return {
+        capture: expected(seen[point.layer, point.call, point.path, point.site], capture)
+        for capture, point in points.items()
+    }
+
+
+def check_all(model: LoadedModel, guests: Sequence[Guest], found: Sequence[Mapping[Capture, Reduced]]) -> None:
+    for guest, mine in zip(guests, found, strict=True):
+        truth = offline(model, guest)
+        assert mine.keys() == guest.captures
+        for capture, reduced in mine.items():
+            check(reduced, capture, truth[capture], len(guest))
+
+
+def company(model: LoadedModel, seed: int, sizes: Sequence[int] = (2, 1, 3, 1, 1)) -> list[Guest]:
+    """Guests of several rows each: neighbours want some of the same, the third wants nothing that another wants."""
+    dice = random.Random(seed)
+    found = tensors_of(model)
+    dice.shuffle(found)
+    own, others = found[::5], [item for place, item in enumerate(found) if place % 5]
+    shared = some(model, dice, 8, others)
+    guests = []
+    for place, size in enumerate(sizes):
+        wanted = some(model, dice, 12, own) if place == 2 else shared | some(model, dice, 12, others)
+        guests.append(Guest(batch(model.inputs, size, seed=seed + place), frozenset(wanted)))
+    return guests
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", NETS)
+def test_each_gets_what_an_offline_hook_gives(net: Net, name: str, seed: int) -> None:
+    """Of one forward for five requests each gets what independent hooks see in a forward of its own rows."""
+    model = net(name)
+    guests = company(model, 100 * seed)
+    assert guests[2].captures
+    assert not guests[2].captures & (guests[1].captures | guests[3].captures)
+    assert guests[0].captures & guests[1].captures or not guests[0].captures
+    check_all(model, guests, together(model, guests))
+    assert model.hooks == 0
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "TimeFirst", "Windows", "Inner", "Kinds"])
+def test_every_way_of_one_tensor(net: Net, name: str) -> None:
+    """Requests that want the same tensors in every way there is, in one forward."""
+    model = net(name)
+    found = tensors_of(model)[:: max(len(tensors_of(model)) // 8, 1)]
+    every = [Capture(point, leaf, how) for point, leaf in found for how in ways(leaf)]
+    captures = [frozenset(every), frozenset(every[::2]), frozenset(every[1::2])]
+    guests = [Guest(batch(model.inputs, 1 + place, seed=place), wanted) for place, wanted in enumerate(captures)]
+    check_all(model, guests, together(model, guests))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "site", "axis", "per_row"),
+    [
+        ("swin", "features.1.0.attn", "output", 0, 1),
+        ("Windows", "inner", "output", 0, 4),
+        ("TimeFirst", "norm", "input", 1, 1),
+        ("TimeOut", ".", "output", 1, 1),
+        ("Inner", "table", "output", None, 1),
+    ],
+)
+def test_where_rows_are(net: Net, name: str, layer: str, site: Site, axis: int | None, per_row: int) -> None:
+    """Rows are cut out where the catalogue says they are, and what has none is the same for everybody."""
+    model = net(name)
+    point, leaf = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
+    assert (leaf.row_axis, leaf.per_row) == (axis, per_row)
+    wanted = frozenset(Capture(point, leaf, how) for how in ways(leaf))
+    guests = [Guest(batch(model.inputs, rows, seed=rows), wanted) for rows in (2, 3, 1)]
+    check_all(model, guests, together(model, guests))
+
+
+def test_channels_and_tokens(net: Net) -> None:
+    """Narrowed tensors are narrowed for each request as it says."""
+    model = net("vit")
+    point, leaf = next(item for item in tensors_of(model) if item[0].layer == "encoder.ln")
+    hows = [Reduction(channels=(5, 2)), Reduction(tokens=(3, 0, 7)), Reduction(channels=(1,), tokens=(4,), pool="mean")]
+    guests = [
+        Guest(batch(model.inputs, 2, seed=at), frozenset([Capture(point, leaf, how)])) for at, how in enumerate(hows)
+    ]
+    first, second, third = (next(iter(found.values())).values for found in together(model, guests))
+    seen = [record(model.module, guest.rows["x"])["encoder.ln", 0, (), "output"] for guest in guests]
+    torch.testing.assert_close(first, seen[0][:, :, [5, 2]])
+    torch.testing.assert_close(second, seen[1][:, [3, 0, 7]])
+    torch.testing.assert_close(third, seen[2][:, 4, [1]])
+
+
+# Where the forward ends
+
+
+@contextmanager
+def begun(module: nn.Module, names: Sequence[str]) -> Iterator[list[str]]:
+    """Which of these parts were called."""
+    calls: list[str] = []
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: calls.append(name))
+        for name in names
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def at(model: LoadedModel, layer: str, site: Site = "output") -> Capture:
+    point, leaf = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
+    return Capture(point, leaf, Reduction())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_forward_ends_after_the_deepest_point_of_all(net: Net, order: tuple[int, ...]) -> None:
+    """Nothing that begins after the last thing that anybody wants runs, wherever in the batch they are."""
+    model = net("resnet")
+    depths = [at(model, "conv1"), at(model, "layer2"), at(model, "layer3", site="input")]
+    guests = [Guest(batch(model.inputs, 1, seed=place), frozenset([depths[place]])) for place in order]
+    with begun(model.module, ["conv1", "layer1", "layer2", "layer3", "layer4"]) as calls:
+        found = together(model, guests)
+    assert calls == ["conv1", "layer1", "layer2", "layer3"]
+    check_all(model, guests, found)
+
+
+def test_nobody_wants_anything(net: Net) -> None:
+    """A share without captures gets nothing, and does not keep the forward from ending."""
+    model = net("resnet")
+    guests = [
+        Guest(batch(model.inputs, 2), frozenset()),
+        Guest(batch(model.inputs, 1), frozenset([at(model, "conv1")])),
+    ]
+    with begun(model.module, ["bn1"]) as calls:
+        found = together(model, guests)
+    assert calls == []
+    assert found[0] == {}
+    check_all(model, guests, found)
+
+
+# Neighbours
+
+
+def bits(reduced: Reduced) -> tuple[bytes, bytes | None]:
+    """Every bit: signs of zeros and what is written in NaNs too."""
+    scale = reduced.scale.numpy().tobytes() if reduced.scale is not None else None
+    return reduced.values.numpy().tobytes(), scale
+
+
+def every_way(model: LoadedModel) -> list[Capture]:
+    """All reductions of a few tensors of every kind."""
+    kinds: dict[object, tuple[HookPoint, Leaf]] = {}
+    for point, leaf in tensors_of(model):
+        kinds[point.site, leaf.layout, leaf.row_axis, leaf.per_row, leaf.dtype] = (point, leaf)
+    return [Capture(point, leaf, how) for point, leaf in kinds.values() for how in ways(leaf)]
+
+
+ROWS = 6
+LOUD = (0.0, 1.0, 1e4, 1e30)
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "Windows", "Keywords"])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_neighbours_change_no_bit(net: Net, name: str, data: st.DataObject) -> None:
+    """Whatever the others send and ask for, in a forward of as many rows a request's bits stay the same."""
+    model, wanted = net(name), every_way(net(name))
+    mine = Guest(batch(model.inputs, 2, seed=5), frozenset(wanted))
+    before = data.draw(st.integers(0, ROWS - 2), "rows before")
+    after = ROWS - 2 - before
+
+    def neighbour(rows: int) -> Guest:
+        seed, loud = data.draw(st.integers(3, 9), "seed"), data.draw(st.sampled_from(LOUD), "loud")
+        sent = {
+            key: value * loud if value.is_floating_point() else value
+            for key, value in batch(model.inputs, rows, seed).items()
+        }
+        if data.draw(st.booleans(), "channels last"):
+            sent = {key: _channels_last(value) for key, value in sent.items()}
+        return Guest(sent, frozenset(data.draw(st.lists(st.sampled_from(wanted)), "wants")))
+
+    def sizes(rows: int) -> list[int]:
+        cut = data.draw(st.integers(0, rows), "cut")
+        return [size for size in (cut, rows - cut) if size]
+
+    def guests(fill: Callable[[int], Guest]) -> tuple[list[Guest], int]:
+        first = [fill(size) for size in sizes(before)]
+        return [*first, mine, *(fill(size) for size in sizes(after))], len(first)
+
+    quiet, place = guests(lambda rows: Guest(batch(model.inputs, rows, seed=0), frozenset()))
+    lively, other = guests(neighbour)
+    alone, among = together(model, quiet)[place], together(model, lively)[other]
+    assert alone.keys() == among.keys() == mine.captures
+    assert [capture for capture in wanted if bits(alone[capture]) != bits(among[capture])] == []
+
+
+def _channels_last(value: Tensor) -> Tensor:
+    return value.contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
+
+
+@pytest.mark.parametrize("name", ["resnet", "Chain"])
+def test_a_neighbour_does_not_choose_the_memory_format(net: Net, name: str) -> None:
+    """A row that was sent channels last has the same bits with neighbours in whatever order of memory."""
+    model = net(name)
+    wanted = frozenset(Capture(point, leaf, Reduction()) for point, leaf in tensors_of(model))
+    mine, other = (
+        {key: _channels_last(value) for key, value in batch(model.inputs, 2, seed).items()} for seed in (1, 2)
+    )
+    plain = {key: value.contiguous() for key, value in other.items()}
+    one, two = (together(model, [Guest(mine, wanted), Guest(rows, frozenset())])[0] for rows in (other, plain))
+    assert all(bits(one[capture]) == bits(two[capture]) for capture in wanted)
+
+
+def capture_of(leaf: Leaf, **how: Any) -> Capture:
+    return Capture(HookPoint("0", 0, (), "output"), leaf, Reduction(**how))
+
+
+LAYOUTS = {
+    "NCL": Leaf((), (1, 13, 7), "float32", layout="NCL"),
+    "NTC": Leaf((), (1, 7, 13), "float32", layout="NTC", prefix=1),
+    "TNC": Leaf((), (7, 1, 13), "float32", row_axis=1, layout="TNC", prefix=2),
+    "windows": Leaf((), (3, 7, 13), "float32", layout="NTC"),
+}
+
+
+@pytest.mark.parametrize("order", [None, (1, 0, 2), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6), numbers=st.sampled_from([(0.0, -0.0), (0.0, -0.0, float("nan"), 1.0, -1.0)]))
+def test_zeros_of_both_signs_and_nan(
+    name: str, order: tuple[int, ...] | None, seed: int, numbers: tuple[float, ...]
+) -> None:
+    """Which of two equal numbers a reduction gives does not hang on whether neighbours want the same."""
+    leaf, rows = LAYOUTS[name], 4
+    generator = torch.Generator().manual_seed(seed)
+    shape = leaf.shape_for(rows)
+    x = torch.tensor(numbers)[torch.randint(0, len(numbers), shape, generator=generator)]
+    if order is not None:
+        x = x.permute(*order).contiguous().permute(*np.argsort(order).tolist())
+    module = nn.Sequential(nn.Identity())
+    wanted = frozenset(capture_of(leaf, **vars(how)) for how in ways(leaf))
+
+    def run(others: frozenset[Capture]) -> dict[Capture, Reduced]:
+        shares = [Share(row, row + 1, wanted if row == 1 else others) for row in range(rows)]
+        return FeatureExtractor(module).shared(lambda: module(x), shares, rows).of(shares[1])
+
+    alone, among = run(frozenset()), run(wanted)
+    assert alone.keys() == among.keys() == wanted
+    assert [capture.reduction for capture in wanted if bits(alone[capture]) != bits(among[capture])] == []
+
+
+# Failures
+
+
+class Lookup(nn.Module):
+    """Does not take tokens beyond its vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.act = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.embed(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "value", "error"),
+    [
+        ("EarlyExit", ("first", "second"), 1e6, LayerNotReachedError),
+        ("Pruned", ("keep", "linear"), 100.0, InputError),
+        ("Swallows", ("head", "tail"), "double", RuntimeError),
+    ],
+)
+def test_hooks_are_gone_after_a_failure(
+    net: Net, name: str, layers: tuple[str, str], value: float | str, error: type[Exception]
+) -> None:
+    """A forward that does not end as promised leaves no hook, and the next one is as ever."""
+    model = net(name)
+    calm = [Guest(batch(model.inputs, 1, seed), frozenset([at(model, layers[seed])])) for seed in range(2)]
+    rows = calm[1].rows
+    wrong = (
+        {key: torch.full_like(each, value) for key, each in rows.items()}
+        if isinstance(value, float)
+        else {key: torch.ones(1, 9) for key in rows}
+    )
+    with pytest.raises(error):
+        together(model, [calm[0], Guest(wrong, calm[1].captures)])
+    assert model.hooks == hooks.count(model.module) == 0
+    check_all(model, calm, together(model, calm))
+
+
+def test_values_that_the_model_does_not_take() -> None:
+    """A token beyond the vocabulary is the input's fault; no hook is left."""
+    inputs = (InputSpec("x", (5,), "int64"),)
+    model = load(replace(net_spec("Tied", inputs=inputs), source=f"python:{__name__}:Lookup"))
+    wanted = frozenset([at(model, "act")])
+    good, bad = (Guest({"x": torch.full((1, 5), token)}, wanted) for token in (3, 4))
+    with pytest.raises(InputError, match="does not take these values"):
+        together(model, [good, bad])
+    assert model.hooks == 0
+    check_all(model, [good, good], together(model, [good, good]))
+
+
+def test_more_rows_than_memory_holds(net: Net) -> None:
+    """Rows beyond any memory are refused as such, and no hook is left."""
+    model = net("Tied")
+    wanted = frozenset([at(model, "act")])
+    many = {"x": torch.zeros(1, 5).expand(2**46, 5)}  # more than a processor's address space
+    with pytest.raises(OutOfMemoryError, match=f"no memory for {2**46} rows"):
+        together(model, [Guest(many, wanted)])
+    assert model.hooks == 0
+
+
+# Padding
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "Windows", "Keywords", "Inner"])
+@pytest.mark.parametrize("sizes", [(1,), (2, 1), (1, 3, 1), (5, 4)])
+def test_padded(net: Net, name: str, sizes: tuple[int, ...]) -> None:
+    """A forward of as many rows as it must have, and answers only for those that were sent."""
+    model = net(name)
+    guests = company(model, 7, sizes)
+    seen: list[set[int]] = []
+    handle = model.module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append({len(each) for each in (*args, *kwargs.values())}), with_kwargs=True
+    )
+    try:
+        found = together(model, guests, padded=8)
+    finally:
+        handle.remove()
+    assert seen == [{max(8, sum(sizes))}]
+    check_all(model, guests, found)
+
+
+@pytest.mark.parametrize("name", ["resnet", "bottlenecks"])
+def test_padded_bits(net: Net, name: str) -> None:
+    """In forwards of one size a row's bits are the same alone, in any company, and at any place."""
+    model, size = net(name), 5
+    if not model.steady(size):
+        pytest.skip("this machine's kernels give another result at another place in a batch")
+    row, wanted = batch(model.inputs, 1, seed=3), frozenset(every_way(model))
+    (alone,) = together(model, [Guest(row, wanted)], padded=size)
+    for place in range(size):
+        sizes = [part for part in (place, size - 1 - place) if part and (part + place) % 3]
+        others = [Guest(batch(model.inputs, part, seed=10 + place), wanted) for part in sizes]
+        first = others[: 1 if place and place % 3 else 0]
+        guests = [*first, Guest(row, wanted), *others[len(first) :]]
+        among = together(model, guests, padded=size)[len(first)]
+        assert [capture for capture in wanted if bits(alone[capture]) != bits(among[capture])] == []
+
+
+class Several(nn.Module):
+    """Rows on axis 1 of what it returns, and a number that is no row's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.linear(x).transpose(0, 1), "scale": self.scale.exp()}
+
+
+class Moves(Several):
+    """Adds a little that hangs on the place in the batch, too little to be taken for another course."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = super().forward(x)
+        return {**found, "y": found["y"] + 1e-6 * torch.arange(len(x))[None, :, None]}
+
+
+@pytest.mark.parametrize(("name", "steady"), [("Several", True), ("Moves", False)])
+def test_steady(name: str, steady: bool) -> None:
+    """Whether places matter is seen in outputs whose rows are on another axis, beside one that has none."""
+    model = load(replace(net_spec("TimeFirst"), source=f"python:{__name__}:{name}"))
+    assert model.catalog.rowwise
+    assert model.steady(4) is steady
+
+
+# Parts
+
+
+def shares(*spans: tuple[int, int, set[Capture]]) -> list[Share]:
+    return [Share(start, stop, frozenset(wanted)) for start, stop, wanted in spans]
+
+
+def test_spans() -> None:
+    """Neighbours that want a copy of the same are taken in one piece, those that want something computed are not."""
+    leaf = LAYOUTS["NTC"]
+    copies = {capture_of(leaf, pool=pool) for pool in ("none", "flatten", "cls")}
+    computed = {capture_of(leaf, pool=pool) for pool in ("mean", "gem", "max")}
+    computed |= {capture_of(leaf, pool="flatten", normalize=True)}
+    every = copies | computed
+    found = spans_of(shares((3, 4, every), (0, 2, every), (5, 9, every), (2, 3, every), (4, 5, set())), 9)
+    assert found.keys() == every
+    assert all(found[capture] == ((0, 4), (5, 9)) for capture in copies)
+    assert all(found[capture] == ((0, 2), (2, 3), (3, 4), (5, 9)) for capture in computed)
+
+
+@pytest.mark.parametrize("more", [{"row_axis": None}, {"mixed": True}, {"row_axis": None, "mixed": True}], ids=str)
+def test_what_belongs_to_no_row_is_taken_whole(more: dict[str, Any]) -> None:
+    """Once, whoever wants it, and everybody gets all of it."""
+    capture = capture_of(Leaf((), (1, 3), "float32", **more))
+    wanting = shares((0, 1, {capture}), (1, 3, set()), (3, 4, {capture}))
+    assert spans_of(wanting, 4) == {capture: ((0, 4),)}
+    whole = Reduced(torch.randn(capture.shape(4)))
+    taken = Taken({(capture, (0, 4)): whole})
+    assert taken.of(wanting[0])[capture] is taken.of(wanting[2])[capture] is whole
+    assert taken.of(wanting[1]) == {}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_of(name: str) -> None:
+    """A span's part of a tensor is what these rows are alone; nothing is copied."""
+    leaf, rows = LAYOUTS[name], 5
+    alone = [torch.randn(leaf.shape) for _ in range(rows)]
+    whole = torch.cat(alone, leaf.row_axis or 0)
+    for start in range(rows):
+        for stop in range(start + 1, rows + 1):
+            truth = torch.cat(alone[start:stop], leaf.row_axis or 0)
+            for part in (rows_of(whole, capture_of(leaf), (start, stop), rows), part_of(whole, leaf, (start, stop))):
+                assert part.equal(truth)
+                assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("cuts", [(4,), (1, 3), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_joined(name: str, cuts: tuple[int, ...]) -> None:
+    """A request's rows of several forwards are those of one."""
+    leaf = LAYOUTS[name]
+    axis, alone = leaf.row_axis or 0, [torch.randn(leaf.shape) for _ in range(4)]
+    whole = torch.cat(alone, axis)
+    parts = [torch.cat(alone[stop - cut : stop], axis) for cut, stop in zip(cuts, np.cumsum(cuts), strict=True)]
+    for how in ways(leaf):
+        capture = capture_of(leaf, **vars(how))
+        found = joined(capture, [reduce(part, leaf, how) for part in parts])
+        check(found, capture, expected(whole, capture), 4)
+        if how.pool not in AVERAGES and not how.normalize:
+            assert bits(found) == bits(reduce(whole, leaf, how))
+
+
+def test_joined_of_what_is_the_same_for_all_rows() -> None:
+    """It is there once."""
+    capture = capture_of(Leaf((), (2, 3), "float32", row_axis=None))
+    parts = [Reduced(torch.ones(2, 3)), Reduced(torch.ones(2, 3))]
+    assert joined(capture, parts) is parts[0]
+
+
+# One copy for all results
+
+PACKED = (
+    *(torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+)
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def anything(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Any bits that a tensor of that dtype may hold."""
+    size, generator = torch.empty(shape).numel(), torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    data = torch.randint(0, 256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return data.view(dtype).reshape(shape)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.sampled_from(PACKED), SHAPES, st.booleans()), min_size=1, max_size=6), st.integers(0, 99))
+def test_packed(kinds: list[tuple[torch.dtype, tuple[int, ...], bool]], seed: int) -> None:
+    """Tensors of any sizes and dtypes come back out of one, bit for bit, also those that were not contiguous."""
+    tensors = [anything(dtype, shape, seed + place) for place, (dtype, shape, _) in enumerate(kinds)]
+    tensors = [
+        each.mT if turned and each.ndim > 1 else each for each, (_, _, turned) in zip(tensors, kinds, strict=True)
+    ]
+    data = packed(tensors)
+    assert (data.dtype, data.ndim) == (torch.uint8, 1)
+    assert data.nbytes == sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)
+    found = unpacked(data, tensors)
+    for back, each in zip(found, tensors, strict=True):
+        assert (back.dtype, back.shape) == (each.dtype, each.shape)
+        assert back.is_contiguous()
+        assert raw(back) == raw(each)
+
+
+def test_packed_on_the_host() -> None:
+    """What is there already is not copied."""
+    tensors = [torch.ones(3), torch.ones(2, dtype=torch.int8)]
+    assert packed_copy(tensors) is tensors
+    assert packed_copy([]) == []
+    whole = capture_of(LAYOUTS["NTC"], dtype="int8"), capture_of(LAYOUTS["NTC"])
+    pieces = {(whole[0], (0, 1)): Reduced(tensors[1], tensors[0]), (whole[1], (0, 1)): Reduced(tensors[0])}
+    found = Taken(pieces).on_host()
+    assert list(found.pieces) == list(pieces)
+    for key, reduced in pieces.items():
+        assert found.pieces[key].values is reduced.values
+        assert found.pieces[key].scale is reduced.scale
