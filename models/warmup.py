@@ -20,7 +20,7 @@ from models.catalog import Costs
 Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows], object]
 SEVERAL = 4  # rows of the larger forward
-TRIES, ENOUGH_S = 3, 0.15
+FEWEST, MOST, ENOUGH_S = 2, 8, 0.5  # rounds of forwards
 PATIENCE_S = 3.0  # a larger forward that is expected to take longer is not run
 LEAST_S = 0.005  # a quicker forward has too little to share out
 WORTH = 1.15  # all threads must be that much quicker than one, or one does
@@ -29,17 +29,33 @@ WORTH = 1.15  # all threads must be that much quicker than one, or one does
 def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool) -> Costs:
     """What a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
 
-    Runs a few forwards, in inference mode, in the thread that owns the module.
+    Runs some forwards, in inference mode, in the thread that owns the module: of one row, of several, and of one on all
+    cores, in turn. Of each the quickest counts: whatever disturbs a machine only adds.
     """
     with torch.inference_mode(), threads(1):
         memory = peak_bytes(forward, row, module, device)
         one = _seconds(forward, row, device)
-        several = None
+        kinds = {"one": (row, 1)}
         if rowwise and one * SEVERAL <= PATIENCE_S:
-            batch = {name: value.expand(SEVERAL, *value.shape[1:]) for name, value in row.items()}
-            several = _seconds(forward, batch, device)
-        per_row = one if several is None else min(max((several - one) / (SEVERAL - 1), one / (2 * SEVERAL)), one)
-        return Costs(one - per_row, per_row, memory, _speedup(forward, row, device, one))
+            kinds["several"] = ({name: value.expand(SEVERAL, *value.shape[1:]) for name, value in row.items()}, 1)
+        if device.type == "cpu" and cores() > 1 and LEAST_S <= one <= PATIENCE_S:
+            kinds["all_cores"] = (row, cores())
+        best = _quickest(forward, kinds, device) if one <= PATIENCE_S else {"one": one}
+    one, several = best["one"], best.get("several", best["one"] * SEVERAL)
+    per_row = min(max((several - one) / (SEVERAL - 1), one / (2 * SEVERAL)), one)
+    speedup = one / best.get("all_cores", one)
+    return Costs(one - per_row, per_row, memory, speedup if speedup >= WORTH else 1.0)
+
+
+def _quickest(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device) -> dict[str, float]:
+    """The least seconds of each kind of forward: rows and threads."""
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    begun = time.perf_counter()
+    while len(found["one"]) < FEWEST or (len(found["one"]) < MOST and time.perf_counter() - begun < ENOUGH_S):
+        for name, (rows, count) in kinds.items():
+            with threads(count):
+                found[name].append(_seconds(forward, rows, device))
+    return {name: min(seconds) for name, seconds in found.items()}
 
 
 def cores() -> int:
@@ -60,24 +76,11 @@ def threads(count: int) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _speedup(forward: Forward, row: Rows, device: torch.device, one: float) -> float:
-    """How much quicker a single row is on all cores than on one; 1 where that is not worth it."""
-    if device.type != "cpu" or cores() == 1 or not LEAST_S <= one <= PATIENCE_S:
-        return 1.0
-    with threads(cores()):
-        ratio = one / _seconds(forward, row, device)
-    return ratio if ratio >= WORTH else 1.0
-
-
 def _seconds(forward: Forward, rows: Rows, device: torch.device) -> float:
-    """The quickest of a few forwards after one to warm up: whatever disturbs a machine only adds."""
-    found: list[float] = []
-    while len(found) <= TRIES and sum(found[1:]) < ENOUGH_S:
-        batch = {name: value.clone() for name, value in rows.items()}
-        begun = _now(device)
-        forward(batch)
-        found.append(_now(device) - begun)
-    return max(min(found[1:], default=found[0]), 1e-6)
+    batch = {name: value.clone() for name, value in rows.items()}
+    begun = _now(device)
+    forward(batch)
+    return max(_now(device) - begun, 1e-6)
 
 
 def _now(device: torch.device) -> float:

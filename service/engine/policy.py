@@ -21,7 +21,7 @@ Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs
 WINDOW = 128  # waiting requests that a batch is chosen from
 SLACK = 0.1  # of a row's time: where a forward's fixed part is less than that for each row, more rows gain nothing
 WORTH = 1.3  # side by side a forward must end so many times as soon
-FEW = 4  # rows that are always worth a forward
+FEW = 8  # rows that are always worth a forward
 LONG = 2.0  # times a good batch's forward: for longer no row waits for pictures to be decoded
 CPU = "cpu"
 

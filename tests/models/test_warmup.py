@@ -288,7 +288,7 @@ def test_measure(rowwise: bool) -> None:
     assert costs.speedup == 1.0
     assert {threads for _, threads in seen} == {1}
     assert {rows for rows, _ in seen} == ({1, warmup.SEVERAL} if rowwise else {1})
-    assert len(seen) <= 1 + 2 * (1 + warmup.TRIES)
+    assert len(seen) <= 2 + 2 * warmup.MOST
     if not rowwise:
         assert costs.base == 0
 

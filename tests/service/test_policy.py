@@ -129,7 +129,7 @@ def test_rows_of_one_lane_only() -> None:
 
 def test_no_larger_than_pays() -> None:
     """Where the fixed part is a tenth of a row's time for each row, more rows gain nothing; a few always do."""
-    for base, rows in ((0.0, 4), (1.0, 10), (2.5, 25), (100.0, 64)):
+    for base, rows in ((0.0, 8), (1.0, 10), (2.5, 25), (100.0, 64)):
         desk = Desk()
         desk.add(lane(costs=Costs(base=base, per_row=1.0), ceiling=64), 200)
         assert desk.batch().rows == rows
@@ -191,7 +191,7 @@ def test_budget() -> None:
     desk.add(one, 3, "y", row_bytes=10)
     desk.add(one, 2, "z", row_bytes=90)
     found = [desk.given(batch) for batch in desk.one_by_one()]
-    assert found == [[("x", 0, 3), ("y", 0, 1)], [("y", 1, 3)], [("z", 0, 1)], [("z", 1, 2)]]
+    assert found == [[("x", 0, 3), ("y", 0, 2)], [("y", 2, 3)], [("z", 0, 1)], [("z", 1, 2)]]
 
 
 @pytest.mark.parametrize(("rows", "after"), [(4, 2), (5, 2), (16, 8), (1, 1)])
@@ -918,7 +918,7 @@ class Events(RuleBasedStateMachine):
 
     def ripe(self, lane: Lane, first: Waiting) -> bool:
         enough = self.limits[lane].padded or min(
-            max(4, math.ceil(10 * lane.costs.base / lane.costs.per_row)), self.limits[lane].ceiling
+            max(8, math.ceil(10 * lane.costs.base / lane.costs.per_row)), self.limits[lane].ceiling
         )
         waits = sum(each.left for each in self.known if each.lane is lane and not each.removed)
         takes = 2 * first.depth * (lane.costs.base + enough * lane.costs.per_row)
