@@ -32,7 +32,7 @@ class LoadedModel:
     """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
 
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint. Surveys run on
-    the first replica.
+    the first replica, on a CPU with so many ``threads``.
     """
 
     spec: ModelSpec
@@ -44,6 +44,7 @@ class LoadedModel:
     weights: str
     digest: str
     identity: str
+    threads: int = 1
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
 
     @property
@@ -92,11 +93,15 @@ class LoadedModel:
         return self.catalogs[shapes]
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
+        with warmup.threads(self.threads):  # a new thread has as many as any other set last
+            return self._seen(shapes)
+
+    def _seen(self, shapes: Shapes) -> Catalog:
         inputs = [replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True)]
         catalog = survey(self.module, inputs, self.forward, self.device, self.prefix_tokens, self.dtype)
         row = {name: value[:1] for name, value in noise(inputs, self.device, self.dtype).items()}
         if shapes == self.shapes:
-            costs = warmup.measure(self.forward, row, self.module, self.device, catalog.rowwise)
+            costs = warmup.measure(self.forward, row, self.module, self.device, catalog.rowwise, self.threads)
         else:
             costs = self._scaled(catalog.seconds, row)
         return replace(catalog, costs=costs)
@@ -110,7 +115,10 @@ class LoadedModel:
         return replace(known.costs, per_row=per_row, row_bytes=memory)
 
     def steady(self, rows: int) -> bool:
-        """Whether a row gives the same bits at each place in a batch of so many, as far as one row tells."""
+        """Whether a row gives the same bits at each place in a batch of so many, as far as a few places tell.
+
+        Raises whatever a forward of so many rows does.
+        """
         if not self.catalog.rowwise:
             return True
         batch = noise(self.inputs, self.device, self.dtype)
@@ -118,10 +126,10 @@ class LoadedModel:
         known = {leaf.path: leaf for leaf in whole if leaf.row_axis is not None}
         found = []
         with torch.inference_mode(), warmup.threads(1):
-            for place in range(rows):
+            for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 turned = {name: _turned(value, rows, place) for name, value in batch.items()}
                 given = [(known[path], value) for path, value in leaves(self.forward(turned)) if path in known]
-                found.append([part_of(value, leaf, (place, place + 1)) for leaf, value in given])
+                found.append([part_of(value, leaf, (place, place + 1)).clone() for leaf, value in given])
         return all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
     @property
@@ -156,21 +164,18 @@ class LoadedModel:
         With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. OutOfMemoryError,
         raised when everything that the forward held is let go; InputError where the model does not take the values.
         """
-        count, cause = sum(len(next(iter(piece.values()))) for piece in pieces), ""
+        count = sum(len(next(iter(piece.values()))) for piece in pieces)
         rows = max(count, padded or 0)
         try:
             batch = self._assembled(pieces, rows - count)
             return own.extractor.shared(lambda: self.forward(batch, own.module), shares, rows)
-        except torch.OutOfMemoryError:
-            cause = "the device"
-        except RuntimeError as error:
-            if "DefaultCPUAllocator" not in str(error):
-                raise
-            cause = "this machine"
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
+        except RuntimeError as error:
+            if not warmup.is_out_of_memory(error):
+                raise
         batch = {}
-        raise OutOfMemoryError(f"{cause} has no memory for {count} rows", hint="send fewer or smaller inputs at once")
+        raise out_of_memory(count)
 
     def _assembled(self, pieces: Sequence[Rows], padding: int) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
@@ -188,6 +193,11 @@ class LoadedModel:
         return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)
 
 
+def out_of_memory(rows: int) -> OutOfMemoryError:
+    """The refusal of so many rows."""
+    return OutOfMemoryError(f"there is no memory for {rows} rows", hint="send fewer or smaller inputs at once")
+
+
 def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
     """How many rows a forward may have; InputError where the plan's must all share one and do not fit."""
     size = max_rows if catalog.rowwise else 1
@@ -199,10 +209,11 @@ def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     return size
 
 
-def load(spec: ModelSpec, replicas: int = 1) -> LoadedModel:
+def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
-    On a CPU it gets so many replicas, or one where its module can't be had twice.
+    On a CPU it gets so many replicas, or one where its module can't be had twice, and surveys use so many threads:
+    all cores where nothing is said.
     """
     device = _device(spec.device)
     built = sources.build(spec)
@@ -221,6 +232,7 @@ def load(spec: ModelSpec, replicas: int = 1) -> LoadedModel:
         weights=built.weights,
         digest=digest,
         identity=identity,
+        threads=warmup.cores() if threads is None else threads,
     )
     try:
         model.catalog_for(model.shapes)

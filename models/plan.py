@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from models.catalog import Catalog, Leaf, Moment
@@ -77,12 +78,12 @@ class Plan:
     cost: float
     skipped: tuple[str, ...]
 
-    @property
+    @cached_property
     def captures(self) -> frozenset[Capture]:
         """Each distinct capture once."""
         return frozenset(result.capture for result in self.results)
 
-    @property
+    @cached_property
     def splits(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
         return not any(capture.leaf.mixed for capture in self.captures)

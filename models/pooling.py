@@ -98,7 +98,9 @@ def _max(rows: _Rows, skip: int) -> Tensor:
 
 
 def _gem(rows: _Rows, skip: int) -> Tensor:
-    return _floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1).pow(1.0 / GEM_P)
+    mean = _floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1)
+    # A root of several numbers at once is rounded otherwise than that of one: in float64 the difference is cut off.
+    return mean.double().pow(1.0 / GEM_P).to(mean.dtype)
 
 
 def _cls(rows: _Rows, skip: int) -> Tensor:

@@ -25,13 +25,14 @@ class Entry:
 
 
 class Registry:
-    """All configured models by name; on a CPU each is loaded with so many replicas.
+    """All configured models by name; on a CPU each is loaded with so many replicas and threads.
 
     ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], replicas: int = 1) -> None:
+    def __init__(self, specs: Iterable[ModelSpec], replicas: int = 1, threads: int | None = None) -> None:
         self._replicas = replicas
+        self._threads = threads
         self._entries: dict[str, Entry] = {}
         for spec in specs:
             if spec.name in self._entries:
@@ -56,7 +57,7 @@ class Registry:
             return entry.model
         entry.state, entry.reason = "loading", ""
         try:
-            entry.model = load(entry.spec, self._replicas)
+            entry.model = load(entry.spec, self._replicas, self._threads)
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
             raise
@@ -65,6 +66,11 @@ class Registry:
             raise LoadError(entry.reason) from error
         entry.state = "ready"
         return entry.model
+
+    def fail(self, name: str, reason: str) -> None:
+        """Forget a model that was loaded and then turned out not to run."""
+        entry = self.entry(name)
+        entry.model, entry.state, entry.reason = None, "failed", reason
 
     def unload(self, name: str) -> None:
         """Forget a loaded model; it can be loaded again."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,12 +65,20 @@ class Taken:
 
     pieces: Mapping[tuple[Capture, Span], Reduced]
 
+    @cached_property
+    def _by_capture(self) -> Mapping[Capture, Sequence[tuple[Span, Reduced]]]:
+        found: dict[Capture, list[tuple[Span, Reduced]]] = {}
+        for (capture, span), reduced in sorted(self.pieces.items(), key=lambda item: item[0][1]):
+            found.setdefault(capture, []).append((span, reduced))
+        return found
+
     def of(self, share: Share) -> dict[Capture, Reduced]:
         """One request's results; they may be views of memory that neighbours share, and nobody writes to it."""
         found = {}
-        for (capture, span), reduced in self.pieces.items():
-            if capture in share.captures and (not _by_row(capture) or span[0] <= share.start < span[1]):
-                found[capture] = _cut(reduced, capture, span, share)
+        for capture in share.captures:
+            spans = self._by_capture[capture]
+            at = bisect_right(spans, share.start, key=lambda each: each[0][0]) - 1 if _by_row(capture) else 0
+            found[capture] = _cut(spans[at][1], capture, spans[at][0], share)
         return found
 
     def on_host(self) -> Taken:

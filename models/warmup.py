@@ -22,15 +22,17 @@ Forward = Callable[[Rows], object]
 SEVERAL = 4  # rows of the larger forward
 FEWEST, MOST, ENOUGH_S = 2, 8, 0.5  # rounds of forwards
 PATIENCE_S = 3.0  # a larger forward that is expected to take longer is not run
+NO_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 LEAST_S = 0.005  # a quicker forward has too little to share out
 WORTH = 1.15  # all threads must be that much quicker than one, or one does
 
 
-def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool) -> Costs:
+def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool, most: int) -> Costs:
     """What a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
 
-    Runs some forwards, in inference mode, in the thread that owns the module: of one row, of several, and of one on all
-    cores, in turn. Of each the quickest counts: whatever disturbs a machine only adds.
+    Runs some forwards, in inference mode, in the thread that owns the module: of one row, of several, and on a CPU of
+    one with so many threads as there may be at ``most``, in turn. Of each the quickest counts: whatever disturbs a
+    machine only adds.
     """
     with torch.inference_mode(), threads(1):
         memory = peak_bytes(forward, row, module, device)
@@ -38,8 +40,8 @@ def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device
         kinds = {"one": (row, 1)}
         if rowwise and one * SEVERAL <= PATIENCE_S:
             kinds["several"] = ({name: value.expand(SEVERAL, *value.shape[1:]) for name, value in row.items()}, 1)
-        if device.type == "cpu" and cores() > 1 and LEAST_S <= one <= PATIENCE_S:
-            kinds["all_cores"] = (row, cores())
+        if device.type == "cpu" and most > 1 and LEAST_S <= one <= PATIENCE_S:
+            kinds["all_cores"] = (row, most)
         best = _quickest(forward, kinds, device) if one <= PATIENCE_S else {"one": one}
     one, several = best["one"], best.get("several", best["one"] * SEVERAL)
     per_row = min(max((several - one) / (SEVERAL - 1), one / (2 * SEVERAL)), one)
@@ -56,6 +58,12 @@ def _quickest(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: t
             with threads(count):
                 found[name].append(_seconds(forward, rows, device))
     return {name: min(seconds) for name, seconds in found.items()}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or this machine has too little memory."""
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or told
 
 
 def cores() -> int:

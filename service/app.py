@@ -52,7 +52,12 @@ def create_engine(settings: Settings, configuration: Configuration | None = None
     if configuration is None:
         configuration = config.read(settings.config) if settings.config else config.embedded()
     figures = Metrics()
-    fleet = Fleet(Registry(configuration.models, settings.replicas), configuration.default, settings, figures)
+    fleet = Fleet(
+        Registry(configuration.models, settings.replicas, settings.cpu_threads),
+        configuration.default,
+        settings,
+        figures,
+    )
     figures.watch(fleet.snapshot)
     return Engine(fleet, settings, figures)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,14 +10,16 @@ from models.errors import TooLargeError
 from service.errors import QueueFullError
 from service.metrics import Metrics
 
-RETRY_S = 1.0
-
 
 class Budget:
-    """Counts bytes: of bodies as they arrive, of rows, of the replies that are expected. For the event loop only."""
+    """Counts bytes: of bodies as they arrive, of rows, of the replies that are expected. For the event loop only.
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
+    ``wait`` tells in how many seconds what holds them now should be done.
+    """
+
+    def __init__(self, limit: int, wait: Callable[[], float], metrics: Metrics) -> None:
         self.used = 0
+        self._wait = wait
         self._limit = limit
         self._metrics = metrics
 
@@ -36,7 +39,7 @@ class Budget:
             if self.used + size > self._limit:
                 self._metrics.refused("queue_bytes")
                 detail = f"the queue holds {self.used} bytes of {self._limit}"
-                raise QueueFullError(detail, hint="come again later", retry_after=RETRY_S)
+                raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(self._wait()), 1))
             taken += size
             self.used += size
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TypeVar
@@ -14,29 +12,27 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from models import fingerprint, union
+from models import union
 from models.catalog import Catalog
 from models.dtypes import DTYPES
 from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from models.loaded import LoadedModel, Shapes, check_together
 from models.plan import Plan, Result
-from models.points import Selector, path_text
+from models.points import path_text
 from models.spec import InputSpec
 from service.engine.execution import Results
 from service.engine.fleet import Fleet, within
 from service.engine.job import Ask, Job
-from service.engine.planning import plan_of, scaled
+from service.engine.planning import Planned, planned, scaled
 from service.engine.policy import Work
-from service.engine.rows import Rows, joined, rows_of, shape_of
+from service.engine.rows import Rows, count_rows, joined, rows_of, shape_of
 from service.features import Array, Features, Receipt
 from service.inputs import Item
 from service.metrics import Metrics
 from service.settings import Settings
 
 T = TypeVar("T")
-SURVEY_ROWS = 6  # one, one, three and one rows in four forwards
-REMEMBERED_PLANS = 512
-REMEMBERED_LAYERS = 64  # of a plan that is remembered
+SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
 Items = Sequence[tuple[int, Item]]
 Attempt = Rows | LayertapError
 SizeCheck = Callable[[Plan, int], None]
@@ -50,7 +46,6 @@ class Engine:
         self.settings = settings
         self.metrics = metrics
         self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=partial(torch.set_num_threads, 1))
-        self._plans: OrderedDict[tuple[int, tuple[Selector, ...]], _Planned] = OrderedDict()
 
     async def close(self) -> None:
         """Finish what was submitted, then end all threads."""
@@ -65,21 +60,23 @@ class Engine:
         """The features of a request: what ``prepare`` and ``run`` do, with a place in the queue; QueueFullError."""
         model = await self.fleet.model(ask.model, ask.deadline)
         with self.fleet.admitted(model, len(ask.items), ask.deadline) as hold:
-            job = await self.prepare(ask, fits)
+            job = await self.prepare(ask, fits, model)
             hold(job.rows)
             return await self.run(job)
 
-    async def prepare(self, ask: Ask, fits: SizeCheck) -> Job:
+    async def prepare(self, ask: Ask, fits: SizeCheck, model: LoadedModel | None = None) -> Job:
         """Everything before the forward, the cheapest first: names, sizes, then pixels.
 
         ``fits`` is asked whether the reply may be so large, before decoding and again if the rows have another shape
-        than the configured one. RequestError, TooLargeError, UnavailableError, DeadlineError.
+        than the configured one; ``model`` is given where a place in its queue is held. RequestError, TooLargeError,
+        UnavailableError, DeadlineError.
         """
-        model = await self.fleet.model(ask.model, ask.deadline)
-        catalog, planned = model.catalog, await self._planned(ask, model, model.catalog)
+        model = model or await self.fleet.model(ask.model, ask.deadline)
+        catalog, plan = model.catalog, await self._planned(ask, model, model.catalog)
         count = max(len(ask.items), 1)
-        fits(planned.plan, count)
-        ask.reserve(planned.plan.nbytes(count) + count * _row_bytes(model.inputs))
+        fits(plan.plan, count)
+        reserved = plan.plan.nbytes(count) + count * _row_bytes(model.inputs)
+        ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
         faults, rows = ask.faults, 1
         if ask.items:
@@ -87,23 +84,24 @@ class Engine:
             rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
             if shape_of(inputs) != model.shapes:
-                fits(scaled(planned.plan, shape_of(inputs), model.shapes), rows)
+                fits(scaled(plan.plan, shape_of(inputs), model.shapes), rows)
                 catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
-                planned = await self._planned(ask, model, catalog)
-            fits(planned.plan, rows)
+                plan = await self._planned(ask, model, catalog)
+            fits(plan.plan, rows)
             lane = self.fleet.resident(model).lane(catalog, shape_of(inputs))
-            check_together(planned.plan, catalog, rows, lane.ceiling)
-            ask.reserve(max(planned.plan.nbytes(rows) - planned.plan.nbytes(count), 0))
+            check_together(plan.plan, catalog, rows, lane.ceiling)
+            held = plan.plan.nbytes(rows) + sum(value.nbytes for value in inputs.values())
+            ask.reserve(max(held - reserved, 0))
         return Job(
             model,
             catalog,
-            planned.plan,
+            plan.plan,
             inputs,
             rows,
             ask.deadline,
             faults,
             ask.timings,
-            planned.fingerprints,
+            plan.fingerprints,
             ask.isolated,
             ask.priority,
         )
@@ -129,25 +127,21 @@ class Engine:
             whole=not job.plan.splits,
         )
 
-    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> _Planned:
-        """A request's plan and fingerprints; those that were asked for lately are remembered."""
-        key = (id(catalog), ask.selectors)
-        known = self._plans.get(key) if len(ask.selectors) <= REMEMBERED_LAYERS else None
+    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> Planned:
+        plans = self.fleet.resident(model).plans
+        known = plans.known(catalog, ask.selectors)
         if known is None:
             known = await self.off_loop(
-                lambda: _Planned.of(ask, model, catalog, self.settings.max_results), ask.deadline
+                lambda: planned(ask, model.identity, catalog, self.settings.max_results), ask.deadline
             )
-            if len(ask.selectors) <= REMEMBERED_LAYERS and len(known.plan.results) <= REMEMBERED_LAYERS:
-                self._plans[key] = known
-                if len(self._plans) > REMEMBERED_PLANS:
-                    self._plans.popitem(last=False)
+            plans.remember(ask.selectors, known)
         return known
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
-        if shapes == model.shapes:
-            return model.catalog
-        if shapes not in model.catalogs:
-            _check_survey(model, shapes, self.settings)
+        known = model.catalogs.get(shapes)
+        if known is not None:
+            return known
+        _check_survey(model, shapes, self.settings)
         return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
 
     async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
@@ -175,29 +169,11 @@ class Engine:
 
     async def _try(self, item: Item, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
         run = partial(rows_of, item, model, self.settings)
-        decoding = self.fleet.scheduler.decode(model.spec.name, run, ask.priority)
+        decoding = self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority)
         try:
             return await within(ask.deadline, asyncio.wrap_future(decoding))
         except (InputError, TooLargeError) as error:
             return [error]
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A plan against a catalogue, and the fingerprint of each of its results by key."""
-
-    plan: Plan
-    fingerprints: dict[str, str]
-    catalog: Catalog  # kept, so that its id stays its own
-
-    @classmethod
-    def of(cls, ask: Ask, model: LoadedModel, catalog: Catalog, max_results: int) -> _Planned:
-        plan = plan_of(ask, catalog, max_results)
-        prints = {
-            result.key: fingerprint.of_result(model.identity, result.capture.point, result.capture.reduction)
-            for result in plan.results
-        }
-        return cls(plan, prints, catalog)
 
 
 def check_count(inputs: int, settings: Settings) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from models import warmup
 from models.errors import LayertapError, OutOfMemoryError
-from models.loaded import LoadedModel
+from models.loaded import LoadedModel, out_of_memory
 from models.plan import Capture
 from models.pooling import Reduced
 from models.replica import Replica
@@ -41,7 +41,7 @@ class Outcome:
 class Failures:
     """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
 
-    ``too_many``: rows that memory does not hold.
+    ``too_many``: rows that memory does not hold, though it holds each of them.
     """
 
     out_of_memory: int = 0
@@ -60,11 +60,15 @@ class Execution:
         self._batch = batch
         self._jobs = jobs
         self._threads = threads
+        self._padded = None if batch.parts[0].work.whole else batch.lane.padded
 
     def outcomes(self) -> list[Outcome]:
         """One or several for each part of the batch; nothing is raised."""
-        with warmup.threads(self._threads):
-            return self._attempt(self._batch.parts)
+        try:
+            with warmup.threads(self._threads):
+                return self._attempt(self._batch.parts)
+        except BaseException as error:  # not of a forward: a device that is lost, for one
+            return [Outcome(part, raised(error), self._batch.rows, 1) for part in self._batch.parts]
 
     def _attempt(self, parts: Sequence[Part]) -> list[Outcome]:
         """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
@@ -72,36 +76,44 @@ class Execution:
         if isinstance(found, list):
             return found
         # Here, outside the except block, all that the failed forward held is let go.
-        rows = sum(part.stop - part.start for part in parts)
-        halves: tuple[Sequence[Part], Sequence[Part]] | None
         if isinstance(found, OutOfMemoryError):
-            halves = _by_rows(parts, rows)
-            self._failed(out_of_memory=1, memory=halves is not None)
-            self.failures = replace(self.failures, too_many=rows)
-            _release(self._model.device)
-        else:
-            halves = _by_request(parts)
-            self._failed(error=halves is not None)
+            return self._smaller(parts, found)
+        halves = _by_request(parts)
         if halves is None:
-            return [Outcome(part, found, rows, len(parts)) for part in parts]
+            return [Outcome(part, found, _rows(parts), len(parts)) for part in parts]
+        del found  # its traceback holds what the forward held
+        self._failed(error=1)
         return [outcome for half in halves for outcome in self._attempt(half)]
 
-    def _failed(self, out_of_memory: int = 0, memory: int = 0, error: int = 0) -> None:
-        known = self.failures
+    def _smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[Outcome]:
+        """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
+        rows = max(self._padded or 0, _rows(parts))
+        pieces = (parts,) if rows > _rows(parts) else _by_rows(parts, rows)
+        self._failed(out_of_memory=1, memory=pieces is not None)
+        _release(self._model.device)
+        if pieces is None:
+            return [Outcome(part, error, rows, len(parts)) for part in parts]
+        self._padded = None
+        outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
+        if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
+            self.failures = replace(self.failures, too_many=min(self.failures.too_many or rows, rows))
+        return outcomes
+
+    def _failed(self, **more: int) -> None:
         self.failures = replace(
-            known,
-            out_of_memory=known.out_of_memory + out_of_memory,
-            memory=known.memory + memory,
-            error=known.error + error,
+            self.failures, **{name: getattr(self.failures, name) + count for name, count in more.items()}
         )
 
     def _try(self, parts: Sequence[Part]) -> list[Outcome] | LayertapError | RuntimeError:
         try:
             return self._run(parts)
         except LayertapError as error:
+            error.__cause__ = error.__context__ = None
             return error.with_traceback(None)  # its frames hold the batch
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
-            return raised(error)
+            if not warmup.is_out_of_memory(error):
+                return raised(error)
+        return out_of_memory(_rows(parts))
 
     def _run(self, parts: Sequence[Part]) -> list[Outcome]:
         pieces, shares, at = [], [], 0
@@ -111,17 +123,27 @@ class Execution:
             shares.append(Share(at, at + count, job.plan.captures))
             at += count
         begun = time.perf_counter()
-        padded = None if parts[0].work.whole else self._batch.lane.padded
-        taken = self._model.run(self._own, pieces, shares, padded)
+        taken = self._model.run(self._own, pieces, shares, self._padded)
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         ran = time.perf_counter()
         taken = taken.on_host()
         copied = time.perf_counter()
         return [
-            Outcome(part, taken.of(share), at, len(parts), ran - begun, copied - ran)
+            Outcome(part, _kept(taken.of(share), part), at, len(parts), ran - begun, copied - ran)
             for part, share in zip(parts, shares, strict=True)
         ]
+
+
+def _rows(parts: Sequence[Part]) -> int:
+    return sum(part.stop - part.start for part in parts)
+
+
+def _kept(results: Results, part: Part) -> Results:
+    """What waits for a request's other parts must not keep its neighbours' results in memory."""
+    if part.stop - part.start == part.work.rows:
+        return results
+    return {capture: replace(reduced, values=reduced.values.clone()) for capture, reduced in results.items()}
 
 
 def raised(error: BaseException) -> RuntimeError:

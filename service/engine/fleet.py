@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from models.errors import LayertapError, TooLargeError
@@ -38,7 +39,7 @@ class Fleet:
         self._settings = settings
         self._metrics = metrics
         self._residents: dict[str, Resident] = {}
-        self.budget = Budget(settings.max_queue_bytes, metrics)
+        self.budget = Budget(settings.max_queue_bytes, self._longest_wait, metrics)
 
     def start(self) -> None:
         """Begin to load the models that are wanted from the start."""
@@ -102,9 +103,12 @@ class Fleet:
         await self._stop(name, None)
 
     def resident(self, model: LoadedModel) -> Resident:
-        """Where a loaded model lives; UnavailableError where it does no more, or is about to go."""
+        """Where a loaded model lives; UnavailableError where it does no more.
+
+        One that is about to go still serves what was admitted: it waits for that.
+        """
         resident = self._residents.get(model.spec.name)
-        if resident is None or resident.stopping or resident.loaded.result() is not model:
+        if resident is None or resident.loaded.result() is not model or self.scheduler.crew(model.spec.name) is None:
             raise _unloaded(model.spec.name)
         return resident
 
@@ -121,10 +125,13 @@ class Fleet:
         never hold as many.
         """
         resident, held = self.resident(model), 0
+        if resident.stopping:
+            raise _unloaded(model.spec.name)
 
         def hold(rows: int) -> None:
             nonlocal held
-            self._check_place(resident, rows, held, deadline)
+            if rows > held:  # who has a place keeps it, whoever came later
+                self._check_place(resident, rows, held, deadline)
             resident.rows, held = resident.rows - held + rows, rows
 
         hold(rows)
@@ -132,6 +139,7 @@ class Fleet:
             yield hold
         finally:
             resident.rows -= held
+            resident.left()
 
     def snapshot(self) -> Snapshot:
         """What is so at this moment, for the metrics; called by any thread."""
@@ -152,7 +160,7 @@ class Fleet:
         limit, others = self._settings.max_queue_rows, resident.rows - held
         if rows > limit:
             raise TooLargeError(f"{rows} inputs are more than the queue holds, {limit}", hint="send fewer at once")
-        wait = others * resident.pace * self._rivals(resident)
+        wait = self._wait(resident, others)
         if others + rows > limit:
             self._metrics.refused("queue_rows")
             raise QueueFullError(f"the queue holds {others} rows of {limit}", retry_after=max(math.ceil(wait), 1))
@@ -165,9 +173,15 @@ class Fleet:
                 retry_after=max(math.ceil(wait), 1),
             )
 
-    def _rivals(self, resident: Resident) -> int:
-        """How many models share the time of a model's device now, itself included."""
-        return 1 + sum(other.rows > 0 for other in self._residents.values() if other is not resident)
+    def _wait(self, resident: Resident, rows: int) -> float:
+        """Seconds until so many rows of a model are done: others on its device get as much time if they want it."""
+        own = rows * resident.pace
+        rivals = (each for each in self._residents.values() if each is not resident and each.device == resident.device)
+        return own + sum(min(own, rival.rows * rival.pace) for rival in rivals)
+
+    def _longest_wait(self) -> float:
+        """Seconds until all that is admitted now is done."""
+        return max((self._wait(each, each.rows) for each in self._residents.values()), default=0.0)
 
     async def _loaded(self, resident: Resident, name: str, deadline: float) -> None:
         try:
@@ -183,7 +197,9 @@ class Fleet:
     def _start(self, entry: Entry) -> Resident:
         name = entry.spec.name
         entry.state = "loading"
-        resident = Resident(name, lambda: self._load(name), self.scheduler, self._settings)
+        resident = Resident(
+            name, lambda: self._load(name), partial(self.registry.fail, name), self.scheduler, self._settings
+        )
         self._residents[name] = resident
         return resident
 

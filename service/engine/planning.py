@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
 from math import prod
 
+from models import fingerprint
 from models.catalog import Catalog
 from models.errors import RequestError, TooLargeError
 from models.loaded import Shapes
@@ -13,6 +15,7 @@ from models.plan import Plan, Result, resolve
 from models.points import Selector
 from service.engine.job import Ask
 
+REMEMBERED, REMEMBERED_LAYERS = 256, 64  # plans of a model, and results of each
 SMALL = 8  # pixels or tokens: what is no larger may have been made so from any size
 
 
@@ -34,6 +37,53 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
         raise
     _check(len(plan.results), max_results)
     return plan
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, the catalogue that it was made by, and the fingerprint of each of its results by key."""
+
+    plan: Plan
+    catalog: Catalog
+    fingerprints: dict[str, str]
+
+
+def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int) -> Planned:
+    """The plan of a request to a model of that identity; computes and raises as ``plan_of`` does."""
+    plan = plan_of(ask, catalog, max_results)
+    prints = {
+        result.key: fingerprint.of_result(identity, result.capture.point, result.capture.reduction)
+        for result in plan.results
+    }
+    return Planned(plan, catalog, prints)
+
+
+class Plans:
+    """What was asked of a model lately, so that the same layers need not be looked up again; small plans only."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[tuple[int, tuple[Selector, ...]], Planned] = OrderedDict()
+
+    def known(self, catalog: Catalog, selectors: tuple[Selector, ...]) -> Planned | None:
+        """The plan for these selectors, None where it was not asked for or long ago."""
+        if not _is_small(selectors):
+            return None
+        key = id(catalog), selectors  # an id of what the entry keeps is nobody else's
+        if key in self._plans:
+            self._plans.move_to_end(key)
+        return self._plans.get(key)
+
+    def remember(self, selectors: tuple[Selector, ...], plan: Planned) -> None:
+        """Keep a plan, in place of the one that was not asked for longest."""
+        if _is_small(selectors) and len(plan.plan.results) <= REMEMBERED_LAYERS:
+            self._plans[id(plan.catalog), selectors] = plan
+            if len(self._plans) > REMEMBERED:
+                self._plans.popitem(last=False)
+
+
+def _is_small(selectors: tuple[Selector, ...]) -> bool:
+    narrowed = any(each.reduction.channels or each.reduction.tokens for each in selectors)
+    return len(selectors) <= REMEMBERED_LAYERS and not narrowed
 
 
 def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:

@@ -1,8 +1,8 @@
 """Which waiting rows share the next forward, and when it starts: decisions only, on a clock that is passed in.
 
-Nothing here waits for more rows to come: batches grow while others run. A device has slots (a CPU one for each core, a
-GPU one that runs and one that is made ready); a batch takes one, or all of them for a single row that all cores compute
-together. Pictures are decoded on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
+Nothing here waits for more rows to come: batches grow while others run. A device has slots, a CPU one for each core, a
+GPU one in all; a batch takes one, or all of them for a single row that all cores compute together. Pictures are decoded
+on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
 """
 
 from __future__ import annotations
@@ -190,6 +190,10 @@ class Policy:
         """Let something wait to be decoded."""
         preparation.since = self._clock()
         self._preparations[preparation.priority][preparation] = None
+
+    def withdraw(self, preparation: Preparation) -> None:
+        """Forget something that was to be decoded and has not begun."""
+        self._preparations[preparation.priority].pop(preparation, None)
 
     def waiting(self, model: str) -> int:
         """Rows of a model that are in no batch yet."""

@@ -14,6 +14,7 @@ from models import warmup
 from models.catalog import Catalog
 from models.errors import LayertapError, LoadError
 from models.loaded import MAX_CATALOGS, LoadedModel, Shapes
+from service.engine.planning import Plans
 from service.engine.policy import CPU, Lane
 from service.engine.scheduler import Crew, Scheduler
 from service.engine.worker import Worker
@@ -30,7 +31,15 @@ class Resident:
     now on it takes nothing.
     """
 
-    def __init__(self, name: str, load: Callable[[], LoadedModel], scheduler: Scheduler, settings: Settings) -> None:
+    def __init__(
+        self,
+        name: str,
+        load: Callable[[], LoadedModel],
+        fail: Callable[[str], None],
+        scheduler: Scheduler,
+        settings: Settings,
+    ) -> None:
+        self._fail = fail
         self.loaded: Future[LoadedModel] = Future()
         self.settled: Future[None] = Future()  # as ``loaded``, but tells no reason
         self.rows = 0
@@ -40,6 +49,8 @@ class Resident:
         self._scheduler = scheduler
         self._settings = settings
         self._budget = 0
+        self._empty: asyncio.Event | None = None
+        self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
         self._lanes: dict[Shapes, tuple[Catalog, Lane]] = {}
         self._workers = [Worker(f"model-{name}")]
@@ -63,6 +74,12 @@ class Resident:
         return crew.pace if crew else 0.0
 
     @property
+    def device(self) -> str | None:
+        """Where its model is, None where it is not loaded."""
+        crew = self._scheduler.crew(self._name)
+        return str(crew.model.device) if crew else None
+
+    @property
     def apart(self) -> bool:
         """Whether every request must have its forwards for itself, so that its bits are always the same."""
         return self._moves
@@ -72,14 +89,14 @@ class Resident:
         known = self._lanes.get(shapes)
         if known is not None and known[0] is catalog:
             return known[1]
-        if len(self._lanes) > MAX_CATALOGS:
-            self._lanes.clear()
+        while len(self._lanes) >= MAX_CATALOGS:
+            del self._lanes[next(iter(self._lanes))]
         lane = self._new_lane(self.loaded.result(), catalog)
         self._lanes[shapes] = catalog, lane
         return lane
 
     def ceilings(self) -> int:
-        """The most rows of a forward of the shape that was asked for last."""
+        """The most rows of a forward, of the shape that was new last."""
         return next((lane.ceiling for _, lane in reversed(list(self._lanes.values()))), 0)
 
     async def stop(self, patience: float | None) -> None:
@@ -88,6 +105,9 @@ class Resident:
         try:
             async with asyncio.timeout(patience):
                 await asyncio.wait((asyncio.wrap_future(self.settled),))
+                self._empty = self._empty or asyncio.Event()
+                self.left()
+                await self._empty.wait()
                 if not self.failed:
                     await asyncio.shield(asyncio.wrap_future(self._scheduler.leave(self._name)))
                 for worker in self._workers:
@@ -95,17 +115,26 @@ class Resident:
         except TimeoutError:
             return
 
+    def left(self) -> None:
+        """Some rows were answered, or given up; called on the event loop."""
+        if self._empty is not None and not self.rows:
+            self._empty.set()
+
     def _load(self, load: Callable[[], LoadedModel]) -> None:
         try:
             model = load()
             self._budget = self._measured(model)
-            self._moves = self._settings.fixed_batch_rows is not None and not model.steady(
-                self._settings.fixed_batch_rows
-            )
-        except Exception as error:  # of a third party's forward, too; what loading raises is of the tree
+            fixed = self._new_lane(model, model.catalog).padded
+            self._moves = fixed is not None and not model.steady(fixed)
+        except LayertapError as error:
             self._workers[0].stop()
-            known = isinstance(error, LayertapError)
-            self.loaded.set_exception(error if known else LoadError(f"warming up ended in {type(error).__name__}"))
+            self.loaded.set_exception(error)
+            return
+        except Exception as error:  # a third party's forward may raise anything
+            self._workers[0].stop()
+            reason = f"a forward of {self._settings.fixed_batch_rows} rows ended in {type(error).__name__}"
+            self._fail(reason)
+            self.loaded.set_exception(LoadError(reason))
             return
         if self._moves:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self._name}})
@@ -133,5 +162,5 @@ class Resident:
             ceiling=min(most, fitting) if catalog.rowwise else 1,
             budget=self._budget,
             padded=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
-            width=max(settings.cpu_threads // settings.replicas, 1) if model.device.type == "cpu" else 1,
+            width=max(settings.cpu_threads // len(model.replicas), 1) if catalog.costs.speedup > 1 else 1,
         )

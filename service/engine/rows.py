@@ -45,6 +45,11 @@ def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def count_rows(attempts: Sequence[Rows | InputError]) -> int:
+    """How many rows were made of an item."""
+    return sum(len(next(iter(each.values()))) for each in attempts if not isinstance(each, InputError))
+
+
 def shape_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
     """The shape of one row, input by input."""
     return tuple(tuple(value.shape[1:]) for value in rows.values())

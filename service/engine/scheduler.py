@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 
-from models import warmup
 from models.errors import LayertapError
 from models.loaded import LoadedModel
 from service.engine.execution import Execution, Outcome, Results, raised
@@ -25,6 +24,7 @@ from service.metrics import Metrics
 
 T = TypeVar("T")
 SMOOTHING = 0.2  # the newest batch's part in a mean
+EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
 
 
 @dataclass
@@ -76,7 +76,6 @@ class Scheduler:
 
     def __init__(self, metrics: Metrics, slots: int, clock: Clock = time.monotonic) -> None:
         self.slots = slots
-        self._threads = max(warmup.cores() // slots, 1)  # of a slot
         self._metrics = metrics
         self._policy = Policy({CPU: Device(slots)}, clock)
         self._lock = threading.RLock()
@@ -134,15 +133,27 @@ class Scheduler:
             self._dispatch()
         return future
 
-    def decode(self, name: str, run: Callable[[], T], priority: Priority) -> Future[T]:
-        """Run something that decodes for a model when the policy lets it."""
+    def decode(self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority) -> Future[T]:
+        """Run something that decodes for a model when the policy lets it; ``count`` tells how many rows it gave.
+
+        Cancelled before its turn, it never runs.
+        """
         future: Future[T] = Future()
         preparation = Preparation(priority)
         with self._lock:
-            self._decoding[preparation] = partial(self._decoded, self._crews.get(name), preparation, run, future)
+            crew = self._crews.get(name)
+            self._decoding[preparation] = partial(self._decoded, crew, preparation, run, count, future)
             self._policy.prepare(preparation)
             self._dispatch()
+        future.add_done_callback(partial(self._withdraw, preparation))
         return future
+
+    def _withdraw(self, preparation: Preparation, future: Future[T]) -> None:
+        """Hold no picture that nobody waits for."""
+        if future.cancelled():
+            with self._lock:
+                if self._decoding.pop(preparation, None) is not None:
+                    self._policy.withdraw(preparation)
 
     async def run(self, work: Work, job: Job) -> list[Results]:
         """A job's results in the host's memory, in one part or several whose rows follow each other.
@@ -206,14 +217,15 @@ class Scheduler:
     def _ran(self, crew: Crew, number: int, batch: Batch, jobs: dict[Work, Job]) -> None:
         """A batch, from its start to its answers; in the thread of its replica."""
         begun = time.perf_counter()
-        execution = Execution(crew.model, crew.model.replicas[number], batch, jobs, batch.slots * self._threads)
+        execution = Execution(crew.model, crew.model.replicas[number], batch, jobs, batch.slots)
         outcomes = execution.outcomes()
         seconds = time.perf_counter() - begun
         with self._lock:
             if execution.failures.too_many is not None:
                 self._policy.lower(batch.lane, execution.failures.too_many)
             self._policy.done(batch, seconds)
-            spent = seconds * batch.slots / self._policy.slots(batch.lane.device) / batch.rows
+            beside = min(self._policy.slots(batch.lane.device) // batch.slots, len(crew.workers))
+            spent = seconds / beside / batch.rows
             crew.forward_pace += SMOOTHING * (spent - crew.forward_pace)
             crew.idle.append(number)
             self._answer(batch, outcomes)
@@ -256,24 +268,32 @@ class Scheduler:
 
     def _unserved(self, work: Work) -> None:
         """Count a request that never came to a forward."""
-        late = time.monotonic() >= work.deadline
+        late = time.monotonic() >= work.deadline - EARLY_S
         (self._metrics.expired if late else self._metrics.cancelled)(work.lane.model)
 
     def _called(self, crew: Crew, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
-        with warmup.threads(warmup.cores()):
-            _settle(future, partial(run, crew.model))
+        _settle(future, partial(run, crew.model))
         with self._lock:
             crew.idle.append(0)
             self._dispatch()
 
-    def _decoded(self, crew: Crew | None, preparation: Preparation, run: Callable[[], T], future: Future[T]) -> None:
+    def _decoded(
+        self,
+        crew: Crew | None,
+        preparation: Preparation,
+        run: Callable[[], T],
+        count: Callable[[T], int],
+        future: Future[T],
+    ) -> None:
         begun = time.perf_counter()
         _settle(future, run)
         seconds = time.perf_counter() - begun
+        good = not future.cancelled() and future.exception() is None
+        rows = count(future.result()) if good else 0
         with self._lock:
             self._policy.done(preparation, seconds)
-            if crew is not None:
-                crew.decode_pace += SMOOTHING * (seconds / self.slots - crew.decode_pace)
+            if crew is not None and rows:
+                crew.decode_pace += SMOOTHING * (seconds / self.slots / rows - crew.decode_pace)
             self._dispatch()
 
 

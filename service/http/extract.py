@@ -43,10 +43,10 @@ async def extract(request: Request) -> Response:
     format = choose(request.headers.get("accept"), request.query_params.get("format"), FORMATS)  # noqa: A001
     dry = _flag(request, "dry_run")
     deadline = time.monotonic() + _seconds(request, settings)
-    with engine.fleet.budget.held() as reserve:
-        data = await body_.read(request, settings, reserve)
-        sent = Sent(request.headers, request.query_params, data, settings)
-        return await while_connected(request, _answer(engine, sent, _Wish(format, dry, deadline, timings, reserve)))
+    reserve = state["until_sent"].enter_context(engine.fleet.budget.held())
+    data = await body_.read(request, settings, reserve)
+    sent = Sent(request.headers, request.query_params, data, settings)
+    return await while_connected(request, _answer(engine, sent, _Wish(format, dry, deadline, timings, reserve)))
 
 
 @dataclass(frozen=True)

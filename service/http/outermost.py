@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +23,10 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 
 class Outermost:
-    """Gives each request its ``state``: ``request_id``, ``admin``, and ``timings`` for routes to fill."""
+    """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` and ``notes`` for routes to fill.
+
+    ``until_sent`` in it is a stack of contexts that are left when the reply is sent.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
@@ -42,6 +46,7 @@ class Outermost:
             "admin": False,
             "timings": {},
             "notes": {},
+            "until_sent": (until_sent := ExitStack()),
         }
         status = received = sent = 0
 
@@ -66,6 +71,7 @@ class Outermost:
         else:
             await self._answered(scope, counted, dressed, lambda: status == 0)
         finally:
+            until_sent.close()
             seconds = time.perf_counter() - begun
             self.metrics.request(_route(scope), status, seconds, state["timings"], received, sent)
             _log(scope, status, seconds)

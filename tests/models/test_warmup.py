@@ -217,7 +217,7 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     versions = [parameter._version for parameter in model.module.parameters()]
     with torch.inference_mode():
         found = warmup.peak_bytes(model.forward, rows, model.module, CPU)
-    costs = warmup.measure(model.forward, rows, model.module, CPU, model.catalog.rowwise)
+    costs = warmup.measure(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
     assert found == costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
@@ -233,7 +233,7 @@ def test_a_forward_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        warmup.measure(lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True)
+        warmup.measure(lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True, most=2)
     assert _get_current_dispatch_mode() is None
     assert torch.get_num_threads() == before
 
@@ -277,7 +277,7 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
 def test_measure(rowwise: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
     module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
-    costs = warmup.measure(forwards(module, seen), ones(1, 4), module, CPU, rowwise)
+    costs = warmup.measure(forwards(module, seen), ones(1, 4), module, CPU, rowwise, 2)
     figures = (costs.base, costs.per_row, costs.speedup, float(costs.row_bytes))
     assert all(math.isfinite(figure) for figure in figures)
     assert costs.base >= 0 < costs.per_row

@@ -1,0 +1,142 @@
+"""Models that can be held up while requests pile up behind them. Each class is a ``python:`` factory."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, ResNet
+
+from tests.nets import Mean
+from tests.service.nets_http import Gated
+
+SLOW_S = 0.02  # of a row of ``Slow``
+LIMIT = 1000  # the survey's noise is far below
+TOO_MUCH = 2**46  # numbers: more than an address can reach
+
+
+class Tower(Gated):
+    """Feature maps, tokens with their rows on axis 1, a table without rows, a mean over all rows, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 48)
+        self.conv = nn.Conv2d(3, 24, 3, padding=1)
+        self.act = nn.ReLU(inplace=True)
+        self.norm = nn.LayerNorm(24)
+        self.table = Table(24)
+        self.mean = Mean()
+        self.tail = nn.Linear(24, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.act(self.conv(super().forward(x).unflatten(1, (3, 4, 4))))
+        tokens = self.norm(maps.flatten(2).permute(2, 0, 1))
+        tokens = tokens + self.table(tokens)
+        self.mean(maps)
+        out: Tensor = self.tail(tokens.mean(0))
+        return out
+
+
+class Table(nn.Module):
+    """A parameter, whatever comes in."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.randn(1, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values
+
+
+class Stages(Gated):
+    """Three parts one after the other; notes which of them began, and with how many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.middle, self.late = (nn.Linear(3, 3) for _ in range(3))
+        self.ran: list[tuple[str, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for name in ("early", "middle", "late"):
+            self.ran.append((name, len(x)))
+            x = getattr(self, name)(x)
+        return x
+
+
+class Uphill(Gated):
+    """Two parts: the way to the second is longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.late(super().forward(x))
+        return out
+
+
+class Slow(Gated):
+    """As long for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(SLOW_S * len(x))
+        return super().forward(x)
+
+
+class Hungry(Gated):
+    """Needs memory by the first number of each row, at least 1; where ``room`` is less, the allocator says no."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = 1e9
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[:, 0].clamp(min=1).sum() > self.room:
+            self.forwards.append(len(x))
+            torch.empty(TOO_MUCH)
+        return super().forward(x)
+
+
+class Moody(Gated):
+    """What a row's first number does, from ``LIMIT`` on: raise an error, leave the end out, return another shape."""
+
+    RAISED = (RuntimeError("secret"), ValueError("secret"), IndexError("secret"))
+    LEAVES_OUT, CUTS = LIMIT + len(RAISED), LIMIT + len(RAISED) + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Linear(3, 3)
+        self.end = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = [int(mark) for mark in x[:, 0] if mark >= LIMIT]
+        x = super().forward(x)
+        for mark in marks:
+            if mark < self.LEAVES_OUT:
+                raise self.RAISED[mark - LIMIT]
+        if self.LEAVES_OUT in marks:
+            return x
+        x = self.late(x)
+        out: Tensor = self.end(x[:, ::2] if self.CUTS in marks else x)
+        return out
+
+
+class Placed(Gated):
+    """Rows are their own but for last bits, which tell their place in the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e-6 * torch.arange(len(x))[:, None]
+
+
+class Residual(ResNet):
+    """A small residual network for pictures that counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=7)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x)

@@ -1,0 +1,183 @@
+"""Requests that pile up behind a forward that is held up, what hooks say offline, and what the figures say after."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from models.catalog import Costs
+from models.spec import InputSpec, ModelSpec
+from tests.oracle import Key, record
+from tests.server import Live
+from tests.service.busy import TRIES, TRY_S, gated, until
+from tests.service.conftest import Serve
+from tests.service.nets_http import Gated
+from tests.service.support import ROW, Array, Json, configured, npy, raw
+
+ONE_FORWARD = Costs(base=0.01, per_row=1e-5)  # so that all rows that wait are worth one forward
+COSTS = {"uphill": Costs(base=0.0, per_row=1e-3)}  # a larger forward gains nothing
+LONG_S = 300.0  # no deadline decides anything
+Counts = dict[str, float]
+MOST = 32  # requests of a pile
+SOON = 200  # looks at the figures
+COUNTED = re.compile(
+    r"layertap_(batches|batch_rows|batch_requests|rows|split|out_of_memory|expired|cancelled|refused)_(total|sum)"
+)
+GAUGES = ("queue_rows", "queue_bytes", "running_rows")
+HELD = 2  # rows of the request that is held up
+BEFORE: Counts = {"batches:isolated": 1.0, "batch_rows": HELD, "batch_requests": 1.0, "rows": HELD}  # its figures
+
+
+def batch_net(name: str, factory: str | None = None, *inputs: InputSpec) -> ModelSpec:
+    """The entry of a model of ``nets_batch``, named like its class where no other is said."""
+    source = f"python:tests.service.nets_batch:{factory or name.capitalize()}"
+    return ModelSpec(name, source, weights="random:0", device="cpu", inputs=inputs or (ROW,))
+
+
+@contextmanager
+def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
+    """A server of models of ``nets_batch`` whose costs are given: measured ones hang on what else a machine does."""
+    chosen: Json = {"cpu_threads": 2, "deadline_s": LONG_S, **settings}
+    with serve(configured(*(batch_net(name) for name in names)), **chosen) as live:
+        for name in names:
+            model = live.engine.fleet.registry.entry(name).model
+            assert model is not None
+            costs = replace(COSTS.get(name, ONE_FORWARD), row_bytes=model.catalog.costs.row_bytes)
+            model.catalogs[model.shapes] = replace(model.catalog, costs=costs)
+        yield live
+
+
+def some(count: int, seed: int = 0) -> Array:
+    """Random rows of four numbers."""
+    return np.random.default_rng(seed).normal(size=(count, 4)).astype(np.float32)
+
+
+def wish(batch: Array, model: str, layers: str, **query: Any) -> Json:
+    """A request for layers of a model, by query parameters."""
+    return raw(npy(batch), "application/x-npy", model=model, layers=layers, **query)
+
+
+def post(live: Live, request: Json) -> httpx.Response:
+    """The reply to a request."""
+    return live.client.post("/extract", **request)
+
+
+def queued(live: Live, name: str) -> int:
+    """Rows of a model that wait for their forward, decoded."""
+    return live.engine.fleet.scheduler.waiting(name)
+
+
+@dataclass(frozen=True)
+class Pile:
+    """What waits for a model that is held up, in the order in which it was put there."""
+
+    live: Live
+    name: str
+    module: Gated
+    pool: ThreadPoolExecutor
+
+    def put(self, request: Json, count: int) -> Future[httpx.Response]:
+        """Send a request of so many rows; it waits for its forward when this returns."""
+        before = queued(self.live, self.name)
+        reply = self.pool.submit(post, self.live, request)
+        until(lambda: queued(self.live, self.name) == before + count or reply.done())
+        assert not reply.done(), reply.result().text
+        return reply
+
+
+@contextmanager
+def piled(live: Live, name: str) -> Iterator[Pile]:
+    """Hold a model up inside a request; all that is put there runs after the block."""
+    module = gated(live, name)
+    module.gate.clear()
+    module.entered.clear()
+    with ThreadPoolExecutor(MOST) as pool:
+        held = pool.submit(post, live, wish(some(HELD), name, "linear", isolated="true"))
+        try:
+            assert module.entered.wait(TRIES * TRY_S)
+            module.forwards.clear()
+            yield Pile(live, name, module, pool)
+        finally:
+            module.gate.set()
+        assert held.result().status_code == 200
+
+
+def offline(live: Live, name: str, batch: Array) -> dict[Key, Array]:
+    """What hooks see where a twin of a model runs a batch."""
+    module = gated(live, name)
+    twin = type(module)()
+    twin.load_state_dict(module.state_dict())
+    seen = record(twin.eval(), torch.from_numpy(batch))
+    return {key: value.numpy() for key, value in seen.items()}
+
+
+class Ledger:
+    """What one model's figures, and those of refusals, grew by since it was opened."""
+
+    def __init__(self, live: Live, name: str) -> None:
+        self._live = live
+        self._name = name
+        self._before = self._counts()
+
+    def check(self, *wanted: Counts) -> None:
+        """They grow by exactly the sum of these, soon: a batch is counted after its replies are sent."""
+        total: Counts = {}
+        for each in wanted:
+            for key, value in each.items():
+                total[key] = total.get(key, 0) + value
+        pause = Event()
+        assert any(self._grown() == total or pause.wait(TRY_S) for _ in range(SOON)), f"{self._grown()}, not {total}"
+
+    def _grown(self) -> Counts:
+        now = self._counts()
+        return {key: now[key] - self._before.get(key, 0) for key in now if now[key] != self._before.get(key, 0)}
+
+    def _counts(self) -> Counts:
+        found: Counts = {}
+        for family in text_string_to_metric_families(self._live.client.get("/metrics").text):
+            for sample in family.samples:
+                name, labels = COUNTED.fullmatch(sample.name), dict(sample.labels)
+                if name and labels.pop("model", self._name) == self._name:
+                    found[":".join((name[1], *labels.values()))] = sample.value
+        return found
+
+
+def gauges(live: Live) -> Counts:
+    """What is so now: rows and bytes that wait, rows that run."""
+    families = text_string_to_metric_families(live.client.get("/metrics").text)
+    found = {family.name.removeprefix("layertap_"): family.samples for family in families}
+    return {name: found[name][0].value for name in GAUGES}
+
+
+def ceiling(live: Live, name: str) -> float:
+    """The most rows of a forward of a model."""
+    families = text_string_to_metric_families(live.client.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    found = [each for each in samples if each.name == "layertap_batch_ceiling_rows" and each.labels["model"] == name]
+    return found[0].value
+
+
+def batch_of(why: str, rows: int, requests: int, times: int = 1) -> Counts:
+    """The figures of batches of so many rows and requests together."""
+    return {f"batches:{why}": times, "batch_rows": rows, "batch_requests": requests}
+
+
+def answered(rows: int) -> Counts:
+    """The figure of rows whose features went out."""
+    return {"rows": rows}
+
+
+def idle(live: Live) -> None:
+    """Nothing waits, nothing runs, nothing is held in memory, soon."""
+    until(lambda: gauges(live) == dict.fromkeys(GAUGES, 0.0))
+    assert live.engine.fleet.budget.used == 0

@@ -1,0 +1,385 @@
+"""Batches in trouble, over HTTP: memory that runs out, rows that break a forward, who leaves, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import combinations
+
+import httpx
+import numpy as np
+import pytest
+
+from models.spec import InputSpec
+from tests.server import Live
+from tests.service.busy import connected, gated, on_the_wire, until, waiting
+from tests.service.conftest import Serve
+from tests.service.nets_batch import LIMIT, SLOW_S, Hungry, Moody, Residual
+from tests.service.pile import (
+    BEFORE,
+    HELD,
+    Ledger,
+    Pile,
+    answered,
+    batch_net,
+    batch_of,
+    ceiling,
+    idle,
+    offline,
+    piled,
+    post,
+    queued,
+    serving_nets,
+    some,
+    wish,
+)
+from tests.service.support import Array, Json, arrays_of, configured, problem
+
+SIDE, LARGE = 64, 1024
+RIGHT = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def troubled(serve: Serve) -> Iterator[Live]:
+    """A server of models that fail at will."""
+    with serving_nets(serve, "moody", "tower") as live:
+        yield live
+
+
+def right(live: Live, name: str, layer: str, batch: Array, reply: Future[httpx.Response] | httpx.Response) -> None:
+    """A reply is what hooks say offline."""
+    response = reply.result() if isinstance(reply, Future) else reply
+    wanted = offline(live, name, batch)[layer, 0, (), "output"]
+    np.testing.assert_allclose(arrays_of(response)[layer], wanted, **RIGHT)
+
+
+@pytest.fixture
+def hungry(serve: Serve) -> Iterator[Live]:
+    """A server whose ceilings nothing has lowered yet."""
+    with serving_nets(serve, "hungry") as live:
+        yield live
+
+
+def room(live: Live, units: float) -> Hungry:
+    """From now on a model's memory holds so many rows."""
+    module = gated(live, "hungry")
+    assert isinstance(module, Hungry)
+    module.room = units
+    module.forwards.clear()
+    return module
+
+
+def put_rows(pile: Pile, counts: tuple[int, ...]) -> list[tuple[Array, Future[httpx.Response]]]:
+    """Requests of so many rows for the ``linear`` of a model."""
+    batches = [some(count, seed) for seed, count in enumerate(counts)]
+    for batch in batches:
+        batch[:, 0] = 0.0  # each needs as much memory as the others
+    return [(batch, pile.put(wish(batch, pile.name, "linear"), len(batch))) for batch in batches]
+
+
+def test_out_of_memory(hungry: Live) -> None:
+    """A batch that memory does not hold is run in parts, each request is answered, later batches are smaller."""
+    ledger, counts = Ledger(hungry, "hungry"), (2, 3, 1, 3)
+    with piled(hungry, "hungry") as pile:
+        replies = put_rows(pile, counts)
+        room(hungry, 4)
+    assert ceiling(hungry, "hungry") < 32
+    for batch, reply in replies:
+        right(hungry, "hungry", "linear", batch, reply)
+    assert pile.module.forwards == [9, 4, 5, 2, 3]
+    failed = {"out_of_memory": 2.0, "split:memory": 2.0}
+    ledger.check(BEFORE, batch_of("same_depth", 9, 4), answered(9), failed)
+    sunk = ceiling(hungry, "hungry")
+    assert 1 <= sunk <= 4
+    with piled(hungry, "hungry") as pile:
+        replies = put_rows(pile, counts)
+    for batch, reply in replies:
+        right(hungry, "hungry", "linear", batch, reply)
+    assert sum(pile.module.forwards) == 9
+    assert max(pile.module.forwards) <= sunk
+    assert ceiling(hungry, "hungry") == sunk
+    idle(hungry)
+
+
+def test_large_request_out_of_memory(hungry: Live) -> None:
+    """A single request that memory does not hold at once comes back in one piece all the same."""
+    room(hungry, 4)
+    batch = some(19)
+    right(hungry, "hungry", "linear", batch, post(hungry, wish(batch, "hungry", "linear")))
+    assert 1 <= ceiling(hungry, "hungry") <= 4
+
+
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_one_row_that_never_fits(hungry: Live, place: int) -> None:
+    """A request one of whose rows needs more than there is gets 413; the others their answers, now and later."""
+    ledger = Ledger(hungry, "hungry")
+    with piled(hungry, "hungry") as pile:
+        batches = [some(2, seed) for seed in range(5)]
+        batches[place][1, 0] = 100.0
+        replies = [pile.put(wish(batch, "hungry", "linear"), 2) for batch in batches]
+        room(hungry, 50)
+    for number, (batch, reply) in enumerate(zip(batches, replies, strict=True)):
+        if number == place:
+            assert "memory" in problem(reply.result(), 413)["detail"]
+        else:
+            right(hungry, "hungry", "linear", batch, reply)
+    assert pile.module.forwards[0] == 10
+    ledger.check(BEFORE, batch_of("same_depth", 10, 5), answered(8), out_of_memory(batches, 50))
+    assert ceiling(hungry, "hungry") == 32  # the others' rows are not to blame
+    idle(hungry)
+
+
+def out_of_memory(batches: list[Array], units: float) -> dict[str, float]:
+    """The figures of a batch that is halved, by rows, until each part fits or is one row."""
+    needs = np.concatenate(batches)[:, 0].clip(min=1)
+
+    def halved(part: Array) -> tuple[int, int]:
+        if part.sum() <= units:
+            return 0, 0
+        if len(part) == 1:
+            return 1, 0
+        below = [halved(half) for half in (part[: len(part) // 2], part[len(part) // 2 :])]
+        return 1 + sum(each[0] for each in below), 1 + sum(each[1] for each in below)
+
+    failed, split = halved(needs)
+    return {"out_of_memory": float(failed), "split:memory": float(split)}
+
+
+def test_fixed_rows_out_of_memory(serve: Serve) -> None:
+    """Where memory does not hold as many rows as every forward should have, requests are answered with fewer."""
+    with serving_nets(serve, "hungry", fixed_batch_rows=8) as live:
+        module = room(live, 4)
+        for _ in range(2):
+            right(live, "hungry", "linear", some(3), post(live, wish(some(3), "hungry", "linear")))
+        assert 2 <= ceiling(live, "hungry") <= 4
+        with piled(live, "hungry") as pile:
+            replies = put_rows(pile, (2, 3, 1, 3))
+        for batch, reply in replies:
+            right(live, "hungry", "linear", batch, reply)
+        assert max(module.forwards) <= 4
+
+
+def splits(bad: list[bool]) -> int:
+    """How often a batch is halved until each bad request is alone."""
+    if not any(bad) or len(bad) == 1:
+        return 0
+    return 1 + splits(bad[: len(bad) // 2]) + splits(bad[len(bad) // 2 :])
+
+
+def check_bad(live: Live, count: int, marks: dict[int, int]) -> None:
+    """Of so many requests of one batch those with marks are refused, and only those."""
+    ledger, name = Ledger(live, "moody"), "moody"
+    batches = [some(1 + number % 2, number) for number in range(count)]
+    for place, mark in marks.items():
+        batches[place][-1, 0] = mark
+    with piled(live, name) as pile:
+        replies = [pile.put(wish(batch, name, "end"), len(batch)) for batch in batches]
+    for number, (batch, reply) in enumerate(zip(batches, replies, strict=True)):
+        if number in marks:
+            assert "secret" not in str(problem(reply.result(), 500 if marks[number] == LIMIT else 422))
+        else:
+            right(live, name, "end", batch, reply)
+    rows, good = (
+        sum(len(batches[number]) for number in range(count) if not (number in marks and answers)) for answers in (0, 1)
+    )
+    assert pile.module.forwards[0] == rows
+    why = "same_depth" if count > 1 else "single"
+    halved = splits([number in marks for number in range(count)])
+    ledger.check(BEFORE, batch_of(why, rows, count), answered(good), {"split:error": halved} if halved else {})
+    assert live.client.get("/livez").status_code == 200
+    assert live.client.get("/models/moody").json()["hooks"] == 0
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_bad_request_in_a_batch(troubled: Live, count: int) -> None:
+    """What makes a forward raise is refused alone, wherever it stands; all others get what is right."""
+    for place in range(count):
+        check_bad(troubled, count, {place: LIMIT + place % len(Moody.RAISED)})
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+def test_two_bad_requests_in_a_batch(troubled: Live, count: int) -> None:
+    """Two of them, of different kinds, each get their own answer."""
+    for one, other in list(combinations(range(count), 2))[:: max(1, count // 2)]:
+        check_bad(troubled, count, {one: LIMIT, other: LIMIT + 1})
+
+
+def test_all_bad(troubled: Live) -> None:
+    """A batch of which nothing can be served ends as well."""
+    check_bad(troubled, 4, {place: LIMIT + place % 3 for place in range(4)})
+
+
+@pytest.mark.parametrize("mark", [Moody.LEAVES_OUT, Moody.CUTS])
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_what_depends_on_the_values(troubled: Live, mark: int, place: int) -> None:
+    """A row with which a layer never runs, or gives another shape, harms its own request alone."""
+    check_bad(troubled, 5, {place: mark})
+
+
+def test_trouble_beyond_the_stop(troubled: Live) -> None:
+    """Who wants nothing of the part that fails is served, bad row or not, where nobody else goes that far."""
+    batch = some(2)
+    batch[0, 0] = Moody.LEAVES_OUT
+    right(troubled, "moody", "linear", batch, post(troubled, wish(batch, "moody", "linear")))
+    with piled(troubled, "moody") as pile:
+        shallow = pile.put(wish(batch, "moody", "linear"), 2)
+        deep = pile.put(wish(some(2, 1), "moody", "end"), 2)
+    right(troubled, "moody", "linear", batch, shallow)
+    right(troubled, "moody", "end", some(2, 1), deep)
+    assert pile.module.forwards == [4, 2, 2]
+
+
+def test_who_leaves_and_who_is_late(troubled: Live) -> None:
+    """What nobody waits for any more never runs; whoever is still there shares the forward without it."""
+    ledger, late_s = Ledger(troubled, "tower"), 1.5
+    with piled(troubled, "tower") as pile, ExitStack() as stack:
+        late = wish(some(2, 1), "tower", "tail")
+        late["headers"] = {**late["headers"], "x-request-timeout": str(late_s)}
+        first = pile.put(wish(some(1), "tower", "tail"), 1)
+        expired = pile.put(late, 2)
+        with connected(troubled) as connection:
+            request = troubled.client.build_request("POST", "/extract", **wish(some(4), "tower", "tail"))
+            connection.sendall(on_the_wire(request))
+            until(lambda: queued(troubled, "tower") == 7)
+        until(lambda: queued(troubled, "tower") < 7 and waiting(troubled, "tower") <= HELD + 3)
+        last = pile.put(wish(some(3, 2), "tower", "tail"), 3)
+        problem(expired.result(), 504)
+        until(lambda: queued(troubled, "tower") == 4)
+        stack.pop_all().close()
+    right(troubled, "tower", "tail", some(1), first)
+    right(troubled, "tower", "tail", some(3, 2), last)
+    assert pile.module.forwards == [4]
+    left = {"expired": 1.0, "cancelled": 1.0}
+    ledger.check(BEFORE, batch_of("same_depth", 4, 2), answered(4), left)
+    idle(troubled)
+
+
+def test_a_large_request_that_leaves(serve: Serve) -> None:
+    """Of a request that leaves between its forwards the rest never runs."""
+    with serving_nets(serve, "tower", max_batch_rows=4) as live:
+        module = gated(live, "tower")
+        module.forwards.clear()
+        module.gate.clear()
+        module.entered.clear()
+        with connected(live) as connection:
+            request = live.client.build_request("POST", "/extract", **wish(some(20), "tower", "tail"))
+            connection.sendall(on_the_wire(request))
+            assert module.entered.wait(30)
+            until(lambda: queued(live, "tower") == 16)
+        until(lambda: waiting(live, "tower") == 0)
+        assert queued(live, "tower") == 0
+        module.gate.set()
+        right(live, "tower", "tail", some(1), post(live, wish(some(1), "tower", "tail")))
+        assert module.forwards == [4, 1]
+        idle(live)
+
+
+def retry(reply: httpx.Response) -> int:
+    """After how many seconds to come again."""
+    problem(reply, 429, seconds=True)
+    return int(reply.headers["retry-after"])
+
+
+def test_too_many_rows(serve: Serve) -> None:
+    """A full queue is refused with when to come again, the later the more waits; then its places are free again."""
+    with serving_nets(serve, "slow", max_queue_rows=200) as live:
+        ledger, whens = Ledger(live, "slow"), []
+        with piled(live, "slow") as pile:
+            replies = []
+            for seed in range(3):
+                replies.append(pile.put(wish(some(64, seed), "slow", "linear", isolated="true"), 64))
+                whens.append(retry(post(live, wish(some(200 - 64 * len(replies)), "slow", "linear"))))
+        assert 1 <= whens[0] < whens[1] < whens[2]
+        assert all(when >= 64 * SLOW_S * seed for seed, when in enumerate(whens, 1))
+        assert [reply.result().status_code for reply in replies] == [200] * 3
+        grown = {"refused:queue_rows": 3.0}
+        ledger.check(BEFORE, batch_of("isolated", 192, 6, times=6), answered(192), grown)
+        idle(live)
+
+
+def hasty(request: Json, seconds: float) -> Json:
+    """A request that waits for so long and no longer."""
+    return {**request, "headers": {**request["headers"], "x-request-timeout": str(seconds)}}
+
+
+def test_too_little_time(serve: Serve) -> None:
+    """What can't be served in time for what waits already is refused at once; an idle server refuses nobody."""
+    with serving_nets(serve, "slow") as live:
+        ledger = Ledger(live, "slow")
+        for seed in range(12):  # the pace is that of late
+            assert post(live, wish(some(4, seed), "slow", "linear")).status_code == 200
+        with piled(live, "slow") as pile:
+            waits = pile.put(wish(some(100), "slow", "linear", isolated="true"), 100)
+            need = 100 * SLOW_S
+            whens = [retry(post(live, hasty(wish(some(1), "slow", "linear"), need * part))) for part in (0.2, 0.9)]
+            assert whens[0] >= need
+        assert waits.result().status_code == 200
+        rows = 48 + 100
+        ledger.check(
+            BEFORE,
+            batch_of("single", 48, 12, times=12),
+            batch_of("isolated", 100, 4, times=4),
+            answered(rows),
+            {"refused:deadline": 2.0},
+        )
+        idle(live)
+        # Nobody waits: though it can't be done, it is tried.
+        problem(post(live, hasty(wish(some(64), "slow", "linear"), 0.3)), 504)
+
+
+def test_too_many_bytes(serve: Serve) -> None:
+    """Bodies, rows and replies of what waits count together; all of it is given back."""
+    with serving_nets(serve, "tower", max_queue_bytes=50_000, max_queue_rows=2000) as live:
+        ledger, large = Ledger(live, "tower"), wish(some(256), "tower", "linear")
+        assert "50000" in problem(post(live, large), 413)["detail"]  # no queue could hold it
+        with piled(live, "tower") as pile:
+            waits = [pile.put(wish(some(256, seed), "tower", "tail"), 256) for seed in range(4)]
+            used = live.engine.fleet.budget.used
+            assert 4 * 256 * (16 + 16 + 8) <= used <= 50_000  # a row as sent, as decoded, and its result
+            assert all(retry(post(live, wish(some(256), "tower", "tail"))) >= 1 for _ in range(3))
+            until(lambda: live.engine.fleet.budget.used == used)
+            waits.append(pile.put(wish(some(2), "tower", "tail"), 2))
+        assert [reply.result().status_code for reply in waits] == [200] * 5
+        idle(live)
+        assert post(live, wish(some(256), "tower", "tail")).status_code == 200
+        rows = 4 * 256 + 2 + 256
+        times = 4 * 8 + 1 + 8  # forwards of 32 rows
+        ledger.check(BEFORE, batch_of("single", rows, times, times), answered(rows), {"refused:queue_bytes": 3.0})
+        idle(live)
+
+
+def test_bytes_of_a_body_that_still_arrives(serve: Serve) -> None:
+    """What has come of a body counts before it is complete, and no more once its client is gone."""
+    with serving_nets(serve, "tower", max_queue_bytes=50_000) as live:
+        body = wish(some(2000), "tower", "tail")
+        request = live.client.build_request("POST", "/extract", **body)
+        small = wish(some(200), "tower", "tail")
+        with connected(live) as connection:
+            connection.sendall(on_the_wire(request)[:-1])
+            until(lambda: live.engine.fleet.budget.used > 30_000)
+            assert retry(post(live, wish(some(1200), "tower", "tail"))) >= 1
+        idle(live)
+        assert post(live, small).status_code == 200
+        idle(live)
+
+
+def test_large_reply_of_a_large_picture(serve: Serve) -> None:
+    """All layers of a picture many times the usual size are refused by what they would take, before any forward."""
+    spec = replace(batch_net("residual", "Residual", InputSpec("x", (3, SIDE, SIDE))))
+    with serve(configured(spec), cpu_threads=2) as live:
+        model = live.engine.fleet.registry.entry("residual").model
+        assert model is not None
+        module = model.module
+        assert isinstance(module, Residual)
+        before, known = module.forwards, dict(model.catalogs)
+        found = problem(post(live, wish(np.zeros((1, 3, LARGE, LARGE), np.float32), "residual", "*")), 413)
+        size, limit = (int(word) for word in found["detail"].replace(",", "").split() if word.isdigit())
+        assert size > limit == live.engine.settings.max_reply_bytes
+        assert module.forwards == before
+        assert model.catalogs == known
+        idle(live)
+        usual = post(live, wish(np.zeros((1, 3, SIDE, SIDE), np.float32), "residual", "*", format="npz"))
+        assert usual.status_code == 200
+        assert module.forwards == before + 1
