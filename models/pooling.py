@@ -75,10 +75,13 @@ class _Rows:
     channel: int | None
 
     def positions(self, skip: int) -> Tensor:
-        """As (N, channels, positions): pixels or tokens in order, without the first ``skip``."""
+        """As (N, channels, positions): pixels or tokens in order, without the first ``skip``.
+
+        Contiguous: a sum along another axis than the innermost is rounded by how many rows there are beside it.
+        """
         if self.channel is None:
             return self.values.flatten(1).unsqueeze(1)
-        return self.values.movedim(self.channel, 1).flatten(2)[:, :, skip:]
+        return self.values.movedim(self.channel, 1).flatten(2)[:, :, skip:].contiguous()
 
 
 def _rows_first(value: Tensor, leaf: Leaf) -> _Rows:
