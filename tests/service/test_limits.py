@@ -28,7 +28,7 @@ def test_queue_full(limited: Live, limited_control: Control) -> None:
             problem(ask(limited, 1), 429, seconds=True)
             limited_control.check()  # another model's queue is its own
         assert [reply.result().status_code for reply in (waits, fits)] == [200, 200]
-    assert module.forwards == [5]
+    assert sum(module.forwards) == 5
     assert ask(limited, 4).status_code == 200
 
 
