@@ -6,6 +6,7 @@ import base64
 import math
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from io import BytesIO
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ Array = NDArray[Any]
 _MAX_RANK = 8
 _MAX_AXIS = 2**31 - 1
 _MAX_ENTRIES = 256
+_ATTEMPTS = 5
+_parsing = Lock()
 _MAX_HEADER = 4096
 _MAX_NAME = 200
 _NPZ_HINT = "write it with numpy.savez or numpy.savez_compressed"
@@ -46,8 +49,7 @@ def read_npy(data: bytes) -> Array:
     """
     stream = BytesIO(data)
     try:
-        read_header = _HEADERS[npy_format.read_magic(stream)]
-        shape, fortran, dtype = read_header(stream, max_header_size=_MAX_HEADER)
+        shape, fortran, dtype = _header(stream)
     except Exception as error:  # numpy parses the header as a Python literal, and fails in as many ways
         raise InputError("this is not a .npy file", hint="write it with numpy.save") from error
     name = dtype.newbyteorder("=").name
@@ -55,6 +57,18 @@ def read_npy(data: bytes) -> Array:
         hint = "convert the array to one of " + ", ".join(_STORED)
         raise InputError("a .npy array of this dtype is not taken", hint=hint)
     return _array(dtype, name, shape, data, stream.tell(), "F" if fortran else "C")
+
+
+def _header(stream: BytesIO) -> tuple[tuple[int, ...], bool, Any]:
+    # Python 3.11 counts how deep it is in a literal for all threads together, and raises SystemError where two are in
+    # one at the same time (CPython issue 106905).
+    for _ in range(_ATTEMPTS):
+        with _parsing, suppress(SystemError):
+            stream.seek(0)
+            read_header = _HEADERS[npy_format.read_magic(stream)]
+            found: tuple[tuple[int, ...], bool, Any] = read_header(stream, max_header_size=_MAX_HEADER)
+            return found
+    raise ValueError("the header can't be parsed")
 
 
 def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import base64
+import gc
 import pickle
 import random
 import struct
+import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from typing import Any
 
@@ -401,3 +404,37 @@ def test_items_hide_their_contents() -> None:
     shown = repr(ImageItem(b"secret")) + repr(ArraysItem({None: np.array([123456])}))
     assert "secret" not in shown
     assert "123456" not in shown
+
+
+class Litter:
+    """What only the garbage collector finds, and that runs Python code when it does."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        sum(range(50))
+
+
+@pytest.fixture
+def _restless() -> Iterator[None]:
+    """Threads that change places, and a collector that runs, much more often than usual."""
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20)
+    yield
+    sys.setswitchinterval(interval)
+    gc.set_threshold(*thresholds)
+
+
+@pytest.mark.usefixtures("_restless")
+def test_many_headers_at_once() -> None:
+    """Headers that several threads read at once are read right: Python 3.11 fails at that now and then."""
+    data = npy(np.arange(6, dtype=np.float32).reshape(2, 3))
+
+    def read(_: int) -> bool:
+        Litter()
+        return read_npy(data).shape == (2, 3)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(12_000)))
