@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import BytesIO
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
