@@ -178,19 +178,35 @@ class Scheduler:
             if pending.started is None:
                 self._unserved(work)
 
-    def _dispatch(self) -> None:
-        """Start all that may start now; under the lock."""
+    def _dispatch(self, decoder: bool = False) -> Callable[[], None] | None:
+        """Start all that may start now; under the lock.
+
+        Something to decode is handed back to a ``decoder``: going on takes less time than waking another thread.
+        """
+        mine: Callable[[], None] | None = None
         for crew in self._crews.values():
             if crew.calls and 0 in crew.idle:
                 crew.idle.remove(0)
                 crew.workers[0].post(crew.calls.popleft())
         while (what := self._policy.take({name: len(crew.idle) for name, crew in self._crews.items()})) is not None:
             if isinstance(what, Preparation):
-                self._pool.submit(self._decoding.pop(what))
+                task = self._decoding.pop(what)
+                if decoder and mine is None:
+                    mine = task
+                else:
+                    self._pool.submit(self._decode_on, task)
             else:
                 self._start(what)
         for name in [name for name, crew in self._crews.items() if crew.drained is not None]:
             self._let_go(name)
+        return mine
+
+    def _decode_on(self, task: Callable[[], None] | None) -> None:
+        """Decode, and go on as long as there is something; in a thread of the pool."""
+        while task is not None:
+            task()
+            with self._lock:
+                task = self._dispatch(decoder=True)
 
     def _let_go(self, name: str) -> None:
         """End a model's threads as soon as it has nothing left to do; under the lock."""
@@ -294,7 +310,6 @@ class Scheduler:
             self._policy.done(preparation, seconds)
             if crew is not None and rows:
                 crew.decode_pace += SMOOTHING * (seconds / self.slots / rows - crew.decode_pace)
-            self._dispatch()
 
 
 def _settle(future: Future[T], run: Callable[[], T]) -> None:
