@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from models.union import Share, Taken, joined, part_of
 
 Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]
+_measuring = Lock()  # models that are loaded at once would take each other's time for their own
 MAX_CATALOGS = 8  # one for each shape of input that was asked for lately
 
 
@@ -234,11 +236,13 @@ def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None) -> Load
         identity=identity,
         threads=warmup.cores() if threads is None else threads,
     )
-    try:
-        model.catalog_for(model.shapes)
-    except InputError as error:
-        raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
-    return _replicated(model, replicas if device.type == "cpu" else 1)
+    with _measuring:
+        try:
+            model.catalog_for(model.shapes)
+        except InputError as error:
+            hint = "check 'inputs' and 'preprocess' of this model's configuration"
+            raise LoadError(error.detail, hint=hint) from error
+        return _replicated(model, replicas if device.type == "cpu" else 1)
 
 
 def _replicated(model: LoadedModel, count: int) -> LoadedModel:
