@@ -25,7 +25,8 @@ from models.union import Share, Taken, joined, part_of
 
 Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]
-_measuring = Lock()  # models that are loaded at once would take each other's time for their own
+PATIENCE_S = 30.0  # weights may have to be downloaded
+_loading = Lock()
 MAX_CATALOGS = 8  # one for each shape of input that was asked for lately
 
 
@@ -215,8 +216,18 @@ def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None) -> Load
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
     On a CPU it gets so many replicas, or one where its module can't be had twice, and surveys use so many threads:
-    all cores where nothing is said.
+    all cores where nothing is said. Models that are loaded at once wait for each other, but not long: they would take
+    each other's time for their own.
     """
+    alone = _loading.acquire(timeout=PATIENCE_S)
+    try:
+        return _loaded(spec, replicas, warmup.cores() if threads is None else threads)
+    finally:
+        if alone:
+            _loading.release()
+
+
+def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
     device = _device(spec.device)
     built = sources.build(spec)
     digest = weights.digest(built.module)
@@ -234,15 +245,13 @@ def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None) -> Load
         weights=built.weights,
         digest=digest,
         identity=identity,
-        threads=warmup.cores() if threads is None else threads,
+        threads=threads,
     )
-    with _measuring:
-        try:
-            model.catalog_for(model.shapes)
-        except InputError as error:
-            hint = "check 'inputs' and 'preprocess' of this model's configuration"
-            raise LoadError(error.detail, hint=hint) from error
-        return _replicated(model, replicas if device.type == "cpu" else 1)
+    try:
+        model.catalog_for(model.shapes)
+    except InputError as error:
+        raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
+    return _replicated(model, replicas if device.type == "cpu" else 1)
 
 
 def _replicated(model: LoadedModel, count: int) -> LoadedModel:
