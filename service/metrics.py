@@ -10,10 +10,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.terms import Why
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
 STEPS = ("parse", "decode", "queue", "forward", "copy", "encode")
-Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs"]
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
 

@@ -15,12 +15,12 @@ from models.points import Pool, Reduction, ReplyDType, Selector
 from models.selectors import MAX_TEXT, parse, parse_path, parse_site
 from service.inputs import ArraysItem, ImageItem, Item
 from service.inputs.arrays import decode_base64, read_tensor
+from service.terms import Priority
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_INDICES = 16_384
 Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
 MAX_FIELDS = 64
-Priority = Literal["interactive", "bulk"]
 
 
 def _call(value: object) -> int | Literal["*"]:

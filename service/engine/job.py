@@ -16,8 +16,8 @@ from models.errors import Fault
 from models.loaded import LoadedModel
 from models.plan import Plan
 from models.points import Selector
-from service.engine.policy import Priority
 from service.inputs import Item
+from service.terms import Priority
 
 
 @dataclass

@@ -11,13 +11,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
-from typing import Literal
 
 from models.catalog import Costs
+from service.terms import Priority, Why
 
 Clock = Callable[[], float]
-Priority = Literal["interactive", "bulk"]
-Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs"]
 WINDOW = 128  # waiting requests that a batch is chosen from
 SLACK = 0.1  # of a row's time: where a forward's fixed part is less than that for each row, more rows gain nothing
 WORTH = 1.3  # side by side a forward must end so many times as soon

@@ -18,9 +18,10 @@ from models.errors import LayertapError
 from models.loaded import LoadedModel
 from service.engine.execution import Execution, Outcome, Results, raised
 from service.engine.job import Job
-from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Priority, Work
+from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
 from service.engine.worker import Worker
 from service.metrics import Metrics
+from service.terms import Priority
 
 T = TypeVar("T")
 SMOOTHING = 0.2  # the newest batch's part in a mean
