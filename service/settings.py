@@ -47,8 +47,8 @@ class Settings(BaseSettings):
     fixed_batch_rows: int | None = Field(None, gt=0)
     batch_memory_bytes: int | None = Field(None, gt=0)
     max_loaded_models: int = Field(8, gt=0)
-    cpu_threads: int = Field(default_factory=_cores, gt=0)
-    replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0)
+    cpu_threads: int = Field(default_factory=_cores, gt=0, le=512)
+    replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0, le=64)
 
     @field_validator("api_keys", "admin_keys", mode="before")
     @classmethod

@@ -163,7 +163,8 @@ class Fleet:
         wait = self._wait(resident, others)
         if others + rows > limit:
             self._metrics.refused("queue_rows")
-            raise QueueFullError(f"the queue holds {others} rows of {limit}", retry_after=max(math.ceil(wait), 1))
+            detail = f"the queue holds {others} rows of {limit}"
+            raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(wait), 1))
         left = deadline - time.monotonic()
         if others and MARGIN * (wait + rows * resident.pace) > left:
             self._metrics.refused("deadline")

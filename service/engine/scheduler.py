@@ -242,7 +242,9 @@ class Scheduler:
                 self._policy.lower(batch.lane, execution.failures.too_many)
             self._policy.done(batch, seconds)
             beside = min(self._policy.slots(batch.lane.device) // batch.slots, len(crew.workers))
-            spent = seconds / beside / batch.rows
+            # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
+            weight = batch.lane.costs.per_row / crew.model.catalog.costs.per_row
+            spent = seconds / beside / batch.rows / weight
             crew.forward_pace += SMOOTHING * (spent - crew.forward_pace)
             crew.idle.append(number)
             self._answer(batch, outcomes)
