@@ -63,11 +63,11 @@ def measured(server: Server, one: Scenario, chosen: argparse.Namespace) -> dict[
 def recovery(url: str, one: Scenario, before_ms: float) -> float | None:
     """Seconds from the end of the flood until answers take as long as before; None if they never do."""
     begun = time.perf_counter()
-    while (passed := time.perf_counter() - begun) < RECOVERY_S:
+    while time.perf_counter() - begun < RECOVERY_S:
         probe: Report = run([one], Options(url, connections=1, requests=1, allow=REFUSED))
         latency = probe.total.latency_ms
         if latency is not None and probe.total.goodput and latency.p50 <= NORMAL * before_ms:
-            return passed
+            return time.perf_counter() - begun
     return None
 
 
