@@ -20,21 +20,23 @@ from service.engine.policy import Batch, Part, Work
 
 Jobs = Mapping[Work, Job]
 Results = Mapping[Capture, Reduced]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a part: its results in the host's memory, or why there are none.
 
-    ``rows`` and ``requests`` shared the forward, which took ``forward`` seconds, the way to the host ``copy``.
+    ``rows`` and ``requests`` shared the forward. ``forward`` and ``copy`` (to the host) began and ended then, on the
+    clock of ``time.perf_counter``, in seconds.
     """
 
     part: Part
     results: Results | LayertapError | RuntimeError
     rows: int
     requests: int
-    forward: float = 0.0
-    copy: float = 0.0
+    forward: Interval = (0.0, 0.0)
+    copy: Interval = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Execution:
         taken = taken.on_host()
         copied = time.perf_counter()
         return [
-            Outcome(part, _kept(taken.of(share), part), at, len(parts), ran - begun, copied - ran)
+            Outcome(part, _kept(taken.of(share), part), at, len(parts), (begun, ran), (ran, copied))
             for part, share in zip(parts, shares, strict=True)
         ]
 

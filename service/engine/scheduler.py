@@ -16,7 +16,7 @@ import torch
 
 from models.errors import LayertapError
 from models.loaded import LoadedModel
-from service.engine.execution import Execution, Outcome, Results, raised
+from service.engine.execution import Execution, Interval, Outcome, Results, raised
 from service.engine.job import Job
 from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
 from service.engine.worker import Worker
@@ -58,18 +58,27 @@ class _Pending:
     answer: asyncio.Future[list[Results]]
     missing: int  # rows without results
     submitted: float
-    started: float | None = None
+    started: bool = False
     parts: dict[int, Results] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
+    forwards: list[Interval] = field(default_factory=list)
+    copies: list[Interval] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
     def note(self, batch: Batch, outcome: Outcome) -> None:
-        """Keep how long a part of it took, in which company."""
-        self.steps["queue"] = (self.started or self.submitted) - self.submitted
-        self.steps["forward"] = self.steps.get("forward", 0.0) + outcome.forward
-        self.steps["copy"] = self.steps.get("copy", 0.0) + outcome.copy
+        """Keep when a part of it ran, in which company."""
+        self.forwards.append(outcome.forward)
+        self.copies.append(outcome.copy)
         self.notes["fill"] = f"{outcome.rows}/{batch.lane.ceiling}"
         self.notes["depth"] = f"{batch.depth:.4g}"
+
+    def steps(self) -> dict[str, float]:
+        """Seconds by step, each counted once though parts ran side by side; ``queue`` is when none of them ran."""
+        if not self.forwards:
+            return {}
+        forward = _covered(self.forwards)
+        busy = _covered([*self.forwards, *self.copies])
+        end = max(end for _, end in self.copies)
+        return {"queue": max(end - self.submitted - busy, 0.0), "forward": forward, "copy": busy - forward}
 
 
 class Scheduler:
@@ -173,10 +182,10 @@ class Scheduler:
             with self._lock:
                 if self._pending.pop(work, None) is not None:
                     self._policy.remove(work)
-            for name, seconds in pending.steps.items():
+            for name, seconds in pending.steps().items():
                 job.timings.add(name, seconds)
             job.timings.notes.update(pending.notes)
-            if pending.started is None:
+            if not pending.started:
                 self._unserved(work)
 
     def _dispatch(self, decoder: bool = False) -> Callable[[], None] | None:
@@ -224,10 +233,10 @@ class Scheduler:
         crew = self._crews[batch.lane.model]
         crew.idle.sort()
         number = crew.idle.pop(0)
-        now, jobs = time.perf_counter(), {}
+        jobs = {}
         for part in batch.parts:
             pending = self._pending[part.work]
-            pending.started = pending.started or now
+            pending.started = True
             jobs[part.work] = pending.job
         crew.workers[number].post(partial(self._ran, crew, number, batch, jobs))
 
@@ -313,6 +322,15 @@ class Scheduler:
             self._policy.done(preparation, seconds)
             if crew is not None and rows:
                 crew.decode_pace += SMOOTHING * (seconds / self.slots / rows - crew.decode_pace)
+
+
+def _covered(intervals: list[Interval]) -> float:
+    """Seconds that lie in at least one of them."""
+    seconds, reached = 0.0, 0.0
+    for begin, end in sorted(intervals):
+        seconds += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return seconds
 
 
 def _settle(future: Future[T], run: Callable[[], T]) -> None:

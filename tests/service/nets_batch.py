@@ -85,6 +85,19 @@ class Slow(Gated):
         return super().forward(x)
 
 
+class Twin(nn.Module):
+    """As long for each row as ``Slow``; can be had twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(SLOW_S * len(x))
+        out: Tensor = self.linear(x)
+        return out
+
+
 class Hungry(Gated):
     """Needs memory by the first number of each row, at least 1; where ``room`` is less, the allocator says no."""
 

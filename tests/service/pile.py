@@ -25,7 +25,8 @@ from tests.service.nets_http import Gated
 from tests.service.support import ROW, Array, Json, configured, npy, raw
 
 ONE_FORWARD = Costs(base=0.01, per_row=1e-5)  # so that all rows that wait are worth one forward
-COSTS = {"uphill": Costs(base=0.0, per_row=1e-3)}  # a larger forward gains nothing
+BY_ROW = Costs(base=0.0, per_row=1e-3)  # a larger forward gains nothing
+COSTS = {"uphill": BY_ROW, "twin": BY_ROW}
 LONG_S = 300.0  # no deadline decides anything
 Counts = dict[str, float]
 MOST = 32  # requests of a pile

@@ -15,7 +15,7 @@ import pytest
 from tests.server import Live
 from tests.service.busy import gated
 from tests.service.conftest import Serve
-from tests.service.nets_batch import Stages
+from tests.service.nets_batch import SLOW_S, Stages
 from tests.service.pile import (
     BEFORE,
     HELD,
@@ -129,6 +129,15 @@ def test_timings(crowded: Live) -> None:
         # The held forward ended before this one began, which no clock can show otherwise.
         assert 0 < float(steps["forward"]) < float(steps["total"])
         assert 0 < float(steps["queue"]) < float(steps["total"])
+
+
+def test_timings_of_rows_side_by_side(serve: Serve) -> None:
+    """Time that two replicas spend on one request at once is told once."""
+    with serving_nets(serve, "twin", replicas=2) as live:
+        reply = post(live, wish(some(16), "twin", "linear"))
+        steps = {name: float(took) for name, took in re.findall(r"(\w+);dur=([\d.]+)", reply.headers["server-timing"])}
+    assert steps["forward"] >= 16 / 2 * SLOW_S * 1000
+    assert sum(steps.values()) - steps["total"] <= steps["total"] + 0.1
 
 
 def test_one_depth(crowded: Live) -> None:
