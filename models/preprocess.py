@@ -1,12 +1,14 @@
 """An image into a model's input tensor, and other libraries' presets into a PreprocessSpec.
 
-Every step is torchvision's own function on a PIL image, so that a preset's numbers come out bit for bit.
+Every step is torchvision's own function on a PIL image, or the same arithmetic, so that a preset's numbers come out
+bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, cast, get_args
 
 import torch
@@ -31,9 +33,18 @@ def preprocess(image: Image.Image, spec: PreprocessSpec) -> Tensor:
         image = tvf.center_crop(image, _sides(spec.crop))
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
     pixels = tvf.pil_to_tensor(image).contiguous()
-    scaled = tvf.convert_image_dtype(pixels, torch.float32)
-    normalised: Tensor = tvf.normalize(scaled, list(spec.mean), list(spec.std), inplace=True)
+    mean, std = _constants(spec.mean, spec.std)
+    normalised: Tensor = pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
     return normalised
+
+
+@lru_cache(maxsize=256)
+def _constants(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """What is subtracted and divided by, (3, 1, 1); torchvision makes and checks them anew for each image."""
+    # Normal tensors whoever asks first: inference ones could not be used outside of inference mode.
+    with torch.inference_mode(False):
+        first, second = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+    return first, second
 
 
 def resized_pixels(spec: PreprocessSpec, width: int, height: int) -> int:

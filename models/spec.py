@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal
 
 Device = str
@@ -24,6 +25,13 @@ class PreprocessSpec:
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        """ValueError where there is nothing to divide by, or not as many figures as channels."""
+        if len(self.mean) != 3 or len(self.std) != 3:
+            raise ValueError("mean and std have a figure for each of three channels")
+        if not all(isfinite(value) for value in self.mean) or not all(isfinite(value) and value for value in self.std):
+            raise ValueError("mean and std are finite, and no std is 0")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
 from models.errors import LayertapError
 from models.spec import ModelSpec
@@ -107,11 +108,18 @@ def _valid(*place: str | int) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        # Of the complaints of a union's members, that of the member which fits best goes deepest.
-        found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+        # Of the complaints of a union's members, that of the member which fits best goes deepest, or is our own.
+        found = max(
+            error.errors(include_url=False, include_input=False), key=lambda each: (len(each["loc"]), _own(each))
+        )
         names = [str(part) for part in (*place, *found["loc"]) if not str(part).startswith(MEMBERS)]
-        message = MESSAGES.get(found["type"], found["msg"])
+        message = _own(found) or MESSAGES.get(found["type"], found["msg"])
         raise ConfigError(": ".join(part for part in (".".join(names), message) if part)) from error
+
+
+def _own(found: ErrorDetails) -> str:
+    """What a dataclass of ours says, without pydantic's words."""
+    return str(found["ctx"]["error"]) if found["type"] == "value_error" else ""
 
 
 MEMBERS = ("literal[", "PreprocessSpec", "tuple[")  # pydantic's own names for members of a union

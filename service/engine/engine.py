@@ -147,7 +147,8 @@ class Engine:
     async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
         """The rows of all good items and the faults of all others, in the order of the inputs."""
         with ask.timings.step("decode"):
-            attempts = await asyncio.gather(*(self._try(item, model, ask) for _, item in ask.items))
+            tries = [self._try(item, model, ask) for _, item in ask.items]
+            attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
         parts: list[Rows] = []
         faults = list(ask.faults)
         for place, attempt in _placed(ask.items, attempts):
@@ -171,7 +172,7 @@ class Engine:
         run = partial(rows_of, item, model, self.settings)
         decoding = self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority)
         try:
-            return await within(ask.deadline, asyncio.wrap_future(decoding))
+            return await within(ask.deadline, decoding)
         except (InputError, TooLargeError) as error:
             return [error]
 

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -143,27 +143,25 @@ class Scheduler:
             self._dispatch()
         return future
 
-    def decode(self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority) -> Future[T]:
+    async def decode(self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority) -> T:
         """Run something that decodes for a model when the policy lets it; ``count`` tells how many rows it gave.
 
-        Cancelled before its turn, it never runs.
+        Called on the event loop. Cancelled before its turn, it never runs.
         """
-        future: Future[T] = Future()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         preparation = Preparation(priority)
         with self._lock:
             crew = self._crews.get(name)
-            self._decoding[preparation] = partial(self._decoded, crew, preparation, run, count, future)
+            self._decoding[preparation] = partial(self._decoded, crew, preparation, run, count, answer)
             self._policy.prepare(preparation)
             self._dispatch()
-        future.add_done_callback(partial(self._withdraw, preparation))
-        return future
-
-    def _withdraw(self, preparation: Preparation, future: Future[T]) -> None:
-        """Hold no picture that nobody waits for."""
-        if future.cancelled():
-            with self._lock:
-                if self._decoding.pop(preparation, None) is not None:
-                    self._policy.withdraw(preparation)
+        try:
+            return await answer
+        finally:
+            if answer.cancelled():  # hold no picture that nobody waits for
+                with self._lock:
+                    if self._decoding.pop(preparation, None) is not None:
+                        self._policy.withdraw(preparation)
 
     async def run(self, work: Work, job: Job) -> list[Results]:
         """A job's results in the host's memory, in one part or several whose rows follow each other.
@@ -311,17 +309,17 @@ class Scheduler:
         preparation: Preparation,
         run: Callable[[], T],
         count: Callable[[T], int],
-        future: Future[T],
+        answer: asyncio.Future[T],
     ) -> None:
         begun = time.perf_counter()
-        _settle(future, run)
+        found = RuntimeError("nobody waits") if answer.cancelled() else _caught(run)
         seconds = time.perf_counter() - begun
-        good = not future.cancelled() and future.exception() is None
-        rows = count(future.result()) if good else 0
+        rows = 0 if isinstance(found, Exception) else count(found)
         with self._lock:
             self._policy.done(preparation, seconds)
             if crew is not None and rows:
                 crew.decode_pace += SMOOTHING * (seconds / self.slots / rows - crew.decode_pace)
+        answer.get_loop().call_soon_threadsafe(_deliver, [(answer, found)])
 
 
 def _covered(intervals: list[Interval]) -> float:
@@ -333,23 +331,28 @@ def _covered(intervals: list[Interval]) -> float:
     return seconds
 
 
+def _caught(run: Callable[[], T]) -> T | LayertapError | RuntimeError:
+    """What something gives, or what it raises: that belongs to whoever waits."""
+    try:
+        return run()
+    except LayertapError as error:
+        return error
+    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
+        return raised(error)
+
+
 def _settle(future: Future[T], run: Callable[[], T]) -> None:
-    """Run something unless nobody waits for it any more; what it raises belongs to whoever waits."""
+    """Run something unless nobody waits for it any more."""
     if not future.set_running_or_notify_cancel():
         return
-    try:
-        result = run()
-    except LayertapError as error:
-        future.set_exception(error)
-    except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
-        future.set_exception(raised(error))
+    found = _caught(run)
+    if isinstance(found, Exception):
+        future.set_exception(found)
     else:
-        future.set_result(result)
+        future.set_result(found)
 
 
-def _deliver(
-    ready: list[tuple[asyncio.Future[list[Results]], list[Results] | LayertapError | RuntimeError]],
-) -> None:
+def _deliver(ready: Sequence[tuple[asyncio.Future[T], T | LayertapError | RuntimeError]]) -> None:
     for answer, found in ready:
         if answer.done():
             continue

@@ -18,16 +18,25 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
     The body must have been read: all that is received after it is the end of the connection.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_end(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-    finally:
-        gone.cancel()
+    task, gone = asyncio.current_task(), False
+    assert task is not None  # noqa: S101  (a coroutine that runs is some task's)
+
+    async def watch() -> None:
+        nonlocal gone
+        await _end(request)
+        gone = True
         task.cancel()
-    await asyncio.gather(task, return_exceptions=True)  # what it held is let go before anyone hears of it
-    raise ClientGoneError("the client closed the connection")
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # As asyncio.timeout does it: whoever else cancelled the task is heard.
+        if gone and not task.uncancel():
+            raise ClientGoneError("the client closed the connection") from None
+        raise
+    finally:
+        watching.cancel()
 
 
 async def _end(request: Request) -> None:
