@@ -21,6 +21,7 @@ Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows], object]
 SEVERAL = 4  # rows of the larger forward
 FEWEST, MOST, ENOUGH_S = 2, 8, 0.5  # rounds of forwards
+SINGLE = 5  # rounds of one row: whether all cores are worth it hangs on a small difference
 PATIENCE_S = 3.0  # a larger forward that is expected to take longer is not run
 NO_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 LEAST_S = 0.005  # a quicker forward has too little to share out
@@ -52,11 +53,14 @@ def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device
 def _quickest(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device) -> dict[str, float]:
     """The least seconds of each kind of forward: rows and threads."""
     found: dict[str, list[float]] = {name: [] for name in kinds}
+    fewest = {"several": FEWEST, "one": SINGLE if "all_cores" in kinds else FEWEST, "all_cores": SINGLE}
     begun = time.perf_counter()
-    while len(found["one"]) < FEWEST or (len(found["one"]) < MOST and time.perf_counter() - begun < ENOUGH_S):
+    for number in range(MOST):
+        early = time.perf_counter() - begun < ENOUGH_S
         for name, (rows, count) in kinds.items():
-            with threads(count):
-                found[name].append(_seconds(forward, rows, device))
+            if early or number < fewest[name]:
+                with threads(count):
+                    found[name].append(_seconds(forward, rows, device))
     return {name: min(seconds) for name, seconds in found.items()}
 
 

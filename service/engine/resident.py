@@ -53,7 +53,7 @@ class Resident:
         self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
         self._lanes: dict[Shapes, tuple[Catalog, Lane]] = {}
-        self._workers = [Worker(f"model-{name}")]
+        self._workers = [Worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
 
@@ -138,7 +138,10 @@ class Resident:
             return
         if self._moves:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self._name}})
-        self._workers += [Worker(f"model-{self._name}-{number}") for number in range(1, len(model.replicas))]
+        # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of
+        # these than cores, which makes every other model's rows on all cores slower.
+        self._workers[0].stop()
+        self._workers = [Worker(f"model-{self._name}-{number}") for number in range(len(model.replicas))]
         for worker in self._workers:
             worker.post(partial(torch.set_num_threads, 1))
         self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / len(model.replicas)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,6 +42,20 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     monkeypatch.setattr(nets_http, "made", made, raising=False)
     yield made
     made.gate.set()
+
+
+def test_threads(serve: Serve, maker: Maker) -> None:
+    """A model's threads are made after it was measured: none has helpers of its own that keep others from their cores."""
+    with serve(configured(net("lazy", "made", load="lazy")), cpu_threads=2) as live:
+        maker.gate.clear()
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(ask, live, model="lazy")
+            assert maker.entered.wait(30)
+            assert "load-lazy" in {thread.name for thread in threading.enumerate()}
+            maker.gate.set()
+            assert reply.result().status_code == 200
+        until(lambda: "load-lazy" not in {thread.name for thread in threading.enumerate()})
+        assert {"model-lazy-0"} <= {thread.name for thread in threading.enumerate()}
 
 
 def state(live: Live, name: str) -> str:
