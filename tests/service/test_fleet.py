@@ -45,7 +45,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
 
 
 def test_threads(serve: Serve, maker: Maker) -> None:
-    """A model's threads are made after it was measured: none has helpers of its own that keep others from their cores."""
+    """A model's threads are made after it was measured: none has helpers that keep others from their cores."""
     with serve(configured(net("lazy", "made", load="lazy")), cpu_threads=2) as live:
         maker.gate.clear()
         with ThreadPoolExecutor(1) as pool:
