@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
-from models.points import Site
+from models.points import SIDES, Site
 
 MAX_NEAR = 3
+BACKWARD = 3.0  # forwards that a forward with a backward takes as long as
+ITEM_BYTES = {
+    **dict.fromkeys(("int8", "uint8", "bool"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,11 @@ class Leaf:
         """Entries of the row axis that belong to one row."""
         return 1 if self.row_axis is None else self.shape[self.row_axis]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row's tensor as the model holds it."""
+        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 4)
+
     def shape_for(self, rows: int) -> tuple[int, ...]:
         """The shape in a forward of ``rows`` rows."""
         return tuple(size * rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
@@ -58,7 +71,7 @@ class Call:
 
     def at(self, site: Site) -> Moment:
         """The side that a site looks at."""
-        return self.input if site == "input" else self.output
+        return self.input if SIDES[site] == "input" else self.output
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,26 @@ class Catalog:
     seconds: float
     rowwise: bool
     costs: Costs = Costs()
+
+    @property
+    def graph_costs(self) -> Costs:
+        """What a forward with a backward takes, expected rather than measured: a backward is two forwards' work.
+
+        What a graph keeps of a row is counted as what all layers without parts take and return, and as much again for
+        gradients.
+        """
+        kept = sum(
+            leaf.nbytes
+            for layer in self.layers.values()
+            if layer.is_leaf
+            for call in layer.calls
+            for moment in (call.input, call.output)
+            for leaf in moment.leaves
+        )
+        known = self.costs
+        return replace(
+            known, base=BACKWARD * known.base, per_row=BACKWARD * known.per_row, row_bytes=known.row_bytes + 2 * kept
+        )
 
     def near(self, name: str) -> tuple[str, ...]:
         """Up to three names that look like this one."""

@@ -37,7 +37,8 @@ def survey(
     can't take that shape.
     """
     batch = noise(inputs, device, dtype)
-    with torch.inference_mode():
+    # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
+    with torch.no_grad():
         first = Recorder(module)
         try:
             first.watch(run, _one(batch))
@@ -128,7 +129,7 @@ def same_course(one: nn.Module, other: nn.Module, forward: Callable[..., object]
     """
     before = _Marks.of(one)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             mine = _watched(one, forward, batch)
             # Another row than that, and than a copy brings along: what one tree left in the other must show.
             forward(_one(batch, 0), one)

@@ -1,21 +1,27 @@
-"""FeatureExtractor: attach, run the forward, reduce inside the hooks, detach."""
+"""FeatureExtractor: attach, run the forward, change and reduce inside the hooks, detach."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from models import interventions, objectives
+from models.catalog import Leaf
 from models.dtypes import dtype_name
+from models.edits import Edit
 from models.errors import InputError, LayerNotReachedError, quoted
-from models.hooks import SITES, Take
+from models.gradients import Key, Tape
+from models.hooks import ATTACH, Changes, Take
 from models.plan import Capture
-from models.points import Site, path_text
+from models.points import GRADIENTS, HookPoint, Side, path_text
 from models.pooling import Reduced, reduce
-from models.structure import leaves
+from models.structure import Path, leaves
 from models.union import Share, Span, Taken, rows_of, spans_of
 
 
@@ -24,7 +30,7 @@ class _Complete(BaseException):
 
 
 class FeatureExtractor:
-    """Takes tensors out of a module's forward; the module is left as it was found.
+    """Takes tensors and gradients out of a module's forward, changes values in it; the module is left as it was found.
 
     Not for several threads at once: hooks are seen by every forward through the module.
     """
@@ -40,86 +46,170 @@ class FeatureExtractor:
     def shared(self, forward: Callable[[], object], shares: Iterable[Share], rows: int) -> Taken:
         """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
 
-        The tensors are the caller's; they are on the model's device and, as results of inference mode, not to be
-        differentiated. The forward ends as soon as nothing is pending. LayerNotReachedError if it ends earlier,
-        InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every case
-        the hooks are gone.
+        The tensors are the caller's; they are on the model's device and not to be differentiated. The forward ends as
+        soon as nothing is pending; a backward follows where a share has a goal. LayerNotReachedError if it ends
+        earlier, InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every
+        case the hooks are gone.
         """
-        collector = _Collector(spans_of(shares, rows), rows)
+        collector = _Collector(tuple(shares), rows, self._modules)
         with ExitStack() as stack:
-            for site, module, take in self._taps(collector):
-                SITES[site](stack, module, take)
-            try:
-                with torch.inference_mode():
+            for module, side, take in collector.taps():
+                ATTACH[side](stack, module, take)
+            with collector.mode():
+                with suppress(_Complete):
                     forward()
-            except _Complete:
-                pass
-        collector.check()
+                collector.check()
+                collector.backward()
         return Taken(collector.results)
 
-    def _taps(self, collector: _Collector) -> Iterable[tuple[Site, nn.Module, Take]]:
-        """One tap for each module and site, though a tied module may be asked for under several names."""
-        groups: dict[tuple[Site, nn.Module], list[Capture]] = defaultdict(list)
-        for capture in collector.pending:
-            groups[capture.point.site, self._modules[capture.point.layer]].append(capture)
-        for (site, module), wanted in groups.items():
-            yield site, module, collector.tap(wanted)
+
+@dataclass
+class _Here:
+    """What is wanted of one call of a module, on one side; the order of fields is the order in which it is done."""
+
+    edits: list[tuple[Share, Edit]] = field(default_factory=list)
+    anchors: dict[Path, list[tuple[Share, Edit]]] = field(default_factory=dict)
+    captures: list[Capture] = field(default_factory=list)
+    goals: list[int] = field(default_factory=list)  # places of the shares whose goals they are
 
 
 class _Collector:
     """What one forward owes: hooks close over it, nothing of it is stored on the model."""
 
-    def __init__(self, spans: dict[Capture, tuple[Span, ...]], rows: int) -> None:
-        self.pending = dict(spans)
+    def __init__(self, shares: tuple[Share, ...], rows: int, modules: dict[str, nn.Module]) -> None:
+        spans = spans_of(shares, rows)
+        self.pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
         self.results: dict[tuple[Capture, Span], Reduced] = {}
+        self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
+        self._shares = shares
+        self._goals = {place: share.goal for place, share in enumerate(shares) if share.goal is not None}
         self._rows = rows
+        self._modules = modules
+        self._tape = Tape()
         self._misfit: InputError | None = None
 
-    def tap(self, wanted: list[Capture]) -> Take:
-        """A function that takes the wanted captures out of one module's values, call by call."""
-        by_call: dict[int, list[Capture]] = defaultdict(list)
-        for capture in wanted:
-            by_call[capture.point.call].append(capture)
+    def mode(self) -> AbstractContextManager[object]:
+        """How the forward runs: with a graph only where something is differentiated."""
+        return torch.enable_grad() if self._goals else torch.inference_mode()
 
-        def take(call: int, value: object) -> None:
-            if wanted_now := by_call.get(call):
-                self._take(value, wanted_now)
+    def taps(self) -> Iterator[tuple[nn.Module, Side, Take]]:
+        """One for each module and side, though a tied module may be asked for under several names."""
+        found: dict[tuple[nn.Module, Side], dict[int, _Here]] = defaultdict(lambda: defaultdict(_Here))
 
-        return take
+        def here(point: HookPoint) -> _Here:
+            return found[self._modules[point.layer], point.side][point.call]
+
+        for share in self._shares:
+            for edit in share.edits:
+                if edit.point.site in GRADIENTS:
+                    here(edit.point).anchors.setdefault(edit.point.path, []).append((share, edit))
+                else:
+                    here(edit.point).edits.append((share, edit))
+        for capture in self._gradients:
+            here(capture.point).anchors.setdefault(capture.point.path, [])
+        for capture in self.pending:
+            here(capture.point).captures.append(capture)
+        for place, goal in self._goals.items():
+            here(goal.point).goals.append(place)
+        for (module, side), calls in found.items():
+            yield module, side, partial(self._take, module, side, dict(calls))
 
     def check(self) -> None:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
         if self._misfit is not None:
             raise self._misfit
-        for capture in self.pending:
-            raise LayerNotReachedError(f"this input's forward never reached {_where(capture)}")
+        points = [capture.point for capture in self.pending] + [goal.point for goal in self._goals.values()]
+        for point in points:
+            raise LayerNotReachedError(f"this input's forward never reached {_where(point)}")
 
-    def _take(self, value: object, wanted: list[Capture]) -> None:
-        found = dict(leaves(value))
-        for capture in wanted:
-            tensor = found.get(capture.point.path)
-            if tensor is None:
-                continue
-            self._misfit = _misfit(tensor, capture, self._rows)
-            if self._misfit is not None:
-                raise _Complete
-            for span in self.pending.pop(capture):
-                part = rows_of(tensor, capture, span, self._rows)
+    def backward(self) -> None:
+        """Differentiate what was gathered, and reduce the gradients that are wanted."""
+        if not self._gradients:
+            return
+        found = self._tape.gradients()
+        for capture, spans in self._gradients.items():
+            gradient = found.get(self._key(capture.point))
+            if gradient is None:
+                raise LayerNotReachedError(f"this input's forward never reached {_where(capture.point)}")
+            for span in spans:
+                part = rows_of(gradient, capture.leaf, span, self._rows)
                 self.results[capture, span] = reduce(part, capture.leaf, capture.reduction)
-        if not self.pending:
+
+    def _key(self, point: HookPoint) -> Key:
+        return self._modules[point.layer], point.side, point.call, point.path
+
+    def _take(self, module: nn.Module, side: Side, calls: dict[int, _Here], call: int, value: object) -> Changes | None:
+        """Do what is wanted of a call; gives back what goes on in place of its tensors."""
+        here = calls.get(call)
+        if here is None:
+            return None
+        found = dict(leaves(value))
+        changes: dict[Path, Tensor] = {}
+        for share, edit in here.edits:
+            self._edit(share, edit, found, changes)
+        for path, edits in here.anchors.items():
+            if path in found:
+                changers = [partial(self._changed, *each) for each in reversed(edits)]
+                found[path] = changes[path] = self._tape.anchored((module, side, call, path), found[path], changers)
+        for capture in here.captures:
+            self._capture(capture, found)
+        for place in here.goals:
+            self._reach(place, found)
+        if not self.pending and not self._goals:
+            raise _Complete
+        return changes
+
+    def _edit(self, share: Share, edit: Edit, found: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:
+        tensor = found.get(edit.point.path)
+        if tensor is not None:
+            self._fit(tensor, edit.leaf, edit.point)
+            found[edit.point.path] = changes[edit.point.path] = self._changed(share, edit, tensor)
+
+    def _changed(self, share: Share, edit: Edit, value: Tensor) -> Tensor:
+        """A tensor of all rows in which those of one request are changed."""
+        own = interventions.changed(
+            rows_of(value, edit.leaf, share.span, self._rows), edit.leaf, edit.operation, share.first
+        )
+        if own.shape == value.shape:
+            return own
+        axis, each = edit.leaf.row_axis or 0, edit.leaf.per_row
+        before = value.narrow(axis, 0, share.start * each)
+        after = value.narrow(axis, share.stop * each, value.shape[axis] - share.stop * each)
+        return torch.cat([before, own, after], dim=axis)
+
+    def _capture(self, capture: Capture, found: dict[Path, Tensor]) -> None:
+        tensor = found.get(capture.point.path)
+        if tensor is None or capture not in self.pending:
+            return
+        self._fit(tensor, capture.leaf, capture.point)
+        for span in self.pending.pop(capture):
+            part = rows_of(tensor.detach(), capture.leaf, span, self._rows)
+            self.results[capture, span] = reduce(part, capture.leaf, capture.reduction)
+
+    def _reach(self, place: int, found: dict[Path, Tensor]) -> None:
+        goal = self._goals.get(place)
+        tensor = found.get(goal.point.path) if goal is not None else None
+        if goal is not None and tensor is not None:
+            self._fit(tensor, goal.leaf, goal.point)
+            part = rows_of(tensor, goal.leaf, self._shares[place].span, self._rows)
+            self._tape.add(objectives.total(part, goal.leaf, goal.objective))
+            del self._goals[place]
+
+    def _fit(self, tensor: Tensor, leaf: Leaf, point: HookPoint) -> None:
+        """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
+        self._misfit = _misfit(tensor, leaf, point, self._rows)
+        if self._misfit is not None:
             raise _Complete
 
 
-def _misfit(tensor: Tensor, capture: Capture, rows: int) -> InputError | None:
-    """Why a tensor can't be handed out by what its catalogue says; rows would be cut in the wrong places."""
-    leaf, shape = capture.leaf, tuple(tensor.shape)
+def _misfit(tensor: Tensor, leaf: Leaf, point: HookPoint, rows: int) -> InputError | None:
+    shape = tuple(tensor.shape)
     if shape == leaf.shape_for(rows) and dtype_name(tensor.dtype) == leaf.dtype:
         return None
     found = f"{dtype_name(tensor.dtype)} {list(shape)}, not {leaf.dtype} {list(leaf.shape_for(rows))}"
     hint = "send one input at a time" if rows > 1 else "its size depends on the input's values: ask for another layer"
-    return InputError(f"with this input {_where(capture)} is {found}", hint=hint)
+    return InputError(f"with this input {_where(point)} is {found}", hint=hint)
 
 
-def _where(capture: Capture) -> str:
-    point = capture.point
+def _where(point: HookPoint) -> str:
     return quoted(f"{point.layer}#{point.call}{path_text(point.path)}:{point.site}")

@@ -43,9 +43,10 @@ def of_model(
     return _digest([RECIPE, weights, structure, dtype, row])
 
 
-def of_result(model: str, point: HookPoint, reduction: Reduction) -> str:
-    """The fingerprint of one result, from the model's part."""
-    return _digest([model, asdict(point), asdict(reduction)])
+def of_result(model: str, point: HookPoint, reduction: Reduction, changes: Iterable[object] = ()) -> str:
+    """The fingerprint of one result, from the model's part; ``changes`` are the edits and the goal that it hangs on."""
+    told = [asdict(each) for each in changes]  # type: ignore[call-overload]
+    return _digest([model, asdict(point), asdict(reduction), *([told] if told else [])])
 
 
 def of_reply(results: Iterable[str]) -> str:
@@ -70,6 +71,13 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
+def _hashed(data: object) -> str:
+    """A tensor from outside, by its bytes."""
+    if not isinstance(data, bytes):
+        raise TypeError(type(data).__name__)
+    return hashlib.sha256(data).hexdigest()
+
+
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_hashed)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

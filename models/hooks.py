@@ -1,8 +1,9 @@
 """The kinds of hook: how each attaches to a module and what it hands on.
 
-A hook of ours only looks. It returns None (anything else would replace the output), and the value it hands on must be
-read or copied at once: in-place operations later in the forward write to the same memory. Calls of a module are
-numbered in the order in which they begin, so that a call has the same number at each site.
+What it hands on must be read or copied at once: in-place operations later in the forward write to the same memory.
+A hook of ours returns None (anything else replaces the value), unless whoever took it gives back what to put in its
+place, leaf by leaf. Calls of a module are numbered in the order in which they begin, so that a call has the same number
+on each side.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from contextlib import ExitStack
 from itertools import count as numbers
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from models.points import Site
-from models.structure import call_value
+from models.points import Side
+from models.structure import Path, call_value, call_with, with_leaf
 
-Take = Callable[[int, object], None]
+Changes = Mapping[Path, Tensor]
+Take = Callable[[int, object], Changes | None]
 Attach = Callable[[ExitStack, nn.Module, Take], None]
 
 
@@ -27,9 +29,13 @@ def _on_output(stack: ExitStack, module: nn.Module, take: Take) -> None:
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
         running.append(next(calls))
 
-    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if running:
-            take(running.pop(), output)
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        changes = take(running.pop(), output) if running else None
+        if not changes:
+            return None
+        for path, tensor in changes.items():
+            output = with_leaf(output, path, tensor)
+        return output
 
     stack.callback(module.register_forward_pre_hook(begin).remove)
     # Also after a call that raised, in a model that catches it: the call around it would get its number otherwise.
@@ -40,8 +46,11 @@ def _on_input(stack: ExitStack, module: nn.Module, take: Take) -> None:
     calls = numbers()
 
     # A pre-hook: after an in-place module its input is already its output.
-    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(next(calls), call_value(args, kwargs))
+    def begin(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        changes = take(next(calls), call_value(args, kwargs))
+        return call_with(args, kwargs, changes) if changes else None
 
     stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
 
@@ -60,7 +69,7 @@ def count(module: nn.Module) -> int:
     )
 
 
-SITES: Mapping[Site, Attach] = {
+ATTACH: Mapping[Side, Attach] = {
     "output": _on_output,
     "input": _on_input,
 }

@@ -112,7 +112,7 @@ class LoadedModel:
     def _scaled(self, seconds: float, row: Rows) -> Costs:
         """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
         known = self.catalog
-        with torch.inference_mode():
+        with torch.no_grad():
             memory = warmup.peak_bytes(self.forward, row, self.module, self.device)
         per_row = known.costs.per_row * seconds / known.seconds
         return replace(known.costs, per_row=per_row, row_bytes=memory)
@@ -128,7 +128,7 @@ class LoadedModel:
         whole = self.catalog.layers["."].calls[0].output.leaves
         known = {leaf.path: leaf for leaf in whole if leaf.row_axis is not None}
         found = []
-        with torch.inference_mode(), warmup.threads(1):
+        with torch.no_grad(), warmup.threads(1):
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 turned = {name: _turned(value, rows, place) for name, value in batch.items()}
                 given = [(known[path], value) for path, value in leaves(self.forward(turned)) if path in known]
@@ -157,7 +157,7 @@ class LoadedModel:
         parts = []
         for at in range(0, total, size):
             part = {name: value[at : at + size] for name, value in rows.items()}
-            share = Share(0, min(size, total - at), plan.captures)
+            share = Share(0, min(size, total - at), plan.captures, plan.edits, plan.goal, at)
             parts.append(self.run(self.replicas[0], [part], [share]).of(share))
         return {capture: joined(capture, [part[capture] for part in parts]) for capture in plan.captures}
 
@@ -234,6 +234,7 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
     structure = fingerprint.architecture(built.module, built.architecture)
     # Not ``to(dtype)``, which makes complex buffers real.
     module = CASTS[spec.dtype](built.module.to(device))
+    module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
     identity = fingerprint.of_model(digest, structure, spec.dtype, built.preprocess, built.inputs)
     model = LoadedModel(
         spec=spec,

@@ -6,20 +6,21 @@ Everything here happens against a catalogue, before any forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 from models.catalog import Catalog, Leaf, Moment
+from models.edits import FLOATS, Edit, Goal, check_gradient, edits_of, goal_of
 from models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
-from models.points import HookPoint, Reduction, Selector, path_text
+from models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, path_text
 from models.pooling import reduced_shape
 from models.selectors import Found, find
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
 MAX_FAULTS = 16  # near matches take time to find
 AVERAGES = frozenset({"mean", "gem"})
-FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,15 @@ class Plan:
 
     ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
+    ``edits`` are in the order in which they are made; ``goal`` is there where a gradient is asked for.
     """
 
     results: tuple[Result, ...]
     stops_at: HookPoint
     cost: float
     skipped: tuple[str, ...]
+    edits: tuple[Edit, ...] = ()
+    goal: Goal | None = None
 
     @cached_property
     def captures(self) -> frozenset[Capture]:
@@ -86,7 +90,22 @@ class Plan:
     @cached_property
     def splits(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
-        return not any(capture.leaf.mixed for capture in self.captures)
+        leaves = [capture.leaf for capture in self.captures] + [edit.leaf for edit in self.edits]
+        return not any(leaf.mixed for leaf in (*leaves, *([self.goal.leaf] if self.goal else ())))
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a backward follows."""
+        return self.goal is not None
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own."""
+        return self.splits and all(edit.leaf.row_axis is not None for edit in self.edits)
+
+    def changes(self, point: HookPoint) -> tuple[Edit | Goal, ...]:
+        """What the value at a point hangs on beside the model: every edit, and for a gradient what it is of."""
+        return (*self.edits, *([self.goal] if self.goal and point.site in GRADIENTS else []))
 
     def numbers(self, rows: int) -> int:
         """How many numbers all results hold."""
@@ -97,34 +116,46 @@ class Plan:
         return sum(result.capture.nbytes(rows) for result in self.results)
 
 
-def resolve(selectors: Sequence[Selector], catalog: Catalog) -> Plan:
-    """The plan for a request's selectors.
+def resolve(
+    selectors: Sequence[Selector],
+    catalog: Catalog,
+    interventions: Sequence[Intervention] = (),
+    objective: Objective | None = None,
+) -> Plan:
+    """The plan for a request's selectors, and for what it changes and differentiates.
 
     RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
-    ``/layers/INDEX``), SelectorError where two results claim one key. Sizes are the caller's to
-    compare with its limits.
+    ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
+    caller's to compare with its limits.
     """
     if not selectors:
         raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
-    faults: list[Fault] = []
+    faults = _Faults()
     matches: list[_Match] = []
+    edits: list[Edit] = []
+    goal = None
+    if objective is not None:
+        with faults.at("/objective"):
+            goal = goal_of(objective, catalog)
+        faults.raised()
     for index, selector in enumerate(selectors):
-        try:
-            found, skipped = find(selector, catalog)
-            for item in found:
-                _check(item, selector.reduction)
-        except LayertapError as error:
-            faults.append(Fault(error.detail, error.hint, f"/layers/{index}"))
-            if len(faults) == MAX_FAULTS:
-                break
-        else:
-            matches.append(_Match(selector, tuple(found), tuple(skipped)))
-    if faults:
-        raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+        with faults.at(f"/layers/{index}"):
+            matches.append(_matched(selector, goal, catalog))
+    for index, intervention in enumerate(interventions):
+        with faults.at(f"/interventions/{index}"):
+            edits += edits_of(intervention, goal, catalog)
+    faults.raised()
     results = tuple(_collect(matches))
-    last = max((result.capture.point for result in results), key=lambda point: _moment(catalog, point).order)
+    points = [result.capture.point for result in results]
+    if goal is not None:
+        if not GRADIENTS & {point.site for point in points}:
+            raise SelectorError(
+                "an objective is given, but no gradient is asked for", hint="add ':grad_output' to a layer"
+            )
+        points.append(goal.point)
+    last = max(points, key=lambda point: _moment(catalog, point).order)
     skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
-    return Plan(results, last, _moment(catalog, last).cost, tuple(skipped_names))
+    return Plan(results, last, _moment(catalog, last).cost, tuple(skipped_names), tuple(edits), goal)
 
 
 @dataclass(frozen=True)
@@ -132,6 +163,27 @@ class _Match:
     selector: Selector
     found: tuple[Found, ...]
     skipped: tuple[str, ...]
+
+
+def _matched(selector: Selector, goal: Goal | None, catalog: Catalog) -> _Match:
+    """What a selector names; of several tensors those that have no gradient are passed over, where it asks for one."""
+    found, skipped = find(selector, catalog)
+    if selector.site in GRADIENTS:
+        reasons: list[SelectorError] = []
+        good = []
+        for item in found:
+            try:
+                check_gradient(item, goal, catalog)
+            except SelectorError as error:
+                reasons.append(error)
+            else:
+                good.append(item)
+        if not good:
+            raise reasons[0]
+        found = good
+    for item in found:
+        _check(item, selector.reduction)
+    return _Match(selector, tuple(found), tuple(skipped))
 
 
 def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
@@ -156,6 +208,28 @@ def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
             if item.key not in taken:
                 taken[item.key] = capture
                 yield Result(item.key, capture, item.module)
+
+
+class _Faults:
+    """What is wrong with a request, gathered so that all of it can be told at once; the first few of many."""
+
+    def __init__(self) -> None:
+        self._found: list[Fault] = []
+
+    @contextmanager
+    def at(self, pointer: str) -> Iterator[None]:
+        """Note what is raised inside as a fault of that place."""
+        try:
+            yield
+        except LayertapError as error:
+            self._found.append(Fault(error.detail, error.hint, pointer))
+            if len(self._found) == MAX_FAULTS:
+                self.raised()
+
+    def raised(self) -> None:
+        """RequestError where anything was wrong."""
+        if self._found:
+            raise RequestError(self._found[0].detail, hint=self._found[0].hint, faults=tuple(self._found))
 
 
 def _moment(catalog: Catalog, point: HookPoint) -> Moment:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SITES = ("output", "input")
-Site = Literal["output", "input"]
+SITES = ("output", "input", "grad_output", "grad_input")
+Site = Literal["output", "input", "grad_output", "grad_input"]
+Side = Literal["output", "input"]
+SIDES: dict[Site, Side] = {"output": "output", "input": "input", "grad_output": "output", "grad_input": "input"}
+GRADIENTS = frozenset[Site]({"grad_output", "grad_input"})
+EDITABLE = frozenset[Site]({"output", "input", "grad_output"})
 Pool = Literal["none", "mean", "max", "gem", "cls", "flatten"]
+Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
+ObjectiveKind = Literal["logit", "probability", "cross_entropy", "kl_div", "sum", "mean", "layer"]
 ReplyDType = Literal["float32", "float16", "int8"]
 
 
@@ -19,6 +25,11 @@ class HookPoint:
     call: int
     path: tuple[str, ...]
     site: Site
+
+    @property
+    def side(self) -> Side:
+        """The side of the call whose value this is, or whose gradient."""
+        return SIDES[self.site]
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,58 @@ class Selector:
     def is_glob(self) -> bool:
         """Whether several layers may match; their keys are then canonical names."""
         return self.type is not None or "*" in self.pattern or "?" in self.pattern
+
+
+@dataclass(frozen=True)
+class Values:
+    """A tensor from outside: float32, little-endian ``data`` in C order."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How a value in flight is changed: ``op`` with its own parameters, on the part of it that is named.
+
+    ``channels`` and ``tokens`` are indices along their axis; ``region`` is top, left, bottom, right in the layer's own
+    pixels, the last two not included. Each is everything where None.
+    """
+
+    op: Op
+    by: float | None = None
+    value: float | None = None
+    min: float | None = None
+    max: float | None = None
+    std: float | None = None
+    seed: int | None = None
+    tensor: Values | None = None
+    channels: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    region: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """One entry of a request's ``interventions``, not yet looked up."""
+
+    selector: Selector
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is differentiated: a number for each row, of the model's output or of one layer's.
+
+    ``klass`` is a class, or "top" for the row's own highest; ``target`` a probability for each class; ``selector`` and
+    ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
+    """
+
+    kind: ObjectiveKind
+    klass: int | Literal["top"] | None = None
+    target: tuple[float, ...] | None = None
+    selector: Selector | None = None
+    channel: int | None = None
 
 
 def path_text(path: tuple[str, ...]) -> str:

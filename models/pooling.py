@@ -33,7 +33,7 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to."""
     kept = _narrow(value, leaf.layout, how)
     if how.pool != "none":
-        kept = POOLS[how.pool](_rows_first(kept, leaf), 0 if how.tokens is not None else leaf.prefix)
+        kept = POOLS[how.pool](rows_first(kept, leaf), 0 if how.tokens is not None else leaf.prefix)
     if how.normalize:
         kept = torch.nn.functional.normalize(_floating(kept), dim=-1)
     if how.dtype == "int8" and kept.is_floating_point():
@@ -68,7 +68,7 @@ def _narrow(value: Tensor, layout: str | None, how: Reduction) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """A tensor as (N, entries per row, …); ``channel`` is the axis of channels, None where there is none."""
 
     values: Tensor
@@ -84,33 +84,34 @@ class _Rows:
         return self.values.movedim(self.channel, 1).flatten(2)[:, :, skip:].contiguous()
 
 
-def _rows_first(value: Tensor, leaf: Leaf) -> _Rows:
+def rows_first(value: Tensor, leaf: Leaf) -> Rows:
+    """A leaf's tensor with its rows first, what belongs to one of them beside each other."""
     axis = leaf.row_axis or 0
     first = value.movedim(axis, 0)
     values = first.reshape(first.shape[0] // leaf.per_row, leaf.per_row, *first.shape[1:])
     letters = (leaf.layout or "").replace("N", "")
-    return _Rows(values, letters.index("C") + 2 if "C" in letters else None)
+    return Rows(values, letters.index("C") + 2 if "C" in letters else None)
 
 
-def _mean(rows: _Rows, skip: int) -> Tensor:
+def _mean(rows: Rows, skip: int) -> Tensor:
     return _floating(rows.positions(skip)).mean(-1)
 
 
-def _max(rows: _Rows, skip: int) -> Tensor:
+def _max(rows: Rows, skip: int) -> Tensor:
     return rows.positions(skip).amax(-1)
 
 
-def _gem(rows: _Rows, skip: int) -> Tensor:
+def _gem(rows: Rows, skip: int) -> Tensor:
     mean = _floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1)
     # A root of several numbers at once is rounded otherwise than that of one: in float64 the difference is cut off.
     return mean.double().pow(1.0 / GEM_P).to(mean.dtype)
 
 
-def _cls(rows: _Rows, skip: int) -> Tensor:
+def _cls(rows: Rows, skip: int) -> Tensor:
     return rows.positions(0)[:, :, 0]
 
 
-def _flatten(rows: _Rows, skip: int) -> Tensor:
+def _flatten(rows: Rows, skip: int) -> Tensor:
     return rows.values.flatten(1)
 
 
@@ -134,7 +135,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-POOLS: dict[str, Callable[[_Rows, int], Tensor]] = {
+POOLS: dict[str, Callable[[Rows, int], Tensor]] = {
     "mean": _mean,
     "max": _max,
     "gem": _gem,

@@ -12,10 +12,11 @@ from typing import Literal, cast
 
 from models.catalog import Catalog, Layer, Leaf
 from models.errors import SelectorError, UnknownLayerError, near, quoted
-from models.points import SITES, HookPoint, Selector, Site, path_text
+from models.points import SIDES, SITES, HookPoint, Selector, Site, path_text
 
 MAX_TEXT = 512
-LATER_SITES = ("grad_output", "grad_input", "attention", "attention_grad")
+LATER_SITES = ("attention", "attention_grad")
+OFFERED = f"use {', '.join(map(repr, SITES[:-1]))} or {SITES[-1]!r}"
 EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input'"
 
 
@@ -64,8 +65,8 @@ def parse_site(text: str) -> Site:
     if text in SITES:
         return cast("Site", text)
     if text in LATER_SITES:
-        raise SelectorError(f"site {quoted(text)} is not offered by this version", hint="use 'output' or 'input'")
-    raise SelectorError(f"{quoted(text)} is no site", hint="use 'output' or 'input'")
+        raise SelectorError(f"site {quoted(text)} is not offered by this version", hint=OFFERED)
+    raise SelectorError(f"{quoted(text)} is no site", hint=OFFERED)
 
 
 def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
@@ -174,7 +175,7 @@ def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
 
 
 def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...]) -> UnknownLayerError:
-    where = f"the {selector.site} of layer {quoted(layer.name)}"
+    where = f"the {SIDES[selector.site]} of layer {quoted(layer.name)}"
     paths = [path_text(leaf.path) for leaf in leaves]
     if not paths:
         return UnknownLayerError(f"{where} holds no tensor")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from models.catalog import Leaf
+from models.edits import Edit, Goal
 from models.plan import Capture
 from models.pooling import Reduced
 
@@ -20,11 +21,22 @@ Span = tuple[int, int]  # rows from one up to, not including, the other
 
 @dataclass(frozen=True)
 class Share:
-    """One request's part of a forward: rows ``start`` to ``stop``, and what it wants of them."""
+    """One request's part of a forward: rows ``start`` to ``stop``, what it wants of them, what it changes there.
+
+    ``goal`` is what it differentiates, where it wants gradients; ``first`` is its first row's number in the request.
+    """
 
     start: int
     stop: int
     captures: frozenset[Capture]
+    edits: tuple[Edit, ...] = ()
+    goal: Goal | None = None
+    first: int = 0
+
+    @property
+    def span(self) -> Span:
+        """Its rows."""
+        return self.start, self.stop
 
 
 def spans_of(shares: Iterable[Share], rows: int) -> dict[Capture, tuple[Span, ...]]:
@@ -47,9 +59,9 @@ def spans_of(shares: Iterable[Share], rows: int) -> dict[Capture, tuple[Span, ..
     return {capture: tuple(spans) for capture, spans in found.items()}
 
 
-def rows_of(value: Tensor, capture: Capture, span: Span, rows: int) -> Tensor:
-    """The part of a captured tensor that belongs to a span of a forward's rows; a view."""
-    return value if span == (0, rows) else part_of(value, capture.leaf, span)
+def rows_of(value: Tensor, leaf: Leaf, span: Span, rows: int) -> Tensor:
+    """The part of a tensor that belongs to a span of a forward's rows; a view."""
+    return value if span == (0, rows) else part_of(value, leaf, span)
 
 
 def part_of(value: Tensor, leaf: Leaf, span: Span) -> Tensor:

@@ -31,11 +31,11 @@ WORTH = 1.15  # all threads must be that much quicker than one, or one does
 def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool, most: int) -> Costs:
     """What a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
 
-    Runs some forwards, in inference mode, in the thread that owns the module: of one row, of several, and on a CPU of
+    Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
     one with so many threads as there may be at ``most``, in turn. Of each the quickest counts: whatever disturbs a
     machine only adds.
     """
-    with torch.inference_mode(), threads(1):
+    with torch.no_grad(), threads(1):
         memory = peak_bytes(forward, row, module, device)
         one = _seconds(forward, row, device)
         kinds = {"one": (row, 1)}

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from models.hooks import SITES
+from models.hooks import ATTACH
 
 Run = Callable[[Mapping[str, Tensor]], object]
 
@@ -27,8 +27,8 @@ class Hooked:
         """Run one forward."""
         with ExitStack() as stack:
             for module in self.modules:
-                SITES["input"](stack, module, partial(self.enter, module))
-                SITES["output"](stack, module, partial(self.leave, module))
+                ATTACH["input"](stack, module, partial(self.enter, module))
+                ATTACH["output"](stack, module, partial(self.leave, module))
             self.begin()
             run(inputs)
 

@@ -11,16 +11,28 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, Wit
 from pydantic_core import PydanticCustomError
 
 from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
-from models.points import Pool, Reduction, ReplyDType, Selector
+from models.points import (
+    Intervention,
+    Objective,
+    ObjectiveKind,
+    Op,
+    Operation,
+    Pool,
+    Reduction,
+    ReplyDType,
+    Selector,
+    Values,
+)
 from models.selectors import MAX_TEXT, parse, parse_path, parse_site
 from service.inputs import ArraysItem, ImageItem, Item
-from service.inputs.arrays import decode_base64, read_tensor
+from service.inputs.arrays import decode_base64, read_tensor, require_finite
 from service.terms import Priority
 
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_INDICES = 16_384
 Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
 MAX_FIELDS = 64
+MAX_INTERVENTIONS = 256
 
 
 def _call(value: object) -> int | Literal["*"]:
@@ -96,7 +108,7 @@ class LayerBody(_Strict):
     def selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
         """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
         if self.layer is None and self.type is None:
-            raise SelectorError("an entry of 'layers' needs 'layer' or 'type'")
+            raise SelectorError("an entry needs 'layer' or 'type'")
         parsed = parse(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
         return replace(
             parsed,
@@ -129,6 +141,72 @@ class LayerBody(_Strict):
         return written if given is None else given
 
 
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class InterventionBody(_Strict):
+    """One entry of ``interventions``: where, and how the value there is changed."""
+
+    layer: str | None = Field(None, max_length=MAX_TEXT)
+    type: str | None = Field(None, max_length=128)
+    call: Call | None = None
+    path: str | None = Field(None, max_length=MAX_TEXT)
+    site: str | None = Field(None, max_length=32)
+    op: Op
+    by: Number | None = None
+    value: Number | None = None
+    min: Number | None = None
+    max: Number | None = None
+    std: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    tensor: TensorBody | None = None
+    channels: Indices | None = None
+    tokens: Indices | None = None
+    region: Annotated[list[Index], Field(min_length=4, max_length=4)] | None = None
+
+    def intervention(self) -> Intervention:
+        """What it means; SelectorError, InputError where it makes no sense."""
+        where = LayerBody.model_construct(
+            layer=self.layer, type=self.type, call=self.call, path=self.path, site=self.site
+        )
+        return Intervention(
+            where.selector("none", False, "float32"),
+            Operation(
+                op=self.op,
+                by=self.by,
+                value=self.value,
+                min=self.min,
+                max=self.max,
+                std=self.std,
+                seed=self.seed,
+                tensor=_values(self.tensor) if self.tensor is not None else None,
+                channels=tuple(self.channels) if self.channels is not None else None,
+                tokens=tuple(self.tokens) if self.tokens is not None else None,
+                region=_box(self.region) if self.region is not None else None,
+            ),
+        )
+
+
+class ObjectiveBody(_Strict):
+    """What gradients are of."""
+
+    kind: ObjectiveKind
+    klass: Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"] | None = Field(None, alias="class")
+    target: Annotated[list[Number], Field(min_length=1, max_length=1_000_000)] | None = None
+    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    channel: Index | None = None
+
+    def objective(self) -> Objective:
+        """What it means; SelectorError where its layer is no selector."""
+        return Objective(
+            self.kind,
+            self.klass,
+            tuple(self.target) if self.target is not None else None,
+            parse(self.layer) if self.layer is not None else None,
+            self.channel,
+        )
+
+
 class ExtractBody(_Strict):
     """The body of ``POST /extract``."""
 
@@ -139,8 +217,8 @@ class ExtractBody(_Strict):
     normalize: bool = False
     dtype: ReplyDType = "float32"
     encoding: Literal["list", "base64"] = "list"
-    interventions: list[Any] = Field([], max_length=0, description="Not offered by this version.")
-    objective: None = Field(None, description="Not offered by this version.")
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = []
+    objective: ObjectiveBody | None = None
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     priority: Priority = "interactive"
@@ -157,6 +235,38 @@ class ExtractBody(_Strict):
                 faults.append(Fault(error.detail, error.hint, f"/layers/{index}"))
         _raise(faults)
         return tuple(found)
+
+    def changes(self) -> tuple[Intervention, ...]:
+        """Every entry of ``interventions``; RequestError with a fault for each bad one."""
+        found: list[Intervention] = []
+        faults: list[Fault] = []
+        for index, body in enumerate(self.interventions):
+            try:
+                found.append(body.intervention())
+            except LayertapError as error:
+                faults.append(Fault(error.detail, error.hint, f"/interventions/{index}"))
+        _raise(faults)
+        return tuple(found)
+
+    def goal(self) -> Objective | None:
+        """The objective; RequestError where it makes no sense."""
+        try:
+            return self.objective.objective() if self.objective is not None else None
+        except LayertapError as error:
+            raise RequestError(
+                error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/objective"),)
+            ) from None
+
+
+def _box(sides: list[int]) -> tuple[int, int, int, int]:
+    top, left, bottom, right = sides
+    return top, left, bottom, right
+
+
+def _values(body: TensorBody) -> Values:
+    array = read_tensor(body.dtype, body.shape, decode_base64(body.data))
+    require_finite(array)
+    return Values(tuple(body.shape), array.astype("<f4").tobytes())
 
 
 def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Item]], list[Fault]]:
@@ -202,7 +312,13 @@ def _raise(faults: list[Fault]) -> None:
 
 
 KNOWN = sorted(
-    {name for model in (ExtractBody, LayerBody, InputBody, TensorBody) for name in model.model_fields} | {"as"}
+    {
+        name
+        for model in (ExtractBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
+        for name in model.model_fields
+    }
+    - {"alias", "klass"}
+    | {"as", "class"}
 )
 HINTS = {
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
@@ -212,4 +328,9 @@ HINTS = {
     "priority": "use interactive or bulk",
     "pool": "use none, mean, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
+    "op": "use zero, scale, add, clamp, replace or noise",
+    "kind": "use logit, probability, cross_entropy, kl_div, sum, mean or layer",
+    "objective": 'write "objective": {"kind": "logit", "class": "top"}',
+    "interventions": 'write "interventions": [{"layer": "NAME", "op": "zero"}]',
+    "region": "write [top, left, bottom, right]",
 }

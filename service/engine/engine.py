@@ -24,7 +24,7 @@ from service.engine.execution import Results
 from service.engine.fleet import Fleet, within
 from service.engine.job import Ask, Job
 from service.engine.planning import Planned, planned, scaled
-from service.engine.policy import Work
+from service.engine.policy import Lane, Work
 from service.engine.rows import Rows, count_rows, joined, rows_of, shape_of
 from service.features import Array, Features, Receipt
 from service.inputs import Item
@@ -88,7 +88,8 @@ class Engine:
                 catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
                 plan = await self._planned(ask, model, catalog)
             fits(plan.plan, rows)
-            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs))
+            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph)
+            _check_graph(plan.plan, lane)
             check_together(plan.plan, catalog, rows, lane.ceiling)
             held = plan.plan.nbytes(rows) + sum(value.nbytes for value in inputs.values())
             ask.reserve(max(held - reserved, 0))
@@ -117,24 +118,24 @@ class Engine:
     def _work(self, job: Job) -> Work:
         resident = self.fleet.resident(job.model)
         return Work(
-            lane=resident.lane(job.catalog, shape_of(job.inputs)),
+            lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph),
             rows=job.rows,
             depth=job.plan.cost,
             row_bytes=job.plan.nbytes(1),
             priority=job.priority,
             deadline=job.deadline,
-            alone=job.isolated or resident.apart,
+            alone=job.isolated or resident.apart or not job.plan.shares,
             whole=not job.plan.splits,
         )
 
     async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> Planned:
         plans = self.fleet.resident(model).plans
-        known = plans.known(catalog, ask.selectors)
+        known = plans.known(catalog, ask)
         if known is None:
             known = await self.off_loop(
                 lambda: planned(ask, model.identity, catalog, self.settings.max_results), ask.deadline
             )
-            plans.remember(ask.selectors, known)
+            plans.remember(ask, known)
         return known
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
@@ -182,6 +183,16 @@ def check_count(inputs: int, settings: Settings) -> None:
     if inputs > settings.max_inputs:
         raise TooLargeError(
             f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
+        )
+
+
+def _check_graph(plan: Plan, lane: Lane) -> None:
+    """TooLargeError where not even one row's graph would fit."""
+    if plan.has_graph and lane.costs.row_bytes > lane.budget:
+        raise TooLargeError(
+            f"a forward of one row that keeps its graph takes about {lane.costs.row_bytes} bytes, "
+            f"the limit is {lane.budget}",
+            hint="ask for outputs, without gradients, or send a smaller input",
         )
 
 

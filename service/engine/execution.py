@@ -122,7 +122,7 @@ class Execution:
         for part in parts:
             job, count = self._jobs[part.work], part.stop - part.start
             pieces.append({name: value[part.start : part.stop] for name, value in job.inputs.items()})
-            shares.append(Share(at, at + count, job.plan.captures))
+            shares.append(Share(at, at + count, job.plan.captures, job.plan.edits, job.plan.goal, part.start))
             at += count
         begun = time.perf_counter()
         taken = self._model.run(self._own, pieces, shares, self._padded)

@@ -15,7 +15,7 @@ from models.catalog import Catalog
 from models.errors import Fault
 from models.loaded import LoadedModel
 from models.plan import Plan
-from models.points import Selector
+from models.points import Intervention, Objective, Selector
 from service.inputs import Item
 from service.terms import Priority
 
@@ -58,6 +58,8 @@ class Ask:
     items: tuple[tuple[int, Item], ...]
     selectors: tuple[Selector, ...]
     deadline: float
+    interventions: tuple[Intervention, ...] = ()
+    objective: Objective | None = None
     on_error: Literal["fail", "skip"] = "fail"
     faults: tuple[Fault, ...] = ()
     timings: Timings = field(default_factory=Timings)

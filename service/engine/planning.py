@@ -30,10 +30,12 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
     # Each selector that is good gives at least one result: too many need not be looked up.
     _check(len(places), max_results)
     try:
-        plan = resolve(tuple(places), catalog)
+        plan = resolve(tuple(places), catalog, ask.interventions, ask.objective)
     except RequestError as error:
         sent = {f"/layers/{index}": f"/layers/{place}" for index, place in enumerate(places.values())}
-        error.faults = tuple(replace(fault, pointer=sent.get(fault.pointer or "")) for fault in error.faults)
+        error.faults = tuple(
+            replace(fault, pointer=sent.get(fault.pointer or "", fault.pointer)) for fault in error.faults
+        )
         raise
     _check(len(plan.results), max_results)
     return plan
@@ -52,7 +54,9 @@ def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int) -> Plan
     """The plan of a request to a model of that identity; computes and raises as ``plan_of`` does."""
     plan = plan_of(ask, catalog, max_results)
     prints = {
-        result.key: fingerprint.of_result(identity, result.capture.point, result.capture.reduction)
+        result.key: fingerprint.of_result(
+            identity, result.capture.point, result.capture.reduction, plan.changes(result.capture.point)
+        )
         for result in plan.results
     }
     return Planned(plan, catalog, prints)
@@ -64,26 +68,26 @@ class Plans:
     def __init__(self) -> None:
         self._plans: OrderedDict[tuple[int, tuple[Selector, ...]], Planned] = OrderedDict()
 
-    def known(self, catalog: Catalog, selectors: tuple[Selector, ...]) -> Planned | None:
-        """The plan for these selectors, None where it was not asked for or long ago."""
-        if not _is_small(selectors):
+    def known(self, catalog: Catalog, ask: Ask) -> Planned | None:
+        """The plan for a request, None where it was not asked for or long ago."""
+        if not _is_small(ask):
             return None
-        key = id(catalog), selectors  # an id of what the entry keeps is nobody else's
+        key = id(catalog), ask.selectors  # an id of what the entry keeps is nobody else's
         if key in self._plans:
             self._plans.move_to_end(key)
         return self._plans.get(key)
 
-    def remember(self, selectors: tuple[Selector, ...], plan: Planned) -> None:
+    def remember(self, ask: Ask, plan: Planned) -> None:
         """Keep a plan, in place of the one that was not asked for longest."""
-        if _is_small(selectors) and len(plan.plan.results) <= REMEMBERED_LAYERS:
-            self._plans[id(plan.catalog), selectors] = plan
+        if _is_small(ask) and len(plan.plan.results) <= REMEMBERED_LAYERS:
+            self._plans[id(plan.catalog), ask.selectors] = plan
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
 
 
-def _is_small(selectors: tuple[Selector, ...]) -> bool:
-    narrowed = any(each.reduction.channels or each.reduction.tokens for each in selectors)
-    return len(selectors) <= REMEMBERED_LAYERS and not narrowed
+def _is_small(ask: Ask) -> bool:
+    narrowed = any(each.reduction.channels or each.reduction.tokens for each in ask.selectors)
+    return len(ask.selectors) <= REMEMBERED_LAYERS and not narrowed and not ask.interventions and not ask.objective
 
 
 def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from models import warmup
-from models.catalog import Catalog
+from models.catalog import Catalog, Costs
 from models.errors import LayertapError, LoadError
 from models.loaded import MAX_CATALOGS, LoadedModel, Shapes
 from service.engine.planning import Plans
@@ -21,6 +21,7 @@ from service.engine.worker import Worker
 from service.settings import Settings
 
 log = logging.getLogger("layertap")
+MAX_LANES = 2 * MAX_CATALOGS  # with a graph and without
 SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free when a model is loaded: what its forwards may take
 
 
@@ -52,7 +53,7 @@ class Resident:
         self._empty: asyncio.Event | None = None
         self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
-        self._lanes: dict[Shapes, tuple[Catalog, Lane]] = {}
+        self._lanes: dict[tuple[Shapes, bool], tuple[Catalog, Lane]] = {}
         self._workers = [Worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
@@ -84,15 +85,15 @@ class Resident:
         """Whether every request must have its forwards for itself, so that its bits are always the same."""
         return self._moves
 
-    def lane(self, catalog: Catalog, shapes: Shapes) -> Lane:
-        """What rows of a shape wait in."""
-        known = self._lanes.get(shapes)
+    def lane(self, catalog: Catalog, shapes: Shapes, graph: bool) -> Lane:
+        """What rows of a shape wait in; those whose forward keeps its graph wait apart."""
+        known = self._lanes.get((shapes, graph))
         if known is not None and known[0] is catalog:
             return known[1]
-        while len(self._lanes) >= MAX_CATALOGS:
+        while len(self._lanes) >= MAX_LANES:
             del self._lanes[next(iter(self._lanes))]
-        lane = self._new_lane(self.loaded.result(), catalog)
-        self._lanes[shapes] = catalog, lane
+        lane = self._new_lane(self.loaded.result(), catalog, catalog.graph_costs if graph else catalog.costs)
+        self._lanes[shapes, graph] = catalog, lane
         return lane
 
     def ceilings(self) -> int:
@@ -124,7 +125,7 @@ class Resident:
         try:
             model = load()
             self._budget = self._measured(model)
-            fixed = self._new_lane(model, model.catalog).padded
+            fixed = self._new_lane(model, model.catalog, model.catalog.costs).padded
             self._moves = fixed is not None and not model.steady(fixed)
         except LayertapError as error:
             self._workers[0].stop()
@@ -154,16 +155,16 @@ class Resident:
         free = warmup.available_bytes(model.device) * SHARE[model.device.type]
         return int(free / len(model.replicas))
 
-    def _new_lane(self, model: LoadedModel, catalog: Catalog) -> Lane:
+    def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs) -> Lane:
         settings = self._settings
         most = settings.fixed_batch_rows or settings.max_batch_rows
-        fitting = max(self._budget // max(catalog.costs.row_bytes, 1), 1)
+        fitting = max(self._budget // max(costs.row_bytes, 1), 1)
         return Lane(
             model=self._name,
             device=CPU if model.device.type == "cpu" else str(model.device),
-            costs=catalog.costs,
+            costs=costs,
             ceiling=min(most, fitting) if catalog.rowwise else 1,
             budget=self._budget,
             padded=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
-            width=max(settings.cpu_threads // len(model.replicas), 1) if catalog.costs.speedup > 1 else 1,
+            width=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,
         )

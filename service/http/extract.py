@@ -115,6 +115,8 @@ def _read(sent: Sent, wish: _Wish) -> tuple[Command, Ask]:
         items=command.items,
         selectors=body.selectors(),
         deadline=wish.deadline,
+        interventions=body.changes(),
+        objective=body.goal(),
         on_error=body.on_error,
         faults=command.faults,
         timings=wish.timings,

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from models import points
-from models.hooks import SITES, Take, count
-from models.points import Site
+from models.hooks import ATTACH, Take, count
+from models.points import Side
 from tests.nets import Gate, Recursive, Retries
 
 Seen = list[tuple[int, Any]]
-KINDS: tuple[Site, ...] = ("output", "input")
+KINDS: tuple[Side, ...] = ("output", "input")
 
 
-def watch(module: nn.Module, site: Site, run: Callable[[], object]) -> Seen:
+def watch(module: nn.Module, site: Side, run: Callable[[], object]) -> Seen:
     """What hooks of a site hand on, tensors copied."""
     seen: Seen = []
     with ExitStack() as stack:
-        SITES[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
+        ATTACH[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
         run()
     assert count(module) == 0
     return seen
@@ -36,8 +36,28 @@ def _copied(value: Any) -> Any:
 
 
 def test_a_hook_for_each_site() -> None:
-    """Every site that a selector can name has its kind of hook."""
-    assert tuple(SITES) == KINDS == points.SITES
+    """Every site that a selector can name has its kind of hook, that of its side."""
+    assert tuple(ATTACH) == KINDS
+    assert tuple(points.SIDES) == points.SITES
+    assert set(points.SIDES.values()) == set(KINDS)
+
+
+def put(module: nn.Module, site: Side, changes: dict[tuple[str, ...], Tensor], *args: Any, **kwargs: Any) -> Any:
+    """What a module gives when a hook puts other tensors in place of what it takes or returns."""
+    with ExitStack() as stack:
+        ATTACH[site](stack, module, lambda call, value: changes)
+        return module(*args, **kwargs)
+
+
+def test_what_is_given_back_goes_on() -> None:
+    """Tensors are replaced leaf by leaf, by position and by name; what is not named stays."""
+    module, x = nn.Tanh(), torch.ones(2)
+    assert put(module, "output", {(): x * 5}, x).tolist() == [5, 5]
+    assert put(module, "input", {(): x * 0}, x).tolist() == [0, 0]
+    assert put(module, "input", {(): x * 0}, input=x).tolist() == [0, 0]
+    gate = Gate()
+    expected = x * 3 * (x * 4).sigmoid() * 2 + 1
+    assert torch.equal(put(gate, "input", {("0",): x * 3, ("gate",): x * 4}, x, gate=x, scale=2.0, bias=x), expected)
 
 
 def test_input_and_output() -> None:
@@ -60,7 +80,7 @@ def test_arguments_by_name() -> None:
 
 
 @pytest.mark.parametrize("site", KINDS)
-def test_a_hook_changes_nothing(site: Site) -> None:
+def test_a_hook_changes_nothing(site: Side) -> None:
     """Whatever is done with what a hook hands on, the forward goes on with the module's own value."""
     module = nn.Linear(3, 2)
     x = torch.randn(4, 3)
@@ -97,7 +117,7 @@ def test_hooks_of_others() -> None:
     seen: Seen = []
     with ExitStack() as stack:
         for site in KINDS:
-            SITES[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
+            ATTACH[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
         module(x)
     assert [value.tolist() for _, value in seen] == [[1, 1], (torch.tensor([1.0, 1.0]).tanh() * 100).tolist()]
     assert count(module) == 2
@@ -108,9 +128,9 @@ def test_hooks_of_others() -> None:
 def test_hooks_go_where_the_forward_raises() -> None:
     """An exception out of the forward, or out of a hook's own work, leaves no hook."""
 
-    def attach(site: Site, take: Take, x: Tensor) -> None:
+    def attach(site: Side, take: Take, x: Tensor) -> None:
         with ExitStack() as stack:
-            SITES[site](stack, module, take)
+            ATTACH[site](stack, module, take)
             module(x)
 
     def fail(call: int, value: object) -> None:

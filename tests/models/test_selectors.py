@@ -65,8 +65,6 @@ BAD = {
     "a:": "is no site",
     "a:outputs": "is no site",
     "a:input:input": None,
-    "a:grad_output": "is not offered by this version",
-    "a:grad_input": "is not offered by this version",
     "a:attention": "is not offered by this version",
     "a[0]:attention_grad": "is not offered by this version",
 }

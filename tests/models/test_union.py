@@ -22,7 +22,7 @@ from models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from models.extractor import FeatureExtractor
 from models.loaded import LoadedModel, load
 from models.plan import AVERAGES, Capture
-from models.points import HookPoint, Pool, Reduction, ReplyDType, Site
+from models.points import HookPoint, Pool, Reduction, ReplyDType, Side, Site
 from models.pooling import Reduced, reduce
 from models.spec import InputSpec
 from models.union import (
@@ -92,7 +92,7 @@ def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, Leaf]]:
         (HookPoint(layer.name, number, leaf.path, site), leaf)
         for layer in model.catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for site in get_args(Site)
+        for site in get_args(Side)
         for leaf in call.at(site).leaves
         if not leaf.mixed and leaf.dtype != "complex64"
     ]
@@ -589,7 +589,7 @@ def test_rows_of(name: str) -> None:
     for start in range(rows):
         for stop in range(start + 1, rows + 1):
             truth = torch.cat(alone[start:stop], leaf.row_axis or 0)
-            for part in (rows_of(whole, capture_of(leaf), (start, stop), rows), part_of(whole, leaf, (start, stop))):
+            for part in (rows_of(whole, leaf, (start, stop), rows), part_of(whole, leaf, (start, stop))):
                 assert part.equal(truth)
                 assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 

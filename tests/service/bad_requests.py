@@ -44,6 +44,11 @@ def body(**changes: Any) -> Json:
     return {"json": GOOD | changes}
 
 
+def graded(objective: Json) -> Json:
+    """A JSON request for a gradient."""
+    return body(layers=["block3:grad_output"], objective=objective)
+
+
 def text(content: str | bytes, media_type: str = "application/json") -> Json:
     """A request whose body is written by hand."""
     return {"content": content, "headers": {"content-type": media_type.encode("latin-1")}}
@@ -169,8 +174,50 @@ BAD: dict[str, Case] = {
     "boolean channel": Case(422, body(layers=[{"layer": "pool", "channels": ["0x"]}]), pointer="/layers/0/channels/0"),
     "wrong as": Case(422, body(layers=[{"layer": "pool", "as": "../x"}]), pointer="/layers/0/as"),
     "empty as": Case(422, body(layers=[{"layer": "pool", "as": ""}]), pointer="/layers/0/as"),
-    "interventions": Case(422, body(interventions=[{"op": "zero"}]), pointer="/interventions"),
-    "objective": Case(422, body(objective={"kind": "sum"}), pointer="/objective"),
+    # 422: what changes and what is differentiated
+    "nowhere to intervene": Case(422, body(interventions=[{"op": "zero"}]), pointer="/interventions/0"),
+    "unknown op": Case(422, body(interventions=[{"layer": "pool", "op": "exec"}]), says="zero, scale"),
+    "no op": Case(422, body(interventions=[{"layer": "pool"}]), pointer="/interventions/0/op"),
+    "NaN by": Case(422, body(interventions=[{"layer": "pool", "op": "scale", "by": "nan"}])),
+    "infinite value": Case(422, body(interventions=[{"layer": "pool", "op": "add", "value": "inf"}])),
+    "negative std": Case(422, body(interventions=[{"layer": "pool", "op": "noise", "std": -1}])),
+    "wrong parameter": Case(422, body(interventions=[{"layer": "pool", "op": "zero", "by": 2}]), says="takes no 'by'"),
+    "missing parameter": Case(422, body(interventions=[{"layer": "pool", "op": "scale"}]), says="needs 'by'"),
+    "unknown layer to change": Case(
+        422, body(interventions=[{"layer": "poll", "op": "zero"}]), pointer="/interventions/0", says="pool"
+    ),
+    "channel to change": Case(422, body(interventions=[{"layer": "block1", "op": "zero", "channels": [4096]}])),
+    "region beyond": Case(422, body(interventions=[{"layer": "block1", "op": "zero", "region": [0, 0, 999, 1]}])),
+    "half a region": Case(422, body(interventions=[{"layer": "block1", "op": "zero", "region": [0, 0]}])),
+    "replacement of a wrong shape": Case(
+        422,
+        body(interventions=[{"layer": "pool", "op": "replace", **tensor(np.zeros((2, 2), np.float32))}]),
+        pointer="/interventions/0",
+        says="send",
+    ),
+    "replacement that is not finite": Case(
+        422, body(interventions=[{"layer": "pool", "op": "replace", **tensor(np.full((2, 2), np.nan, np.float32))}])
+    ),
+    "attention as a site to change": Case(
+        422, body(interventions=[{"layer": "pool", "op": "zero", "site": "grad_input"}]), pointer="/interventions/0"
+    ),
+    "clipping without objective": Case(
+        422, body(interventions=[{"layer": "pool", "op": "clamp", "max": 1, "site": "grad_output"}]), says="objective"
+    ),
+    "many interventions": Case(422, body(interventions=[{"layer": "pool", "op": "zero"}] * 300)),
+    "gradient without objective": Case(422, body(layers=["pool:grad_output"]), pointer="/layers/0", says="objective"),
+    "objective without gradient": Case(422, body(objective={"kind": "sum"}), says="grad_output"),
+    "unknown kind": Case(422, graded({"kind": "accuracy"}), pointer="/objective/kind"),
+    "no class": Case(422, graded({"kind": "logit"}), pointer="/objective", says="class"),
+    "class out of range": Case(422, graded({"kind": "logit", "class": 10}), pointer="/objective", says="0 to 9"),
+    "class by name": Case(422, graded({"kind": "logit", "class": "cat"})),
+    "class of a sum": Case(422, graded({"kind": "sum", "class": 1}), pointer="/objective"),
+    "short target": Case(422, graded({"kind": "kl_div", "target": [1.0]}), pointer="/objective", says="10 classes"),
+    "target that is no distribution": Case(422, graded({"kind": "kl_div", "target": [1.0] * 10}), pointer="/objective"),
+    "layer of a logit": Case(422, graded({"kind": "logit", "class": 1, "layer": "pool"}), pointer="/objective"),
+    "objective of no layer": Case(422, graded({"kind": "layer", "layer": "nothing"}), pointer="/objective"),
+    "objective before the gradient": Case(422, graded({"kind": "layer", "layer": "block1"}), says="runs later"),
+    "channel of the objective": Case(422, graded({"kind": "layer", "layer": "head", "channel": 99999})),
     "verify": Case(422, body(verify=True), pointer="/verify"),
     # 422: names
     "empty name": Case(422, body(layers=[""]), pointer="/layers/0"),

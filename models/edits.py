@@ -1,0 +1,225 @@
+"""A request's interventions and objective against a catalogue: what is changed where, what is differentiated.
+
+Everything here happens before any forward; what can't be done is refused with what to type instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from models.catalog import Catalog, Leaf
+from models.errors import SelectorError, quoted
+from models.interventions import part_shape
+from models.objectives import OF_CLASSES
+from models.points import EDITABLE, GRADIENTS, HookPoint, Intervention, Objective, Operation, path_text
+from models.selectors import Found, find
+
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+# What each operation takes beside the part that it is narrowed to; one of each group, all groups.
+TAKES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "zero": (),
+    "scale": (("by",),),
+    "add": (("value", "tensor"),),
+    "clamp": (("min", "max"),),
+    "replace": (("value", "tensor"),),
+    "noise": (("std",),),
+}
+OPTIONAL = {"noise": ("seed",), "clamp": ("min", "max")}
+PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
+SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One tensor to change on its way, and how."""
+
+    point: HookPoint
+    leaf: Leaf
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is differentiated: an objective and the tensor that it looks at."""
+
+    point: HookPoint
+    leaf: Leaf
+    objective: Objective
+
+
+def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) -> list[Edit]:
+    """The changes that an intervention makes, one for each tensor that its selector names.
+
+    UnknownLayerError, SelectorError where that can't be: a site that is not changed, parameters that the operation does
+    not take, a part that the tensor does not have.
+    """
+    how, selector = intervention.operation, intervention.selector
+    if selector.site not in EDITABLE:
+        raise SelectorError(
+            f"an intervention at {quoted(selector.site)} is not possible", hint=f"use {_listed(sorted(EDITABLE))}"
+        )
+    _check_parameters(how)
+    found, _ = find(selector, catalog)
+    floating = [item for item in found if item.leaf.dtype in FLOATS]
+    if not floating:
+        raise SelectorError(f"{_name(found[0])} is of dtype {found[0].leaf.dtype}; only floating values are changed")
+    for item in floating:
+        _check_part(_name(item), item.leaf, how)
+        if selector.site in GRADIENTS:
+            check_gradient(item, goal, catalog)
+    return [Edit(item.point, item.leaf, how) for item in floating]
+
+
+def goal_of(objective: Objective, catalog: Catalog) -> Goal:
+    """What gradients are of. SelectorError where the objective does not fit the model's output, or its layer's."""
+    found = _target(objective, catalog)
+    _check_objective(objective, found.leaf)
+    return Goal(found.point, found.leaf, objective)
+
+
+def check_gradient(item: Found, goal: Goal | None, catalog: Catalog) -> None:
+    """SelectorError where there is no gradient at a point: no objective, or none that depends on it row by row."""
+    if goal is None:
+        raise SelectorError(
+            f"site {quoted(item.point.site)} needs an objective to differentiate",
+            hint='add "objective": {"kind": "logit", "class": "top"}',
+        )
+    if item.leaf.dtype not in FLOATS:
+        raise SelectorError(f"{_name(item)} is of dtype {item.leaf.dtype}, which has no gradient")
+    if item.leaf.row_axis is None:
+        raise SelectorError(f"{_name(item)} is the same for all rows, so no row has a gradient of its own there")
+    end = catalog.layers[goal.point.layer].calls[goal.point.call].output.order
+    if catalog.layers[item.point.layer].calls[item.point.call].at(item.point.site).order > end:
+        raise SelectorError(
+            f"the objective does not depend on {_name(item)}, which runs later",
+            hint="ask for the gradient at a layer before it",
+        )
+
+
+def _target(objective: Objective, catalog: Catalog) -> Found:
+    """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
+    if objective.selector is not None:
+        found, _ = find(objective.selector, catalog)
+        floating = [item for item in found if item.leaf.dtype in FLOATS and item.point.site == "output"]
+        if len(floating) != 1:
+            raise SelectorError(
+                f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"
+            )
+        return floating[0]
+    whole = catalog.layers["."]
+    suiting = sorted((leaf for leaf in whole.calls[0].output.leaves if leaf.dtype in FLOATS), key=_unlike(objective))
+    if not suiting:
+        raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
+    return Found("", HookPoint(".", 0, suiting[0].path, "output"), suiting[0], whole.type)
+
+
+def _unlike(objective: Objective) -> Callable[[Leaf], tuple[bool, bool]]:
+    """The order in which a model's outputs suit: logits by name, then by shape, then the first."""
+
+    def key(leaf: Leaf) -> tuple[bool, bool]:
+        return leaf.path != ("logits",), objective.kind in OF_CLASSES and not _is_scores(leaf)
+
+    return key
+
+
+def _is_scores(leaf: Leaf) -> bool:
+    return len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.per_row == 1
+
+
+def _check_objective(objective: Objective, leaf: Leaf) -> None:
+    kind = objective.kind
+    if leaf.row_axis is None:
+        raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
+    if (objective.selector is not None) != (kind == "layer"):
+        hint = 'add "layer": "NAME"' if kind == "layer" else 'use "kind": "layer"'
+        raise SelectorError(f"objective {quoted(kind)} {'needs' if kind == 'layer' else 'takes no'} layer", hint=hint)
+    if objective.channel is not None:
+        size = leaf.shape[leaf.layout.index("C")] if kind == "layer" and leaf.layout and "C" in leaf.layout else 0
+        if not 0 <= objective.channel < size:
+            raise SelectorError(
+                f"the objective's channel must be between 0 and {size - 1}" if size else "there is no such channel"
+            )
+    if kind not in OF_CLASSES:
+        if objective.klass is not None or objective.target is not None:
+            raise SelectorError(f"objective {quoted(kind)} takes neither class nor target", hint="leave them out")
+        return
+    if not _is_scores(leaf):
+        raise SelectorError(
+            f"objective {quoted(kind)} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
+            hint='use kind "sum", "mean" or "layer"',
+        )
+    _check_class(objective, leaf.shape[1])
+
+
+def _check_class(objective: Objective, classes: int) -> None:
+    if objective.target is not None:
+        if objective.kind != "kl_div" or objective.klass is not None:
+            raise SelectorError("'target' is for kind 'kl_div' alone, in place of a class", hint="give one of them")
+        if len(objective.target) != classes:
+            raise SelectorError(f"'target' has {len(objective.target)} numbers, the model has {classes} classes")
+        whole = sum(objective.target)
+        if not (isfinite(whole) and min(objective.target) >= 0 and abs(whole - 1) <= SPREAD):
+            raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
+    elif objective.klass is None:
+        raise SelectorError(
+            f"objective {quoted(objective.kind)} needs a class", hint='add "class": 0 or "class": "top"'
+        )
+    elif objective.klass != "top" and not 0 <= objective.klass < classes:
+        raise SelectorError(f"class {objective.klass} is out of range", hint=f"use 0 to {classes - 1}, or 'top'")
+
+
+def _check_parameters(how: Operation) -> None:
+    given = {name for name in PARAMETERS if vars(how)[name] is not None}
+    allowed = {name for group in TAKES[how.op] for name in group} | set(OPTIONAL.get(how.op, ()))
+    for name in sorted(given - allowed):
+        raise SelectorError(
+            f"op {quoted(how.op)} takes no {quoted(name)}",
+            hint=f"it takes {_listed(sorted(allowed))}" if allowed else "leave it out",
+        )
+    for group in TAKES[how.op]:
+        if not given & set(group):
+            raise SelectorError(f"op {quoted(how.op)} needs {_listed(group)}", hint=f'add "{group[0]}"')
+    if {"value", "tensor"} <= given:
+        raise SelectorError(f"op {quoted(how.op)} takes a value or a tensor, not both")
+    if how.min is not None and how.max is not None and how.min > how.max:
+        raise SelectorError("'min' is larger than 'max'")
+    if how.std is not None and how.std < 0:
+        raise SelectorError("'std' is 0 or more")
+
+
+def _check_part(name: str, leaf: Leaf, how: Operation) -> None:
+    for option, letter, indices in (("channels", "C", how.channels), ("tokens", "T", how.tokens)):
+        if indices is None:
+            continue
+        size = _size(name, leaf, option, letter)
+        if len(set(indices)) != len(indices) or not all(0 <= index < size for index in indices):
+            raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")
+    if how.region is not None:
+        top, left, bottom, right = how.region
+        height, width = (_size(name, leaf, "region", letter) for letter in "HW")
+        if not (0 <= top < bottom <= height and 0 <= left < right <= width):
+            raise SelectorError(
+                f"'region' of {name} must lie within {height} by {width}",
+                hint="write [top, left, bottom, right], the last two not included",
+            )
+    if how.tensor is not None and how.tensor.shape != part_shape(leaf, how):
+        raise SelectorError(
+            f"the tensor for {name} has shape {list(how.tensor.shape)}",
+            hint=f"send {list(part_shape(leaf, how))}",
+        )
+
+
+def _size(name: str, leaf: Leaf, option: str, letter: str) -> int:
+    if leaf.layout is None or letter not in leaf.layout:
+        raise SelectorError(f"{name} has no axis for {option!r}", hint=f"leave {option!r} out")
+    return leaf.shape[leaf.layout.index(letter)]
+
+
+def _name(item: Found) -> str:
+    return quoted(item.point.layer + path_text(item.point.path))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " or ".join(repr(name) for name in names)

@@ -1,0 +1,288 @@
+"""Gradients at every layer, against finite differences and against autograd on models that were split by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from models import hooks
+from models.catalog import Catalog
+from models.dryrun import survey
+from models.errors import RequestError
+from models.extractor import FeatureExtractor
+from models.plan import Plan, resolve
+from models.points import Objective
+from models.selectors import parse
+from models.spec import InputSpec
+from models.union import Share
+from tests.nets import Chain, Structured, Tied, bottlenecks, resnet, swin, vit
+
+CPU = torch.device("cpu")
+STEP = 1e-6
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (resnet, (3, 32, 32)),
+    "bottlenecks": (bottlenecks, (3, 32, 32)),
+    "vit": (vit, (3, 32, 32)),
+    "swin": (swin, (3, 32, 32)),
+}
+
+
+def exact(module: nn.Module, *shape: int) -> tuple[nn.Module, Catalog]:
+    """A module in float64 with frozen weights, and its catalogue."""
+    module = module.double().eval().requires_grad_(False)
+    specs = (InputSpec("x", shape, "float64"),)
+    return module, survey(module, specs, lambda rows: module(*rows.values()), CPU, 0, torch.float64)
+
+
+def plan_for(catalog: Catalog, objective: Objective, *texts: str) -> Plan:
+    """The plan for some selectors and an objective."""
+    return resolve([parse(text) for text in texts], catalog, objective=objective)
+
+
+def ours(module: nn.Module, catalog: Catalog, x: Tensor, objective: Objective, *texts: str) -> dict[str, Tensor]:
+    """The project's gradients, by key; ``x`` is a batch."""
+    plan = plan_for(catalog, objective, *texts)
+    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
+    taken = FeatureExtractor(module).shared(lambda: module(x), [share], len(x)).of(share)
+    return {result.key: taken[result.capture].values for result in plan.results}
+
+
+def score(out: Tensor, objective: Objective) -> Tensor:
+    """The objective of each row of a model's output, by the textbook."""
+    if objective.kind == "sum":
+        return out.flatten(1).sum(1)
+    if objective.kind == "mean":
+        return out.flatten(1).mean(1)
+    klass = out.argmax(1) if objective.klass == "top" else torch.full((len(out),), int(objective.klass or 0))
+    chosen = torch.arange(len(out)), klass
+    exponentials = (out - out.max(1, keepdim=True).values).exp()
+    probabilities = exponentials / exponentials.sum(1, keepdim=True)
+    if objective.kind == "kl_div":
+        target = (
+            torch.tensor(objective.target, dtype=out.dtype)
+            if objective.target
+            else functional.one_hot(klass, out.shape[1])
+        )
+        return (torch.special.xlogy(target, target) - target * probabilities.log()).sum(1)
+    return {
+        "logit": lambda: out[chosen],
+        "probability": lambda: probabilities[chosen],
+        "cross_entropy": lambda: -probabilities[chosen].log(),
+    }[objective.kind]()
+
+
+@contextmanager
+def pushed(module: nn.Module, call: int, side: str, path: tuple[str, ...], by: Tensor) -> Iterator[None]:
+    """Add to what enters or leaves one call of a module; calls are counted as they begin."""
+    begun, running = [-1], list[int]()
+
+    def add(value: Any) -> Any:
+        items = list(value)
+        items[int(path[0])] = items[int(path[0])] + by
+        return tuple(items)
+
+    def before(_: nn.Module, args: Any) -> Any:
+        begun[0] += 1
+        running.append(begun[0])
+        if side != "input" or begun[0] != call:
+            return None
+        return add(args) if path else (args[0] + by, *args[1:])
+
+    def after(_: nn.Module, args: Any, out: Any) -> Any:
+        if running.pop() != call or side != "output":
+            return None
+        return add(out) if path else out + by
+
+    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("site", ["grad_output", "grad_input"])
+@pytest.mark.parametrize("name", NETS)
+def test_finite_differences(name: str, site: str) -> None:
+    """Along random directions the objective grows as the gradient says: every module, every call."""
+    factory, shape = NETS[name]
+    net: Any = factory()
+    if hasattr(net, "maxpool"):  # of many zeros the largest is not a matter of calculus
+        net.maxpool = nn.AvgPool2d(3, 2, 1)
+    module, catalog = exact(net, *shape)
+    x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    objective = Objective("cross_entropy", 3)
+    found = ours(module, catalog, x, objective, f"*#*:{site}", f".:{site}")
+    assert len(found) > 20
+    side = site.removeprefix("grad_")
+    plan = plan_for(catalog, objective, f"*#*:{site}", f".:{site}")
+    for number, result in enumerate(plan.results):
+        point = result.capture.point
+        gradient = found[result.key].double()
+        direction = torch.randn(gradient.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        values = []
+        for sign in (1, -1):
+            part = module.get_submodule("" if point.layer == "." else point.layer)
+            with torch.no_grad(), pushed(part, point.call, side, point.path, sign * STEP * direction):
+                values.append(score(module(x), objective).sum())
+        slope = (values[0] - values[1]) / (2 * STEP)
+        expected = (gradient * direction).sum()
+        assert torch.isclose(slope, expected, rtol=1e-4, atol=1e-6), (result.key, float(slope), float(expected))
+
+
+def split(net: Any) -> list[Callable[[Tensor], Tensor]]:
+    """A ResNet as a chain of functions."""
+    return [
+        lambda x: net.relu(net.bn1(net.conv1(x))),
+        lambda x: net.layer1(net.maxpool(x)),
+        net.layer2,
+        net.layer3,
+        net.layer4,
+        lambda x: net.fc(torch.flatten(net.avgpool(x), 1)),
+    ]
+
+
+OBJECTIVES = (
+    Objective("logit", 2),
+    Objective("logit", "top"),
+    Objective("probability", 4),
+    Objective("cross_entropy", 1),
+    Objective("kl_div", "top"),
+    Objective("kl_div", target=(0.1, 0.2, 0.3, 0.1, 0.1, 0.1, 0.1)),
+    Objective("sum"),
+    Objective("mean"),
+)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_split_by_hand(objective: Objective) -> None:
+    """What autograd gives on a model whose parts are called one after the other."""
+    module = resnet().eval().requires_grad_(False)
+    exact_catalog = survey(
+        module, (InputSpec("x", (3, 32, 32)),), lambda rows: module(*rows.values()), CPU, 0, torch.float32
+    )
+    x = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    names = ["relu:grad_output", "layer1:grad_output", "layer2:grad_output", "layer3:grad_output", "layer4:grad_output"]
+    found = ours(module, exact_catalog, x, objective, ".:grad_input", *names, "fc:grad_output")
+    values = [x.clone().requires_grad_()]
+    for part in split(module):
+        values.append(part(values[-1].clone()))
+    gradients = torch.autograd.grad(score(values[-1], objective).sum(), values)
+    for (key, got), wanted in zip(found.items(), gradients, strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()) + 1e-9, msg=key)
+
+
+def test_rows_are_their_own() -> None:
+    """A row's gradient is what it is alone, whatever shares the batch, and whatever the others differentiate."""
+    module, catalog = exact(bottlenecks(), 3, 32, 32)
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    wishes = [
+        (slice(0, 1), Objective("logit", 5), "layer2.0.conv2:grad_output"),
+        (slice(1, 3), Objective("kl_div", "top"), "layer2.0.conv2:grad_output"),
+        (slice(3, 4), Objective("layer", selector=parse("layer3"), channel=7), "layer1:grad_input"),
+    ]
+    plans = [plan_for(catalog, objective, text) for _, objective, text in wishes]
+    shares = [
+        Share(where.start, where.stop, plan.captures, (), plan.goal)
+        for (where, _, _), plan in zip(wishes, plans, strict=True)
+    ]
+    taken = FeatureExtractor(module).shared(lambda: module(x), shares, 4)
+    for (where, objective, text), plan, share in zip(wishes, plans, shares, strict=True):
+        alone = ours(module, catalog, x[where], objective, text)[text]
+        got = taken.of(share)[next(iter(plan.captures))].values
+        assert alone.abs().max() > 0
+        torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-15)
+
+
+def test_objective_of_a_layer() -> None:
+    """A channel's mean over its positions; layers after it are refused."""
+    module, catalog = exact(resnet(), 3, 32, 32)
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    objective = Objective("layer", selector=parse("layer2"), channel=3)
+    found = ours(module, catalog, x, objective, "layer1:grad_output")["layer1:grad_output"]
+    whole: Any = module
+    start = whole.layer1(whole.maxpool(whole.relu(whole.bn1(whole.conv1(x))))).clone().requires_grad_()
+    wanted = torch.autograd.grad(whole.layer2(start.clone())[:, 3].mean((1, 2)).sum(), start)[0]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-12)
+    with pytest.raises(RequestError, match="does not depend"):
+        plan_for(catalog, objective, "layer3:grad_output")
+
+
+def test_nothing_is_left() -> None:
+    """No gradient on any parameter, no hook, flags as before; a frozen model and one that is not give the same."""
+    module = resnet().eval()
+    flags = [(name, value.requires_grad) for name, value in module.named_parameters()]
+    catalog = survey(module, (InputSpec("x", (3, 32, 32)),), lambda rows: module(*rows.values()), CPU, 0, torch.float32)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    first = ours(module, catalog, x, Objective("logit", 0), "layer?:grad_input")
+    assert flags == [(name, value.requires_grad) for name, value in module.named_parameters()]
+    assert all(value.grad is None for value in module.parameters())
+    assert hooks.count(module) == 0
+    assert not module.training
+    second = ours(module.requires_grad_(False), catalog, x, Objective("logit", 0), "layer?:grad_input")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not [value for value in first.values() if value.requires_grad or value.is_inference()]
+
+
+def test_tied_modules_and_calls() -> None:
+    """Each call of a module has a gradient of its own; together they are that of the module used everywhere."""
+    module, catalog = exact(Tied(), 5)
+    x = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    found = ours(module, catalog, x, Objective("sum"), "*#*:grad_output", ".:grad_input")
+    start = x.clone().requires_grad_()
+    wanted = torch.autograd.grad(module(start.clone()).sum(), start)[0]
+    torch.testing.assert_close(found[".:grad_input"].double(), wanted, rtol=1e-6, atol=1e-12)
+    assert all(value.shape[0] == 2 for value in found.values())
+
+
+def test_zero_where_nothing_flows() -> None:
+    """A layer before the objective that it does not hang on has the gradient zero."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.other(x)
+
+    module, catalog = exact(Branches(), 3)
+    x = torch.randn(2, 3, dtype=torch.float64)
+    found = ours(module, catalog, x, Objective("sum"), "one:grad_output", "other:grad_output")
+    assert torch.equal(found["one:grad_output"], torch.ones(2, 2))
+    assert torch.equal(found["other:grad_output"], torch.zeros(2, 2))
+
+
+def test_structured() -> None:
+    """Leaves of dictionaries and named tuples have gradients of their own; of several outputs the first is summed."""
+    module, catalog = exact(Structured(), 4)
+    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    found = ours(module, catalog, x, Objective("sum"), "nested:grad_output", "linear:grad_output")
+    # What is summed is the first output, x + 1.
+    assert {key: float(value.abs().sum()) for key, value in found.items()} == {
+        **dict.fromkeys((key for key in found if key.startswith("nested")), 0.0),
+        "nested[pair][left]:grad_output": 12.0,
+        "linear:grad_output": 12.0,
+    }
+    assert len(found) > 6
+
+
+def test_in_place_and_called_twice() -> None:
+    """Values that are overwritten later have the gradient that they had when they left."""
+    module, catalog = exact(Chain(), 3, 8, 8)
+    net: Any = module
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+    found = ours(module, catalog, x, Objective("sum"), "conv:grad_output", "relu#0:grad_output", "relu#1:grad_input")
+    conv = net.conv(x).requires_grad_()
+    first = functional.relu(conv)
+    second = first - 0.3
+    values = torch.autograd.grad(net.head(functional.relu(second).mean((2, 3))).sum(), (conv, first, second))
+    for got, wanted in zip(found.values(), values, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-12)

@@ -1,0 +1,281 @@
+"""Values changed in flight, against models that were edited by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.catalog import Catalog
+from models.errors import RequestError
+from models.extractor import FeatureExtractor
+from models.plan import Plan, resolve
+from models.points import Intervention, Objective, Operation, Values
+from models.selectors import parse
+from models.union import Share
+from tests.nets import Structured, bottlenecks, resnet, surveyed, swin, vit
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Edited(nn.Module):
+    """A module whose input or output is changed by a function."""
+
+    def __init__(self, inner: nn.Module, before: Change | None = None, after: Change | None = None) -> None:
+        super().__init__()
+        self.inner, self.before, self.after = inner, before, after
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.inner(self.before(x) if self.before else x)
+        return self.after(out) if self.after else out
+
+
+def by_hand(module: nn.Module, name: str, **changes: Change) -> nn.Module:
+    """A copy of a model in which one module is edited; no hook has a part in it."""
+    edited = copy.deepcopy(module)
+    parent = edited.get_submodule(name.rpartition(".")[0])
+    setattr(parent, name.rpartition(".")[2], Edited(edited.get_submodule(name), **changes))
+    return edited
+
+
+def planned(catalog: Catalog, how: Operation, where: str, *texts: str, objective: Objective | None = None) -> Plan:
+    """The plan for some selectors with one intervention."""
+    return resolve([parse(text) for text in texts], catalog, [Intervention(parse(where), how)], objective)
+
+
+def ours(module: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
+    """The project's answer, by key."""
+    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
+    taken = FeatureExtractor(module).shared(lambda: module(x.clone()), [share], len(x)).of(share)
+    return {result.key: taken[result.capture].values for result in plan.results}
+
+
+def values(array: Any) -> Values:
+    """A tensor as a request has it."""
+    found = np.asarray(array, np.float32)
+    return Values(found.shape, found.tobytes())
+
+
+def randoms(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cut(tensor: Tensor, how: Change, *index: Any) -> Tensor:
+    """A copy with a part changed."""
+    made = tensor.clone()
+    made[index] = how(made[index])
+    return made
+
+
+MAP = randoms(16, 8, 8, seed=5)
+OPERATIONS: dict[str, tuple[Operation, Change]] = {
+    "zero": (Operation("zero"), torch.zeros_like),
+    "zero channels": (Operation("zero", channels=(3, 7)), lambda v: cut(v, torch.zeros_like, slice(None), [3, 7])),
+    "scale": (Operation("scale", by=-2.5), lambda v: v * -2.5),
+    "add": (Operation("add", value=0.7), lambda v: v + 0.7),
+    "add tensor": (Operation("add", tensor=values(randoms(64, 8, 8, seed=5))), lambda v: v + randoms(64, 8, 8, seed=5)),
+    "clamp": (Operation("clamp", min=-0.1, max=0.2), lambda v: v.clip(-0.1, 0.2)),
+    "clamp below": (Operation("clamp", min=0.1), lambda v: v.clip(0.1)),
+    "replace value": (Operation("replace", value=0.25), lambda v: torch.full_like(v, 0.25)),
+    "replace tensor": (
+        Operation("replace", tensor=values(randoms(64, 8, 8, seed=6))),
+        lambda v: randoms(64, 8, 8, seed=6).expand_as(v).clone(),
+    ),
+    "region": (
+        Operation("scale", by=3.0, region=(1, 2, 4, 8)),
+        lambda v: cut(v, lambda part: part * 3.0, slice(None), slice(None), slice(1, 4), slice(2, 8)),
+    ),
+    "region of channels": (
+        Operation("replace", tensor=values(randoms(2, 3, 3, seed=7)), channels=(9, 1), region=(0, 0, 3, 3)),
+        lambda v: cut(
+            cut(v, lambda p: randoms(2, 3, 3, seed=7)[0].expand_as(p), slice(None), 9, slice(0, 3), slice(0, 3)),
+            lambda p: randoms(2, 3, 3, seed=7)[1].expand_as(p),
+            slice(None),
+            1,
+            slice(0, 3),
+            slice(0, 3),
+        ),
+    ),
+    "noise": (
+        Operation("noise", std=0.5, seed=11),
+        lambda v: v + 0.5 * torch.stack([randoms(64, 8, 8, seed=11 + row) for row in range(len(v))]),
+    ),
+}
+
+
+@pytest.mark.parametrize("side", ["output", "input"])
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_operations(kind: str, side: str) -> None:
+    """Each operation on each side: what comes later is what a model edited by hand computes."""
+    module = resnet().eval()
+    how, change = OPERATIONS[kind]
+    # layer1.0.bn2 takes and returns (rows, 64, 8, 8); what it returns is overwritten later.
+    plan = planned(
+        surveyed(module, 3, 32, 32), how, f"layer1.0.bn2:{side}", "layer1", "layer4", ".", f"layer1.0.bn2:{side}"
+    )
+    x = randoms(3, 3, 32, 32, seed=1)
+    found = ours(module, x, plan)
+    edited: Any = by_hand(module, "layer1.0.bn2", **{{"output": "after", "input": "before"}[side]: change})
+    with torch.inference_mode():
+        start = edited.maxpool(edited.relu(edited.bn1(edited.conv1(x))))
+        first = edited.layer1(start)
+        torch.testing.assert_close(found["layer1"], first)
+        torch.testing.assert_close(found["layer4"], edited.layer4(edited.layer3(edited.layer2(first))))
+        torch.testing.assert_close(found["."], edited(x))
+        plain = module(x)
+    assert not torch.allclose(found["."], plain)
+    # What is captured where it was changed is the changed value.
+    if side == "output":
+        block: Any = module.get_submodule("layer1.0")
+        with torch.inference_mode():
+            before = block.bn2(block.conv2(block.relu(block.bn1(block.conv1(start)))))
+            torch.testing.assert_close(found["layer1.0.bn2:output"], change(before))
+
+
+def test_edited_weights() -> None:
+    """Channels of a convolution zeroed or scaled in flight, or in its weights: the same model."""
+    module = bottlenecks().eval()
+    x = randoms(2, 3, 32, 32, seed=2)
+    how = Operation("scale", by=4.0, channels=(0, 5))
+    found = ours(module, x, planned(surveyed(module, 3, 32, 32), how, "layer2.0.conv2", "."))["."]
+    edited = copy.deepcopy(module)
+    with torch.no_grad():
+        edited.get_submodule("layer2.0.conv2").weight[[0, 5]] *= 4.0
+        torch.testing.assert_close(found, edited(x), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(found, module(x))
+
+
+@pytest.mark.parametrize(
+    ("factory", "where"), [(vit, "encoder.layers.encoder_layer_0.mlp"), (swin, "features.1.0.mlp")]
+)
+def test_tokens_and_channels_last(factory: Callable[[], nn.Module], where: str) -> None:
+    """Channels and tokens are found on whatever axis they are."""
+    module = factory().eval()
+    catalog = surveyed(module, 3, 32, 32, prefix=1 if factory is vit else 0)
+    layout = catalog.layers[where].calls[0].output.leaves[0].layout
+    how = Operation("zero", channels=(1, 4), tokens=(0, 3) if layout == "NTC" else None)
+    x = randoms(2, 3, 32, 32, seed=3)
+    found = ours(module, x, planned(catalog, how, where, "."))["."]
+
+    def change(v: Tensor) -> Tensor:
+        made = v.clone()
+        for channel in (1, 4):
+            if layout == "NTC":
+                for token in (0, 3):
+                    made[:, token, channel] = 0
+            else:
+                made[..., channel] = 0
+        return made
+
+    with torch.inference_mode():
+        torch.testing.assert_close(found, by_hand(module, where, after=change)(x))
+        assert not torch.allclose(found, module(x))
+
+
+def test_only_its_own_rows() -> None:
+    """Beside others a changed request gets what it gets alone, and the others what they get without it."""
+    module = resnet().eval()
+    catalog = surveyed(module, 3, 32, 32)
+    x = randoms(5, 3, 32, 32, seed=4)
+    plans = [
+        resolve([parse("layer2"), parse(".")], catalog),
+        planned(catalog, Operation("noise", std=1.0, seed=3), "layer1", "layer2", "."),
+        planned(catalog, Operation("zero"), "layer1:input", "layer2", "."),
+        resolve([parse("layer1:input"), parse("layer1")], catalog),
+    ]
+    cuts = [(0, 1), (1, 3), (3, 4), (4, 5)]
+    shares = [Share(*cut_, plan.captures, plan.edits) for cut_, plan in zip(cuts, plans, strict=True)]
+    taken = FeatureExtractor(module).shared(lambda: module(x.clone()), shares, 5)
+    for (start, stop), plan, share in zip(cuts, plans, shares, strict=True):
+        alone = ours(module, x[start:stop], plan)
+        own = taken.of(share)
+        for result in plan.results:
+            torch.testing.assert_close(own[result.capture].values, alone[result.key], rtol=1e-4, atol=1e-5)
+
+
+def test_several_in_order() -> None:
+    """Interventions are made in the order in which they are asked for."""
+    module = resnet().eval()
+    catalog = surveyed(module, 3, 32, 32)
+    x = randoms(1, 3, 32, 32, seed=5)
+    steps = [Operation("add", value=1.0), Operation("scale", by=2.0)]
+    found = []
+    for order in (steps, steps[::-1]):
+        plan = resolve([parse("layer1")], catalog, [Intervention(parse("layer1"), how) for how in order])
+        found.append(ours(module, x, plan)["layer1"])
+    torch.testing.assert_close(found[0] - found[1], torch.ones_like(found[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_structured_values() -> None:
+    """One tensor of a structure is changed; its neighbours and their containers stay."""
+    module = Structured().eval()
+    catalog = surveyed(module, 4)
+    x = randoms(2, 4, seed=6)
+    plain = resolve([parse(".")], catalog)
+    expected = ours(module, x, plain)
+    for path in ("[pair][right]", "[card][value]", "[card][more][1]", "[list][0][0]"):
+        found = ours(module, x, planned(catalog, Operation("zero"), f"nested{path}", "."))
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            wanted = torch.zeros_like(value) if key == f".{path}" else expected[key]
+            assert torch.equal(value, wanted), (path, key)
+
+
+def test_clipped_gradients() -> None:
+    """What is done to a gradient on its way back is what is returned, and what everything before it gets."""
+    module = resnet().eval().requires_grad_(False)
+    catalog = surveyed(module, 3, 32, 32)
+    x = randoms(2, 3, 32, 32, seed=7)
+    how = Operation("clamp", min=-0.01, max=0.02, channels=(2, 3, 4))
+    plan = planned(
+        catalog,
+        how,
+        "layer2:grad_output",
+        "layer2:grad_output",
+        "layer1:grad_output",
+        objective=Objective("logit", 1),
+    )
+    found = ours(module, x, plan)
+    net: Any = module
+    start = net.layer1(net.maxpool(net.relu(net.bn1(net.conv1(x))))).clone().requires_grad_()
+    middle = net.layer2(start.clone())
+    end = net.fc(torch.flatten(net.avgpool(net.layer4(net.layer3(middle.clone()))), 1))
+    gradient = torch.autograd.grad(end[:, 1].sum(), middle, retain_graph=True)[0]
+    clipped = gradient.clone()
+    clipped[:, [2, 3, 4]] = clipped[:, [2, 3, 4]].clip(-0.01, 0.02)
+    assert not torch.equal(gradient, clipped)
+    torch.testing.assert_close(found["layer2:grad_output"], clipped, rtol=1e-4, atol=1e-7)
+    back = torch.autograd.grad(middle, start, grad_outputs=clipped)[0]
+    torch.testing.assert_close(found["layer1:grad_output"], back, rtol=1e-4, atol=1e-7)
+
+
+REFUSED: dict[str, tuple[str, Operation, str]] = {
+    "channel": ("layer1", Operation("zero", channels=(64,)), "between 0 and 63"),
+    "tokens": ("layer1", Operation("zero", tokens=(0,)), "no axis"),
+    "region": ("layer1", Operation("zero", region=(0, 0, 9, 8)), "within 8 by 8"),
+    "empty region": ("layer1", Operation("zero", region=(2, 2, 2, 4)), "within 8 by 8"),
+    "by is missing": ("layer1", Operation("scale"), "needs 'by'"),
+    "by is too much": ("layer1", Operation("zero", by=1.0), "takes no 'by'"),
+    "nothing to clamp": ("layer1", Operation("clamp"), "needs 'min' or 'max'"),
+    "clamp upside down": ("layer1", Operation("clamp", min=1.0, max=0.0), "larger"),
+    "shape": ("layer1", Operation("replace", tensor=values(np.zeros((64, 8, 7)))), "has shape"),
+    "both": ("layer1", Operation("add", value=1.0, tensor=values(np.zeros((64, 8, 8)))), "not both"),
+    "no objective": ("layer1:grad_output", Operation("scale", by=0.5), "needs an objective"),
+    "site": ("layer1:grad_input", Operation("scale", by=0.5), "is not possible"),
+    "name": ("layer9", Operation("zero"), "no layer"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind: str) -> None:
+    """What makes no sense is refused before any forward, with its place."""
+    where, how, words = REFUSED[kind]
+    with pytest.raises(RequestError, match=words) as caught:
+        planned(surveyed(resnet(), 3, 32, 32), how, where, "layer4")
+    assert [fault.pointer for fault in caught.value.faults] == ["/interventions/0"]
