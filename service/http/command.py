@@ -23,6 +23,7 @@ from service.settings import Settings
 MAX_LAYER_PARAMETERS = 50_000
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
+OBJECTIVE = {"objective": "kind", "class": "class"}  # by their names in the body's ``objective``
 FIELDS = frozenset({"model", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated", "priority"})
 
 
@@ -122,10 +123,11 @@ def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
 
 def _raw(sent: Sent, found: tuple[tuple[int, Item], ...]) -> Command:
     """A command whose body is the query parameters."""
-    _only(sent.query, ALWAYS | FIELDS, "")
+    _only(sent.query, ALWAYS | FIELDS | OBJECTIVE.keys(), "")
     fields: dict[str, Any] = {key: _single(sent.query, key) for key in sent.query if key in FIELDS - LISTS}
     named = [name for value in sent.query.getlist("layers") for name in value.split(",", MAX_LAYER_PARAMETERS) if name]
-    return Command(_validated({**fields, "layers": named}), found)
+    objective = {name: _single(sent.query, key) for key, name in OBJECTIVE.items() if key in sent.query}
+    return Command(_validated({**fields, "layers": named, "objective": objective or None}), found)
 
 
 def _single(query: QueryParams, key: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
+from models.catalog import BACKWARD
 from models.errors import RequestError, TooLargeError
 from models.plan import Plan
 from models.points import path_text
@@ -145,7 +146,7 @@ def _estimate(job: Job) -> Response:
         "bytes": plan.nbytes(rows),
         "stops_at": f"{stop.layer}#{stop.call}{path_text(stop.path)}:{stop.site}",
         "cost": plan.cost,
-        "seconds": round(plan.cost * catalog.seconds * rows, 6),
+        "seconds": round((BACKWARD if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
         "warnings": list(_warnings(job)),
         "errors": [entry(fault) for fault in job.faults],
     }

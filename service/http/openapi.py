@@ -49,6 +49,8 @@ EXTRACT: dict[str, Any] = {
         _parameter("encoding", {"type": "string"}),
         _parameter("on_error", {"type": "string"}),
         _parameter("isolated", {"type": "boolean"}),
+        _parameter("objective", {"type": "string", "description": "what gradients are of: its kind"}),
+        _parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
         _parameter("priority", {"enum": ["interactive", "bulk"]}),
         _parameter("X-Request-Timeout", {"type": "number"}, "header"),
     ],

@@ -1,0 +1,246 @@
+"""Interventions and gradients over HTTP: each request against its own offline reference, alone and among others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, net, npy, problem, raw, tensor
+
+Change = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(scope="module")
+def changing(serve: Serve) -> Iterator[Live]:
+    """A server with two replicas and small forwards."""
+    with serve(configured(net("touchy", "Touchy")), cpu_threads=2, replicas=2, max_batch_rows=8) as live:
+        yield live
+
+
+def twin(live: Live) -> Any:
+    """A copy of the embedded model that no hook ever touches."""
+    model = live.engine.fleet.registry.entry("digits").model
+    assert model is not None
+    return copy.deepcopy(model.module).eval()
+
+
+def rows(count: int, seed: int) -> Array:
+    """Random rows for the embedded model."""
+    return np.random.default_rng(seed).normal(size=(count, 3, 32, 32)).astype(np.float32)
+
+
+class After(nn.Module):
+    """A module whose output is changed by a function."""
+
+    def __init__(self, inner: nn.Module, change: Change) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self.inner(x))
+
+
+def forward(module: Any, x: Tensor, upto: str = "head") -> Tensor:
+    """The embedded model, part by part; it is a chain."""
+    for name, part in module.named_children():
+        x = part(x)
+        if name == upto:
+            return x
+    raise KeyError(upto)
+
+
+def edited(module: Any, name: str, change: Change) -> Any:
+    """A copy in which what one part returns is changed."""
+    made = copy.deepcopy(module)
+    setattr(made, name, After(getattr(made, name), change))
+    return made
+
+
+def gradient(module: Any, x: Tensor, at: str, score: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient at what a part returns, by autograd on the chain cut in two."""
+    names = [name for name, _ in module.named_children()]
+    start = forward(module, x, at).detach().clone().requires_grad_()
+    out = start.clone()
+    for name in names[names.index(at) + 1 :]:
+        out = getattr(module, name)(out)
+    return torch.autograd.grad(score(out).sum(), start)[0]
+
+
+def request(batch: Array, layers: list[Any], **more: Any) -> Json:
+    """A JSON request for tensors; raw results in base64."""
+    return {
+        "json": {"inputs": [tensor(row) for row in batch], "layers": layers, "encoding": "base64", **more},
+        "params": {"format": "npz"},
+    }
+
+
+def plain(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
+    """Outputs, as they are."""
+    module, x = twin(live), rows(1 + seed % 3, seed)
+    with torch.no_grad():
+        wanted = {name: forward(module, torch.from_numpy(x), name) for name in ("block2", "head")}
+    return request(x, list(wanted)), wanted
+
+
+def zeroed(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
+    """Channels set to zero."""
+    x, channels = rows(1 + seed % 4, seed), [seed % 16, (seed + 5) % 16]
+
+    def change(value: Tensor) -> Tensor:
+        value = value.clone()
+        value[:, channels] = 0
+        return value
+
+    module = edited(twin(live), "block1", change)
+    with torch.no_grad():
+        wanted = {name: forward(module, torch.from_numpy(x), name) for name in ("block1", "block2", "head")}
+    how = [{"layer": "block1", "op": "zero", "channels": channels}]
+    return request(x, list(wanted), interventions=how), wanted
+
+
+def noisy(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
+    """Noise by seed; the request is larger than a forward."""
+    x = rows(11, seed)
+
+    def change(value: Tensor) -> Tensor:
+        drawn = [torch.randn(value.shape[1:], generator=torch.Generator().manual_seed(seed + n)) for n in range(11)]
+        return value + 0.3 * torch.stack(drawn)
+
+    module = edited(twin(live), "block2", change)
+    with torch.no_grad():
+        wanted = {name: forward(module, torch.from_numpy(x), name) for name in ("block2", "head")}
+    how = [{"layer": "block2", "op": "noise", "std": 0.3, "seed": seed}]
+    return request(x, list(wanted), interventions=how), wanted
+
+
+def logit(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
+    """The gradient of a class score at a layer."""
+    module, x = twin(live), rows(1 + seed % 3, seed)
+    at = ("block1", "block2", "block3")[seed % 3]
+    wanted = {f"{at}:grad_output": gradient(module, torch.from_numpy(x), at, lambda out: out[:, seed % 10])}
+    return request(x, list(wanted), objective={"kind": "logit", "class": seed % 10}), wanted
+
+
+def entropy(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
+    """The gradient at the picture, of a request larger than a forward."""
+    module, x = twin(live), rows(9, seed)
+    start = torch.from_numpy(x).requires_grad_()
+    loss = nn.functional.cross_entropy(forward(module, start), torch.full((9,), seed % 10), reduction="sum")
+    wanted = {".:grad_input": torch.autograd.grad(loss, start)[0]}
+    return request(x, list(wanted), objective={"kind": "cross_entropy", "class": seed % 10}), wanted
+
+
+def clipped(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
+    """A gradient clipped on its way back."""
+    module, x = twin(live), rows(2, seed)
+    score = gradient(module, torch.from_numpy(x), "block3", lambda out: out.amax(1))
+    limit = float(score.abs().mean())
+    start = forward(module, torch.from_numpy(x), "block2").detach().requires_grad_()
+    later = module.block3(start.clone())
+    wanted = {
+        "block3:grad_output": score.clip(-limit, limit),
+        "block2:grad_output": torch.autograd.grad(later, start, grad_outputs=score.clip(-limit, limit))[0],
+    }
+    how = [{"layer": "block3", "site": "grad_output", "op": "clamp", "min": -limit, "max": limit}]
+    objective = {"kind": "logit", "class": "top"}
+    return request(x, list(wanted), interventions=how, objective=objective), wanted
+
+
+KINDS = (plain, zeroed, noisy, logit, entropy, clipped)
+
+
+def check(reply: Any, wanted: dict[str, Tensor]) -> None:
+    """A reply has just what is wanted."""
+    found = arrays_of(reply)
+    assert list(found) == list(wanted)
+    for key, value in wanted.items():
+        largest = float(value.abs().max())
+        assert largest > 0
+        np.testing.assert_allclose(found[key], value.numpy(), rtol=1e-3, atol=2e-5 * largest, err_msg=key)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_alone(changing: Live, kind: Any) -> None:
+    """One request at a time."""
+    for seed in (1, 2):
+        sent, wanted = kind(changing, seed)
+        check(changing.client.post("/extract", **sent), wanted)
+
+
+def test_all_at_once(changing: Live) -> None:
+    """Plain, changed and differentiated requests run beside each other; each gets what it gets alone."""
+    made = [kind(changing, seed) for seed in range(8) for kind in KINDS]
+    with ThreadPoolExecutor(16) as pool:
+        replies = list(pool.map(lambda pair: changing.client.post("/extract", **pair[0]), made))
+    for reply, (_, wanted) in zip(replies, made, strict=True):
+        check(reply, wanted)
+    model = changing.engine.fleet.registry.entry("digits").model
+    assert model is not None
+    for replica in model.replicas:
+        assert replica.hooks == 0
+        assert all(value.grad is None and not value.requires_grad for value in replica.module.parameters())
+        assert not any(part.training for part in replica.module.modules())
+
+
+def test_by_query(changing: Live) -> None:
+    """A raw body has its objective in the query."""
+    x = rows(2, 5)
+    query = {"layers": "block2:grad_output", "objective": "logit", "class": "3", "format": "npy"}
+    reply = changing.client.post("/extract", **raw(npy(x), "application/x-npy", **query))
+    wanted = gradient(twin(changing), torch.from_numpy(x), "block2", lambda out: out[:, 3])
+    np.testing.assert_allclose(arrays_of(reply)[""], wanted.numpy(), rtol=1e-3, atol=1e-6)
+    top = changing.client.post("/extract", **raw(npy(x), "application/x-npy", **{**query, "class": "top"}))
+    assert top.status_code == 200
+    problem(changing.client.post("/extract", **raw(npy(x), "application/x-npy", layers="pool", **{"class": "3"})), 422)
+
+
+def test_receipts_and_fingerprints(changing: Live) -> None:
+    """A changed value is not taken for the model's own, and a gradient tells what it is of."""
+    x = rows(1, 6)
+    how = [{"layer": "block1", "op": "scale", "by": 2.0}]
+    bodies: list[Json] = [
+        {"layers": ["block2"]},
+        {"layers": ["block2"], "interventions": how},
+        {"layers": ["block2"], "interventions": [{**how[0], "by": 3.0}]},
+        {"layers": ["block2:grad_output"], "objective": {"kind": "logit", "class": 1}},
+        {"layers": ["block2:grad_output"], "objective": {"kind": "logit", "class": 2}},
+        {"layers": ["block2:grad_output"], "objective": {"kind": "logit", "class": 2}, "interventions": how},
+    ]
+    inputs = [tensor(row) for row in x]
+    replies = [changing.client.post("/extract", json={**body, "inputs": inputs}).json() for body in bodies]
+    assert len({reply["fingerprint"] for reply in replies}) == len(bodies)
+    receipt = replies[3]["receipts"]["block2:grad_output"]
+    assert (receipt["site"], receipt["layer"], receipt["layout"]) == ("grad_output", "block2", "NCHW")
+    # What is asked for beside a gradient, but is none, is the model's own.
+    both = {"layers": ["block2", "block2:grad_output"], "objective": {"kind": "logit", "class": 1}, "inputs": inputs}
+    receipts = changing.client.post("/extract", json=both).json()["receipts"]
+    assert receipts["block2"]["fingerprint"] == replies[0]["receipts"]["block2"]["fingerprint"]
+    assert receipts["block2:grad_output"]["fingerprint"] == receipt["fingerprint"]
+
+
+def test_dry_run(changing: Live) -> None:
+    """What a gradient would cost is told without running anything."""
+    body = {"layers": ["block1:grad_output"], "objective": {"kind": "logit", "class": 1}}
+    told = changing.client.post("/extract?dry_run=true", json=body).json()
+    plain_ = changing.client.post("/extract?dry_run=true", json={"layers": ["head"]}).json()
+    assert told["stops_at"] == ".#0:output"
+    assert told["seconds"] > plain_["seconds"]
+    assert told["features"]["block1:grad_output"]["shape"] == [1, 16, 32, 32]
+
+
+def test_graph_that_does_not_fit(serve: Serve) -> None:
+    """A gradient whose graph has no room is refused with its size, before any forward; outputs still work."""
+    with serve(configured(), batch_memory_bytes=400_000) as live:
+        inputs = [tensor(rows(1, 7)[0])]
+        graded = {"layers": ["block1:grad_output"], "objective": {"kind": "logit", "class": 1}, "inputs": inputs}
+        assert "400000" in problem(live.client.post("/extract", json=graded), 413)["detail"]
+        assert live.client.post("/extract", json={"layers": ["block1"], "inputs": inputs}).status_code == 200
