@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 from torch import nn
 
+from models.edits import Edit, Goal
 from models.points import HookPoint, Reduction
 from models.spec import InputSpec, PreprocessSpec
 
@@ -43,10 +44,15 @@ def of_model(
     return _digest([RECIPE, weights, structure, dtype, row])
 
 
-def of_result(model: str, point: HookPoint, reduction: Reduction, changes: Iterable[object] = ()) -> str:
-    """The fingerprint of one result, from the model's part; ``changes`` are the edits and the goal that it hangs on."""
-    told = [asdict(each) for each in changes]  # type: ignore[call-overload]
-    return _digest([model, asdict(point), asdict(reduction), *([told] if told else [])])
+def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
+    """The fingerprint of one result, from the model's part and that of the changes that it hangs on, if any."""
+    return _digest([model, asdict(point), asdict(reduction), *([changes] if changes else [])])
+
+
+def of_changes(changes: Iterable[Edit | Goal]) -> str | None:
+    """The part of a fingerprint that edits and a goal make; None where there are none."""
+    told = [asdict(each) for each in changes]
+    return _digest(told) if told else None
 
 
 def of_reply(results: Iterable[str]) -> str:

@@ -103,10 +103,6 @@ class Plan:
         """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own."""
         return self.splits and all(edit.leaf.row_axis is not None for edit in self.edits)
 
-    def changes(self, point: HookPoint) -> tuple[Edit | Goal, ...]:
-        """What the value at a point hangs on beside the model: every edit, and for a gradient what it is of."""
-        return (*self.edits, *([self.goal] if self.goal and point.site in GRADIENTS else []))
-
     def numbers(self, rows: int) -> int:
         """How many numbers all results hold."""
         return sum(prod(result.capture.shape(rows)) for result in self.results)

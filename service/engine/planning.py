@@ -11,8 +11,8 @@ from models import fingerprint
 from models.catalog import Catalog
 from models.errors import RequestError, TooLargeError
 from models.loaded import Shapes
-from models.plan import Plan, Result, resolve
-from models.points import Selector
+from models.plan import Capture, Plan, Result, resolve
+from models.points import GRADIENTS, Selector
 from service.engine.job import Ask
 
 REMEMBERED, REMEMBERED_LAYERS = 256, 64  # plans of a model, and results of each
@@ -53,13 +53,14 @@ class Planned:
 def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int) -> Planned:
     """The plan of a request to a model of that identity; computes and raises as ``plan_of`` does."""
     plan = plan_of(ask, catalog, max_results)
-    prints = {
-        result.key: fingerprint.of_result(
-            identity, result.capture.point, result.capture.reduction, plan.changes(result.capture.point)
-        )
-        for result in plan.results
-    }
-    return Planned(plan, catalog, prints)
+    values = fingerprint.of_changes(plan.edits)
+    gradients = fingerprint.of_changes((*plan.edits, plan.goal)) if plan.goal else None
+
+    def told(capture: Capture) -> str:
+        changes = gradients if capture.point.site in GRADIENTS else values
+        return fingerprint.of_result(identity, capture.point, capture.reduction, changes)
+
+    return Planned(plan, catalog, {result.key: told(result.capture) for result in plan.results})
 
 
 class Plans:
