@@ -49,6 +49,11 @@ def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str |
     return _digest([model, asdict(point), asdict(reduction), *([changes] if changes else [])])
 
 
+def of_explanation(method: str, results: Iterable[str]) -> str:
+    """The fingerprint of a map that a method makes of results."""
+    return _digest([RECIPE, method, sorted(results)])
+
+
 def of_changes(changes: Iterable[Edit | Goal]) -> str | None:
     """The part of a fingerprint that edits and a goal make; None where there are none."""
     told = [asdict(each) for each in changes]

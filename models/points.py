@@ -14,6 +14,7 @@ EDITABLE = frozenset[Site]({"output", "input", "grad_output"})
 Pool = Literal["none", "mean", "max", "gem", "cls", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
 ObjectiveKind = Literal["logit", "probability", "cross_entropy", "kl_div", "sum", "mean", "layer"]
+Method = Literal["grad_cam", "saliency"]
 ReplyDType = Literal["float32", "float16", "int8"]
 
 
@@ -120,6 +121,14 @@ class Objective:
     target: tuple[float, ...] | None = None
     selector: Selector | None = None
     channel: int | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A map that is asked for: how it is made, and of which layer (None: the method's own choice)."""
+
+    method: Method
+    selector: Selector | None = None
 
 
 def path_text(path: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from service import config
 from service.config import Configuration
 from service.engine.engine import Engine
 from service.engine.fleet import Fleet
-from service.http import errors, extract, health, metrics, models, openapi
+from service.http import errors, explain, extract, health, metrics, models, openapi
 from service.http.outermost import Outermost
 from service.metrics import Metrics
 from service.settings import Settings
@@ -39,7 +39,7 @@ def create_app(settings: Settings | None = None, configuration: Configuration | 
     )
     app.state.engine = engine
     app.state.metrics = engine.metrics
-    for router in (extract.router, models.router, health.router, metrics.router):
+    for router in (extract.router, explain.router, models.router, health.router, metrics.router):
         app.include_router(router)
     errors.install(app)
     openapi.install(app)

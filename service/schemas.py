@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
 from models.points import (
+    Explanation,
     Intervention,
+    Method,
     Objective,
     ObjectiveKind,
     Op,
@@ -28,6 +30,8 @@ from service.inputs import ArraysItem, ImageItem, Item
 from service.inputs.arrays import decode_base64, read_tensor, require_finite
 from service.terms import Priority
 
+B = TypeVar("B")
+T = TypeVar("T")
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_INDICES = 16_384
 Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
@@ -207,46 +211,24 @@ class ObjectiveBody(_Strict):
         )
 
 
-class ExtractBody(_Strict):
-    """The body of ``POST /extract``."""
+class RequestBody(_Strict):
+    """What the bodies of all routes that compute have in common."""
 
     model: str | None = Field(None, max_length=256)
     inputs: Annotated[list[InputBody], Field(max_length=100_000), FailFast()] = []
-    layers: Annotated[list[LayerBody], Field(min_length=1, max_length=50_000), FailFast()]
-    pool: Pool = "none"
-    normalize: bool = False
-    dtype: ReplyDType = "float32"
     encoding: Literal["list", "base64"] = "list"
-    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = []
     objective: ObjectiveBody | None = None
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     priority: Priority = "interactive"
-    verify: Literal[False] = Field(False, description="Not offered by this version.")
 
     def selectors(self) -> tuple[Selector, ...]:
-        """Every entry of ``layers``; RequestError with a fault for each bad one."""
-        found: list[Selector] = []
-        faults: list[Fault] = []
-        for index, layer in enumerate(self.layers):
-            try:
-                found.append(layer.selector(self.pool, self.normalize, self.dtype))
-            except LayertapError as error:
-                faults.append(Fault(error.detail, error.hint, f"/layers/{index}"))
-        _raise(faults)
-        return tuple(found)
+        """The layers that are asked for; RequestError with a fault for each bad one."""
+        return ()
 
     def changes(self) -> tuple[Intervention, ...]:
-        """Every entry of ``interventions``; RequestError with a fault for each bad one."""
-        found: list[Intervention] = []
-        faults: list[Fault] = []
-        for index, body in enumerate(self.interventions):
-            try:
-                found.append(body.intervention())
-            except LayertapError as error:
-                faults.append(Fault(error.detail, error.hint, f"/interventions/{index}"))
-        _raise(faults)
-        return tuple(found)
+        """What is changed; RequestError with a fault for each bad one."""
+        return ()
 
     def goal(self) -> Objective | None:
         """The objective; RequestError where it makes no sense."""
@@ -256,6 +238,49 @@ class ExtractBody(_Strict):
             raise RequestError(
                 error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/objective"),)
             ) from None
+
+
+class ExtractBody(RequestBody):
+    """The body of ``POST /extract``."""
+
+    layers: Annotated[list[LayerBody], Field(min_length=1, max_length=50_000), FailFast()]
+    pool: Pool = "none"
+    normalize: bool = False
+    dtype: ReplyDType = "float32"
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = []
+    verify: Literal[False] = Field(False, description="Not offered by this version.")
+
+    def selectors(self) -> tuple[Selector, ...]:
+        """Every entry of ``layers``; RequestError with a fault for each bad one."""
+        return tuple(_good(self.layers, "layers", lambda each: each.selector(self.pool, self.normalize, self.dtype)))
+
+    def changes(self) -> tuple[Intervention, ...]:
+        """Every entry of ``interventions``; RequestError with a fault for each bad one."""
+        return tuple(_good(self.interventions, "interventions", InterventionBody.intervention))
+
+
+class ExplainBody(RequestBody):
+    """The body of ``POST /explain``."""
+
+    method: Method
+    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+
+    def explanation(self) -> Explanation:
+        """What is asked for; SelectorError where the layer is no selector."""
+        return Explanation(self.method, parse(self.layer) if self.layer is not None else None)
+
+
+def _good(bodies: Sequence[B], name: str, read: Callable[[B], T]) -> list[T]:
+    """What each entry of a list means; RequestError with a fault for each bad one."""
+    found: list[T] = []
+    faults: list[Fault] = []
+    for index, body in enumerate(bodies):
+        try:
+            found.append(read(body))
+        except LayertapError as error:
+            faults.append(Fault(error.detail, error.hint, f"/{name}/{index}"))
+    _raise(faults)
+    return found
 
 
 def _box(sides: list[int]) -> tuple[int, int, int, int]:
@@ -314,7 +339,7 @@ def _raise(faults: list[Fault]) -> None:
 KNOWN = sorted(
     {
         name
-        for model in (ExtractBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
+        for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
         for name in model.model_fields
     }
     - {"alias", "klass"}
@@ -329,6 +354,7 @@ HINTS = {
     "pool": "use none, mean, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
     "op": "use zero, scale, add, clamp, replace or noise",
+    "method": "use grad_cam or saliency",
     "kind": "use logit, probability, cross_entropy, kl_div, sum, mean or layer",
     "objective": 'write "objective": {"kind": "logit", "class": "top"}',
     "interventions": 'write "interventions": [{"layer": "NAME", "op": "zero"}]',

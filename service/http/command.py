@@ -17,21 +17,30 @@ from service.errors import BadRequestError, UnsupportedMediaError
 from service.http import body as body_
 from service.inputs import ArraysItem, ImageItem, Item
 from service.inputs.arrays import read_npy, read_npz, read_safetensors
-from service.schemas import ExtractBody, faults_of, items
+from service.schemas import RequestBody, faults_of, items
 from service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
 OBJECTIVE = {"objective": "kind", "class": "class"}  # by their names in the body's ``objective``
-FIELDS = frozenset({"model", "layers", "pool", "normalize", "dtype", "encoding", "on_error", "isolated", "priority"})
+COMMON = frozenset({"model", "encoding", "on_error", "isolated", "priority"})
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What requests of one route say: their body, which of its fields a query may have, how to go without inputs."""
+
+    body: type[RequestBody]
+    fields: frozenset[str]
+    without_inputs: str
 
 
 @dataclass(frozen=True)
 class Command:
     """A request as it was sent: its body without inputs, its inputs with their places, faults of those left out."""
 
-    body: ExtractBody
+    body: RequestBody
     items: tuple[tuple[int, Item], ...]
     faults: tuple[Fault, ...] = ()
 
@@ -44,6 +53,7 @@ class Sent:
     query: QueryParams
     data: bytes
     settings: Settings
+    dialect: Dialect
 
 
 def read(sent: Sent) -> Command:
@@ -71,7 +81,7 @@ def _json(sent: Sent) -> Command:
     value = load_json(sent.data, sent.settings.max_json_depth)
     if isinstance(value, dict) and isinstance(value.get("inputs"), list):
         check_count(len(value["inputs"]), sent.settings)
-    body = _validated(value)
+    body = _validated(sent, value)
     good, faults = items(body.inputs, skip=body.on_error == "skip")
     return Command(body, tuple(good), tuple(faults))
 
@@ -89,7 +99,7 @@ def _multipart(sent: Sent) -> Command:
     if not requests:
         return _raw(sent, found)
     _only(sent.query, ALWAYS, "the part 'request' says everything itself")
-    body = _validated(load_json(requests[0].data, sent.settings.max_json_depth))
+    body = _validated(sent, load_json(requests[0].data, sent.settings.max_json_depth))
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts 'images'", hint="leave 'inputs' out")
     return Command(body, found)
@@ -123,11 +133,15 @@ def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
 
 def _raw(sent: Sent, found: tuple[tuple[int, Item], ...]) -> Command:
     """A command whose body is the query parameters."""
-    _only(sent.query, ALWAYS | FIELDS | OBJECTIVE.keys(), "")
-    fields: dict[str, Any] = {key: _single(sent.query, key) for key in sent.query if key in FIELDS - LISTS}
-    named = [name for value in sent.query.getlist("layers") for name in value.split(",", MAX_LAYER_PARAMETERS) if name]
-    objective = {name: _single(sent.query, key) for key, name in OBJECTIVE.items() if key in sent.query}
-    return Command(_validated({**fields, "layers": named, "objective": objective or None}), found)
+    known = sent.dialect.fields
+    _only(sent.query, ALWAYS | known | OBJECTIVE.keys(), "")
+    fields: dict[str, Any] = {key: _single(sent.query, key) for key in sent.query if key in known - LISTS}
+    for name in LISTS & known:
+        given = sent.query.getlist(name)
+        fields[name] = [each for value in given for each in value.split(",", MAX_LAYER_PARAMETERS) if each]
+    if objective := {name: _single(sent.query, key) for key, name in OBJECTIVE.items() if key in sent.query}:
+        fields["objective"] = objective
+    return Command(_validated(sent, fields), found)
 
 
 def _single(query: QueryParams, key: str) -> str:
@@ -169,9 +183,9 @@ def _deeper(value: Any, limit: int) -> bool:
     return True
 
 
-def _validated(value: Any) -> ExtractBody:
+def _validated(sent: Sent, value: Any) -> RequestBody:
     try:
-        return ExtractBody.model_validate(value)
+        return sent.dialect.body.model_validate(value)
     except ValidationError as error:
         faults = faults_of(error.errors(include_url=False, include_input=False, include_context=False))
         detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail

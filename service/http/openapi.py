@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from service.schemas import ExtractBody
+from models.points import Method
+from service.schemas import ExplainBody, ExtractBody
 from service.wire import FORMATS
 
 TEMPLATE = "#/components/schemas/{model}"
@@ -37,56 +38,73 @@ def _problem(description: str) -> dict[str, Any]:
     }
 
 
-EXTRACT: dict[str, Any] = {
-    "parameters": [
-        _parameter("format", {"type": "string", "enum": list(FORMATS)}),
-        _parameter("dry_run", {"type": "boolean"}),
-        _parameter("model", {"type": "string"}),
-        _parameter("layers", {"type": "string", "description": "separated by commas"}),
-        _parameter("pool", {"type": "string"}),
-        _parameter("normalize", {"type": "boolean"}),
-        _parameter("dtype", {"type": "string"}),
-        _parameter("encoding", {"type": "string"}),
-        _parameter("on_error", {"type": "string"}),
-        _parameter("isolated", {"type": "boolean"}),
-        _parameter("objective", {"type": "string", "description": "what gradients are of: its kind"}),
-        _parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
-        _parameter("priority", {"enum": ["interactive", "bulk"]}),
-        _parameter("X-Request-Timeout", {"type": "number"}, "header"),
-    ],
-    "requestBody": {
-        "content": {
-            "application/json": {"schema": {"$ref": "#/components/schemas/ExtractBody"}},
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "request": {"type": "string", "description": "the JSON body without inputs"},
-                        "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
-                    },
-                }
-            },
-            **dict.fromkeys(("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors"), BINARY),
-        }
-    },
-    "responses": {
-        "200": {
-            "description": "One array per key",
-            "content": {each.media_type: BINARY if each.name != "json" else {} for each in FORMATS.values()},
+COMMON = [
+    _parameter("format", {"type": "string", "enum": list(FORMATS)}),
+    _parameter("model", {"type": "string"}),
+    _parameter("encoding", {"type": "string"}),
+    _parameter("on_error", {"type": "string"}),
+    _parameter("isolated", {"type": "boolean"}),
+    _parameter("priority", {"enum": ["interactive", "bulk"]}),
+    _parameter("objective", {"type": "string", "description": "what gradients are of: its kind"}),
+    _parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
+    _parameter("X-Request-Timeout", {"type": "number"}, "header"),
+]
+
+
+def _route(body: str, *parameters: dict[str, Any]) -> dict[str, Any]:
+    """A route that takes inputs in three ways and replies in every format."""
+    return {
+        "parameters": [*parameters, *COMMON],
+        "requestBody": {
+            "content": {
+                "application/json": {"schema": {"$ref": TEMPLATE.format(model=body)}},
+                "multipart/form-data": {
+                    "schema": {
+                        "type": "object",
+                        "properties": {
+                            "request": {"type": "string", "description": "the JSON body without inputs"},
+                            "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                        },
+                    }
+                },
+                **dict.fromkeys(
+                    ("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors"), BINARY
+                ),
+            }
         },
-        "400": _problem("Not JSON, or broken multipart"),
-        "401": _problem("A key is missing or not known"),
-        "404": _problem("Unknown model"),
-        "406": _problem("No format on offer suits"),
-        "408": _problem("The body came too slowly"),
-        "413": _problem("Over a limit; the detail has the figure"),
-        "415": _problem("A body of this type is not taken"),
-        "422": _problem("Unknown layer, bad input or contradictory options"),
-        "429": _problem("The queue is full"),
-        "503": _problem("The model is not ready"),
-        "504": _problem("The deadline passed"),
-    },
-}
+        "responses": {
+            "200": {
+                "description": "One array per key",
+                "content": {each.media_type: BINARY if each.name != "json" else {} for each in FORMATS.values()},
+            },
+            "400": _problem("Not JSON, or broken multipart"),
+            "401": _problem("A key is missing or not known"),
+            "404": _problem("Unknown model"),
+            "406": _problem("No format on offer suits"),
+            "408": _problem("The body came too slowly"),
+            "413": _problem("Over a limit; the detail has the figure"),
+            "415": _problem("A body of this type is not taken"),
+            "422": _problem("Unknown layer, bad input or contradictory options"),
+            "429": _problem("The queue is full"),
+            "503": _problem("The model is not ready"),
+            "504": _problem("The deadline passed"),
+        },
+    }
+
+
+EXTRACT = _route(
+    "ExtractBody",
+    _parameter("dry_run", {"type": "boolean"}),
+    _parameter("layers", {"type": "string", "description": "separated by commas"}),
+    _parameter("pool", {"type": "string"}),
+    _parameter("normalize", {"type": "boolean"}),
+    _parameter("dtype", {"type": "string"}),
+)
+EXPLAIN = _route(
+    "ExplainBody",
+    _parameter("method", {"enum": list(get_args(Method))}),
+    _parameter("layer", {"type": "string", "description": "for grad_cam: the last one that returns a map without it"}),
+)
 
 
 def install(app: FastAPI) -> None:
@@ -95,9 +113,11 @@ def install(app: FastAPI) -> None:
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
-            body = ExtractBody.model_json_schema(ref_template=TEMPLATE)
-            # FastAPI's own schemas are of its own errors, which nobody gets here.
-            own = body.pop("$defs", {}) | {"ExtractBody": body, "Problem": PROBLEM}
+            own: dict[str, Any] = {"Problem": PROBLEM}
+            for model in (ExtractBody, ExplainBody):
+                body = model.model_json_schema(ref_template=TEMPLATE)
+                own |= body.pop("$defs", {}) | {model.__name__: body}
+            # In place of FastAPI's own schemas: those are of its own errors, which nobody gets here.
             schema["components"] = {**schema.get("components", {}), "schemas": own}
             _describe_errors(schema)
             app.openapi_schema = schema

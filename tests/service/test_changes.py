@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.server import Live
+from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, net, npy, problem, raw, tensor
 
@@ -26,18 +27,6 @@ def changing(serve: Serve) -> Iterator[Live]:
         yield live
 
 
-def twin(live: Live) -> Any:
-    """A copy of the embedded model that no hook ever touches."""
-    model = live.engine.fleet.registry.entry("digits").model
-    assert model is not None
-    return copy.deepcopy(model.module).eval()
-
-
-def rows(count: int, seed: int) -> Array:
-    """Random rows for the embedded model."""
-    return np.random.default_rng(seed).normal(size=(count, 3, 32, 32)).astype(np.float32)
-
-
 class After(nn.Module):
     """A module whose output is changed by a function."""
 
@@ -47,15 +36,6 @@ class After(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.change(self.inner(x))
-
-
-def forward(module: Any, x: Tensor, upto: str = "head") -> Tensor:
-    """The embedded model, part by part; it is a chain."""
-    for name, part in module.named_children():
-        x = part(x)
-        if name == upto:
-            return x
-    raise KeyError(upto)
 
 
 def edited(module: Any, name: str, change: Change) -> Any:

@@ -55,7 +55,14 @@ def test_routes(document: Json) -> None:
     assert document["info"]["title"] == "layertap"
     found = operations(document)
     assert set(found) == {
-        *("post /extract", "get /models", "get /models/{name}", "get /models/{name}/layers", "get /livez"),
+        *(
+            "post /extract",
+            "post /explain",
+            "get /models",
+            "get /models/{name}",
+            "get /models/{name}/layers",
+            "get /livez",
+        ),
         *("post /models/{name}/load", "post /models/{name}/unload", "get /readyz"),
     }
     assert all(operation["summary"] and operation["tags"] for operation in found.values())

@@ -1,0 +1,160 @@
+"""What routes that compute features share: the head of a request, its body, a reply in the format that it asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import Request, Response
+
+from models.errors import RequestError, TooLargeError
+from models.plan import Plan
+from service.engine.engine import Engine
+from service.engine.job import Ask, Timings
+from service.features import Features
+from service.http import body as body_
+from service.http.command import Command, Dialect, Sent, read
+from service.http.connection import while_connected
+from service.schemas import RequestBody
+from service.settings import Settings
+from service.wire import FORMATS, Encoding, Format, predicted_bytes
+from service.wire.negotiate import choose
+
+SHORT = 2048  # bytes
+FEW_NUMBERS = 4096
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request's head says about its answer; ``deadline`` is on the monotonic clock."""
+
+    format: Format
+    dry: bool
+    deadline: float
+    timings: Timings
+    reserve: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request that was read: what it says, and what it means to the engine."""
+
+    body: RequestBody
+    ask: Ask
+    wish: Wish
+    fits: Size
+
+
+Cook = Callable[[Order], Awaitable[Response]]
+
+
+async def answered(request: Request, dialect: Dialect, cook: Cook) -> Response:
+    """Read a request, and have it answered as long as there is somebody to answer."""
+    engine: Engine = request.app.state.engine
+    state = request.scope["state"]
+    timings = Timings(state["timings"], state["notes"])
+    format = choose(request.headers.get("accept"), request.query_params.get("format"), FORMATS)  # noqa: A001
+    dry = _flag(request, "dry_run")
+    deadline = time.monotonic() + _seconds(request, engine.settings)
+    reserve = state["until_sent"].enter_context(engine.fleet.budget.held())
+    data = await body_.read(request, engine.settings, reserve)
+    sent = Sent(request.headers, request.query_params, data, engine.settings, dialect)
+    wish = Wish(format, dry, deadline, timings, reserve)
+
+    async def work() -> Response:
+        return await cook(await _order(engine, sent, wish))
+
+    return await while_connected(request, work())
+
+
+async def encoded(engine: Engine, features: Features, order: Order) -> Response:
+    """Features as a reply."""
+    with order.wish.timings.step("encode"):
+        encode = partial(order.wish.format.encode, features, order.body.encoding)
+        if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS:
+            data = encode()
+        else:
+            data = await engine.off_loop(encode, order.wish.deadline)
+    headers = {"X-Layertap-Fingerprint": features.fingerprint}
+    return Response(data, media_type=order.wish.format.media_type, headers=headers)
+
+
+async def _order(engine: Engine, sent: Sent, wish: Wish) -> Order:
+    with wish.timings.step("parse"):
+        if _is_short(sent):
+            command, ask = _read(sent, wish)
+        else:
+            command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.deadline)
+    if ask.faults and not ask.items:
+        raise RequestError(ask.faults[0].detail, hint=ask.faults[0].hint, faults=ask.faults)
+    if not ask.items and not wish.dry:
+        raise RequestError("the request has no inputs", hint=sent.dialect.without_inputs)
+    return Order(command.body, ask, wish, Size(wish.format, command.body.encoding, engine.settings))
+
+
+def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
+    command = read(sent)
+    body = command.body
+    return command, Ask(
+        model=body.model,
+        items=command.items,
+        selectors=body.selectors(),
+        deadline=wish.deadline,
+        interventions=body.changes(),
+        objective=body.goal(),
+        on_error=body.on_error,
+        faults=command.faults,
+        timings=wish.timings,
+        isolated=body.isolated,
+        priority=body.priority,
+        reserve=wish.reserve,
+    )
+
+
+def _is_short(sent: Sent) -> bool:
+    """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
+    kind = sent.headers.get("content-type", "")
+    short = kind.startswith("image/") or (len(sent.data) <= SHORT and not kind.startswith("multipart/"))
+    return short and len(str(sent.query)) <= SHORT
+
+
+class Size:
+    """Refuses replies over the limit, by what the plan predicts."""
+
+    def __init__(self, format: Format, encoding: Encoding, settings: Settings) -> None:  # noqa: A002
+        self._format = format
+        self._encoding: Encoding = encoding
+        self._limit = settings.max_reply_bytes
+
+    def __call__(self, plan: Plan, rows: int) -> None:
+        """TooLargeError where the reply to a plan for so many rows would be over the limit."""
+        size = predicted_bytes(self._format, self._encoding, plan.numbers(rows), plan.nbytes(rows))
+        if size > self._limit:
+            raise TooLargeError(
+                f"the reply would have about {size} bytes, the limit is {self._limit}",
+                hint="pool the layers, ask for fewer, or send fewer inputs at once",
+            )
+
+
+def _flag(request: Request, name: str) -> bool:
+    value = request.query_params.get(name, "false").lower()
+    if value not in FLAGS:
+        raise RequestError(f"'{name}' is true or false")
+    return FLAGS[value]
+
+
+def _seconds(request: Request, settings: Settings) -> float:
+    """How long the answer may take: the caller's wish, at most the server's own limit."""
+    text = request.headers.get("x-request-timeout")
+    if text is None:
+        return settings.deadline_s
+    try:
+        seconds = float(text[:32])
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise RequestError("X-Request-Timeout is a number of seconds above 0")
+    return min(seconds, settings.deadline_s)

@@ -1,0 +1,32 @@
+"""``POST /explain``: maps of what speaks for an answer."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from fastapi import APIRouter, Request, Response
+
+from models.errors import RequestError
+from service.engine.engine import Engine
+from service.engine.explaining import explain as explained
+from service.http.answering import Order, answered, encoded
+from service.http.command import COMMON, Dialect
+from service.http.openapi import EXPLAIN
+from service.schemas import ExplainBody
+
+router = APIRouter()
+DIALECT = Dialect(ExplainBody, COMMON | {"method", "layer"}, "add some")
+
+
+@router.post("/explain", tags=["explain"], summary="Maps of what speaks for a model's answer", openapi_extra=EXPLAIN)
+async def explain(request: Request) -> Response:
+    """Grad-CAM of a layer, or saliency at the input, for each picture."""
+    engine: Engine = request.app.state.engine
+
+    async def cook(order: Order) -> Response:
+        if order.wish.dry:
+            raise RequestError("an explanation has no dry run", hint="ask POST /extract?dry_run=true for the gradient")
+        wanted = cast("ExplainBody", order.body).explanation()
+        return await encoded(engine, await explained(engine, order.ask, wanted, order.fits), order)
+
+    return await answered(request, DIALECT, cook)

@@ -1,0 +1,75 @@
+"""Maps made of captures, against the same sums written out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.catalog import Leaf
+from models.errors import SelectorError
+from models.explanations import grad_cam, is_map, last_map, saliency
+from tests.nets import resnet, surveyed, swin, vit
+
+LEAVES = {
+    "NCHW": Leaf((), (1, 3, 2, 4), "float32", layout="NCHW"),
+    "NHWC": Leaf((), (1, 2, 4, 3), "float32", layout="NHWC"),
+    "NTC": Leaf((), (1, 6, 3), "float32", layout="NTC", prefix=2),
+}
+
+
+@pytest.mark.parametrize("layout", LEAVES)
+def test_grad_cam(layout: str) -> None:
+    """Each position: the sum over channels of its value times the channel's mean gradient; nothing below 0."""
+    leaf = LEAVES[layout]
+    generator = np.random.default_rng(1)
+    values, gradients = (generator.normal(size=(2, *leaf.shape[1:])).astype(np.float32) for _ in range(2))
+    found = grad_cam(values, gradients, leaf)
+    height, width = (2, 2) if layout == "NTC" else (2, 4)
+    assert found.shape == (2, height, width)
+    assert found.dtype == np.float32
+
+    def at(array: np.ndarray, row: int, channel: int, y: int, x: int) -> float:  # type: ignore[type-arg]
+        places = {"NCHW": (row, channel, y, x), "NHWC": (row, y, x, channel), "NTC": (row, 2 + y * 2 + x, channel)}
+        return float(array[places[layout]])
+
+    for row in range(2):
+        means = [
+            sum(at(gradients, row, channel, y, x) for y in range(height) for x in range(width)) / (height * width)
+            for channel in range(3)
+        ]
+        for y in range(height):
+            for x in range(width):
+                wanted = max(sum(means[channel] * at(values, row, channel, y, x) for channel in range(3)), 0.0)
+                assert found[row, y, x] == pytest.approx(wanted, abs=1e-5)
+    assert 0 < (found > 0).mean() < 1
+
+
+def test_saliency() -> None:
+    """The largest absolute gradient over channels."""
+    gradients = np.zeros((1, 3, 2, 4), np.float32)
+    gradients[0, :, 0, 1] = (1.0, -5.0, 2.0)
+    gradients[0, :, 1, 3] = (-0.5, 0.25, 0.0)
+    wanted = np.zeros((1, 2, 4), np.float32)
+    wanted[0, 0, 1], wanted[0, 1, 3] = 5.0, 0.5
+    assert np.array_equal(saliency(gradients, LEAVES["NCHW"]), wanted)
+
+
+def test_what_is_a_map() -> None:
+    """A grid of positions for every row: not what was pooled, not a sequence that makes no square."""
+    assert all(is_map(leaf) for leaf in LEAVES.values())
+    assert not is_map(Leaf((), (1, 3, 1, 1), "float32", layout="NCHW"))
+    assert not is_map(Leaf((), (1, 7, 3), "float32", layout="NTC", prefix=2))
+    assert not is_map(Leaf((), (1, 3), "float32", layout="NC"))
+    assert not is_map(Leaf((), (4, 3, 2, 2), "float32", layout="NCHW"))
+    assert not is_map(Leaf((), (1, 3, 2, 2), "float32", layout=None))
+
+
+def test_last_map() -> None:
+    """The last layer that returns a map, the outer one of those that return the same."""
+    assert last_map(surveyed(resnet(), 3, 64, 64))[0].layer == "layer4"
+    assert last_map(surveyed(vit(), 3, 32, 32, prefix=1))[0].layer == "encoder"
+    point, leaf = last_map(surveyed(swin(), 3, 32, 32))
+    assert leaf.shape[0] == 1
+    assert point.layer in ("norm", "permute")
+    with pytest.raises(SelectorError, match="no layer"):
+        last_map(surveyed(resnet().fc, 512))

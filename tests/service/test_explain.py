@@ -1,0 +1,101 @@
+"""``POST /explain``, against maps made offline without hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.server import Live
+from tests.service.chain import forward, rows, twin
+from tests.service.support import Array, Json, arrays_of, image, npy, picture, problem, raw, tensor
+
+
+def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
+    """Grad-CAM of a layer of the embedded model, by autograd on the model cut in two."""
+    module, names = twin(live), ["block1", "block2", "block3", "pool", "flatten", "head"]
+    values = forward(module, torch.from_numpy(x), layer).detach().requires_grad_()
+    out = values.clone()
+    for name in names[names.index(layer) + 1 :]:
+        out = getattr(module, name)(out)
+    score = out.amax(1) if klass is None else out[:, klass]
+    slopes = torch.autograd.grad(score.sum(), values)[0].numpy()
+    found: Array = np.maximum((slopes.mean((2, 3))[:, :, None, None] * values.detach().numpy()).sum(1), 0)
+    return found
+
+
+def asked(x: Array, **body: Any) -> Json:
+    """A JSON request for tensors."""
+    return {"json": {"inputs": [tensor(row) for row in x], "encoding": "base64", **body}}
+
+
+@pytest.mark.parametrize(("layer", "used"), [(None, "block3"), ("block1", "block1"), ("block2#0", "block2")])
+@pytest.mark.parametrize("klass", [None, 4])
+def test_grad_cam(live: Live, layer: str | None, used: str, klass: int | None) -> None:
+    """Of the last map or of a layer by name, for the highest score or for a class."""
+    x = rows(3, 1)
+    body: Json = {"method": "grad_cam"} | ({"layer": layer} if layer else {})
+    body |= {"objective": {"kind": "logit", "class": klass}} if klass is not None else {}
+    reply = live.client.post("/explain", **asked(x, **body))
+    wanted = cam(live, x, used, klass)
+    assert wanted.max() > 0
+    np.testing.assert_allclose(arrays_of(reply)["grad_cam"], wanted, rtol=1e-3, atol=1e-5 * wanted.max())
+    receipt = reply.json()["receipts"]["grad_cam"]
+    assert (receipt["layer"], receipt["site"], receipt["layout"]) == (used, "grad_output", "NHW")
+    assert receipt["fingerprint"] == reply.json()["fingerprint"]
+
+
+def test_saliency(live: Live) -> None:
+    """The gradient at the input, largest over channels."""
+    x = rows(2, 2)
+    reply = live.client.post("/explain", **asked(x, method="saliency", objective={"kind": "probability", "class": 7}))
+    start = torch.from_numpy(x).requires_grad_()
+    slopes = torch.autograd.grad(forward(twin(live), start).softmax(1)[:, 7].sum(), start)[0]
+    wanted = slopes.abs().amax(1).numpy()
+    np.testing.assert_allclose(arrays_of(reply)["saliency"], wanted, rtol=1e-3, atol=1e-4 * wanted.max())
+
+
+def test_ways_to_send(live: Live) -> None:
+    """JSON, multipart and raw mean the same, in every format."""
+    data = picture(3)
+    query = {"method": "grad_cam", "objective": "logit", "class": "2"}
+    first = arrays_of(live.client.post("/explain", **raw(data, "image/png", **query)))["grad_cam"]
+    assert first.shape == (1, 8, 8)
+    body = {"method": "grad_cam", "objective": {"kind": "logit", "class": 2}, "inputs": [image(data)]}
+    for form in ("json", "npz", "safetensors", "npy"):
+        reply = live.client.post("/explain", json={**body, "encoding": "base64"}, params={"format": form})
+        assert np.array_equal(next(iter(arrays_of(reply).values())), first)
+    files = [("images", ("a.png", data, "image/png"))]
+    assert np.array_equal(
+        arrays_of(live.client.post("/explain", files=files, params=query))["grad_cam"], first.astype(np.float32)
+    )
+    two = live.client.post("/explain", **raw(npy(rows(2, 4)), "application/x-npy", method="saliency"))
+    assert arrays_of(two)["saliency"].shape == (2, 32, 32)
+
+
+BAD: dict[str, tuple[Json, str]] = {
+    "no method": ({}, "/method"),
+    "unknown method": ({"method": "lime"}, "/method"),
+    "unknown layer": ({"method": "grad_cam", "layer": "block9"}, ""),
+    "a layer that is no map": ({"method": "grad_cam", "layer": "head"}, ""),
+    "several layers": ({"method": "grad_cam", "layer": "block?"}, ""),
+    "a layer for saliency": ({"method": "saliency", "layer": "block1"}, ""),
+    "class out of range": ({"method": "saliency", "objective": {"kind": "logit", "class": 10}}, "/objective"),
+    "layers": ({"method": "saliency", "layers": ["pool"]}, "/layers"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_refused(live: Live, kind: str) -> None:
+    """422 with the place and what to type instead."""
+    body, pointer = BAD[kind]
+    told = problem(live.client.post("/explain", **asked(rows(1, 5), **body)), 422)
+    assert not pointer or told["errors"][0]["pointer"] == pointer
+
+
+def test_without_inputs(live: Live) -> None:
+    """Nothing to explain."""
+    problem(live.client.post("/explain", json={"method": "saliency"}), 422)
+    problem(live.client.post("/explain?dry_run=true", json={"method": "saliency"}), 422)
