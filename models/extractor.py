@@ -64,11 +64,20 @@ class FeatureExtractor:
 
 
 @dataclass
+class _Anchor:
+    """A tensor whose gradient is wanted, at a point that is one of its names, and what is made of that gradient."""
+
+    point: HookPoint
+    leaf: Leaf
+    edits: list[tuple[Share, Edit]] = field(default_factory=list)
+
+
+@dataclass
 class _Here:
     """What is wanted of one call of a module, on one side; the order of fields is the order in which it is done."""
 
     edits: list[tuple[Share, Edit]] = field(default_factory=list)
-    anchors: dict[Path, list[tuple[Share, Edit]]] = field(default_factory=dict)
+    anchors: dict[Path, _Anchor] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     goals: list[int] = field(default_factory=list)  # places of the shares whose goals they are
 
@@ -99,14 +108,17 @@ class _Collector:
         def here(point: HookPoint) -> _Here:
             return found[self._modules[point.layer], point.side][point.call]
 
+        def anchor(point: HookPoint, leaf: Leaf) -> _Anchor:
+            return here(point).anchors.setdefault(point.path, _Anchor(point, leaf))
+
         for share in self._shares:
             for edit in share.edits:
                 if edit.point.site in GRADIENTS:
-                    here(edit.point).anchors.setdefault(edit.point.path, []).append((share, edit))
+                    anchor(edit.point, edit.leaf).edits.append((share, edit))
                 else:
                     here(edit.point).edits.append((share, edit))
         for capture in self._gradients:
-            here(capture.point).anchors.setdefault(capture.point.path, [])
+            anchor(capture.point, capture.leaf)
         for capture in self.pending:
             here(capture.point).captures.append(capture)
         for place, goal in self._goals.items():
@@ -147,9 +159,10 @@ class _Collector:
         changes: dict[Path, Tensor] = {}
         for share, edit in here.edits:
             self._edit(share, edit, found, changes)
-        for path, edits in here.anchors.items():
+        for path, anchor in here.anchors.items():
             if path in found:
-                changers = [partial(self._changed, *each) for each in reversed(edits)]
+                self._fit(found[path], anchor.leaf, anchor.point)
+                changers = [partial(self._changed, *each) for each in reversed(anchor.edits)]
                 found[path] = changes[path] = self._tape.anchored((module, side, call, path), found[path], changers)
         for capture in here.captures:
             self._capture(capture, found)
