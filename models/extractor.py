@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,31 @@ class FeatureExtractor:
                 collector.check()
                 collector.backward()
         return Taken(collector.results)
+
+    def replaced(self, forward: Callable[[], object], values: Mapping[HookPoint, Tensor]) -> dict[HookPoint, Tensor]:
+        """Run a whole forward with other tensors in place of those that leave some calls.
+
+        Gives the tensors of its output, and those that were about to leave these calls.
+        """
+        found: dict[HookPoint, Tensor] = {}
+        calls: dict[nn.Module, dict[int, list[HookPoint]]] = defaultdict(lambda: defaultdict(list))
+        for point in values:
+            calls[self._modules[point.layer]][point.call].append(point)
+
+        def put(points: Mapping[int, Iterable[HookPoint]], call: int, value: object) -> Changes | None:
+            given = dict(leaves(value))
+            changes = {}
+            for point in points.get(call, ()):
+                found[point] = given[point.path].clone()
+                # In the order of memory of what was there: in another, kernels round otherwise.
+                changes[point.path] = torch.empty_like(given[point.path]).copy_(values[point])
+            return changes
+
+        with ExitStack() as stack, torch.inference_mode():
+            for module, points in calls.items():
+                ATTACH["output"](stack, module, partial(put, dict(points)))
+            output = forward()
+            return {HookPoint(".", 0, path, "output"): tensor.clone() for path, tensor in leaves(output)} | found
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """What makes two vectors comparable, as one digest.
 
 Equal fingerprints mean: the same weights, architecture, model dtype, preprocessing, layer, call, path, site,
-narrowing, pooling, normalisation and reply dtype. Nothing of the machine, the device, the time or the model's
-configured name goes in.
+narrowing, statistics, pooling, normalisation and reply dtype. Nothing of the machine, the device, the time or the
+model's configured name goes in.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from models.points import HookPoint, Reduction
 from models.spec import InputSpec, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
+LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it
 UNTOLD = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -46,7 +48,7 @@ def of_model(
 
 def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
     """The fingerprint of one result, from the model's part and that of the changes that it hangs on, if any."""
-    return _digest([model, asdict(point), asdict(reduction), *([changes] if changes else [])])
+    return _digest([model, _told(point), _told(reduction), *([changes] if changes else [])])
 
 
 def of_explanation(method: str, results: Iterable[str]) -> str:
@@ -56,7 +58,7 @@ def of_explanation(method: str, results: Iterable[str]) -> str:
 
 def of_changes(changes: Iterable[Edit | Goal]) -> str | None:
     """The part of a fingerprint that edits and a goal make; None where there are none."""
-    told = [asdict(each) for each in changes]
+    told = [_told(each) for each in changes]
     return _digest(told) if told else None
 
 
@@ -64,6 +66,15 @@ def of_reply(results: Iterable[str]) -> str:
     """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
     several = sorted(set(results))
     return several[0] if len(several) == 1 else _digest(several)
+
+
+def _told(value: object) -> dict[str, Any]:
+    """A dataclass as plain data, with everything in it."""
+    return asdict(value, dict_factory=_asked_for)  # type: ignore[call-overload,no-any-return]
+
+
+def _asked_for(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in fields if value is not None or name not in LATER}
 
 
 def _settings(part: nn.Module) -> dict[str, object]:

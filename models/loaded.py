@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
-from models import fingerprint, replica, sources, warmup, weights
+from models import fingerprint, replica, sources, verification, warmup, weights
 from models.catalog import Catalog, Costs, Layer
 from models.dryrun import noise, same_course, survey
 from models.dtypes import DTYPES
@@ -179,6 +179,23 @@ class LoadedModel:
                 raise
         batch = {}
         raise out_of_memory(count)
+
+    def verified(
+        self, own: Replica, piece: Rows, share: Share, plan: Plan, catalog: Catalog, padded: int | None = None
+    ) -> Taken:
+        """As ``run`` for a single request; RequestError where its outputs, put back, do not give the model's again."""
+        count = share.stop - share.start
+        rows = max(count, padded or 0)
+        whole = Share(0, rows, verification.wanted(plan, catalog))
+        taken = self.run(own, [piece], [share, whole], padded)
+
+        def again(values: verification.Values) -> verification.Values:
+            batch = self._assembled([piece], rows - count)  # anew: a model may have written to it
+            return own.extractor.replaced(lambda: self.forward(batch, own.module), values)
+
+        kept = {capture.point: reduced.values for capture, reduced in taken.of(whole).items()}
+        verification.check(plan, catalog, kept, again)
+        return Taken({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
 
     def _assembled(self, pieces: Sequence[Rows], padding: int) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""

@@ -38,17 +38,18 @@ class Capture:
     @property
     def rows_axis(self) -> int:
         """The axis of the result that holds the rows, where one does."""
-        return 0 if self.reduction.pool != "none" else self.leaf.row_axis or 0
+        return 0 if self.reduction.is_by_row else self.leaf.row_axis or 0
 
     @property
     def dtype(self) -> str:
-        """The result's dtype: integers and booleans keep their own, unless an average is made of them."""
+        """The result's dtype: integers and booleans keep their own, unless averages or statistics are made of them."""
         return self.reduction.dtype if self.is_float else self.leaf.dtype
 
     @property
     def is_float(self) -> bool:
         """Whether the reduced values are floating."""
-        return self.leaf.dtype in FLOATS or self.reduction.pool in AVERAGES or self.reduction.normalize
+        how = self.reduction
+        return self.leaf.dtype in FLOATS or how.pool in AVERAGES or how.normalize or how.stats is not None
 
     def nbytes(self, rows: int) -> int:
         """Bytes of the result as an array, the int8 scale included."""
@@ -236,6 +237,8 @@ def _check(item: Found, how: Reduction) -> None:
     name = quoted(item.point.layer + path_text(item.point.path))
     if item.leaf.dtype not in ITEM_BYTES and item.leaf.dtype not in FLOATS:
         raise SelectorError(f"{name} is of dtype {item.leaf.dtype}, which no reply format carries")
+    if how.stats is not None:
+        _check_stats(name, item.leaf, how)
     if how.normalize and how.pool == "none":
         raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
     if how.pool != "none" and (item.leaf.row_axis is None or item.leaf.mixed):
@@ -256,6 +259,23 @@ def _check(item: Found, how: Reduction) -> None:
         )
     _check_indices(name, item.leaf, "channels", "C", how.channels)
     _check_indices(name, item.leaf, "tokens", "T", how.tokens)
+
+
+def _check_stats(name: str, leaf: Leaf, how: Reduction) -> None:
+    plain = Reduction()
+    given = [option for option in ("pool", "normalize", "dtype") if getattr(how, option) != getattr(plain, option)]
+    if given:
+        raise SelectorError(
+            f"'stats' of {name} contradicts {quoted(given[0])}: statistics are float32, in place of the values",
+            hint=f"leave {' and '.join(map(quoted, given))} out of this entry, or 'stats'",
+        )
+    if leaf.row_axis is None or leaf.mixed:
+        raise SelectorError(
+            f"{name} does not hold one entry for each input, so it has no statistics of each",
+            hint="leave 'stats' out: pool 'none' gives the whole tensor",
+        )
+    if prod(leaf.shape) == 0:
+        raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
 
 
 def _check_indices(name: str, leaf: Leaf, option: str, axis: str, chosen: tuple[int, ...] | None) -> None:

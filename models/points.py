@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 SITES = ("output", "input", "grad_output", "grad_input")
 Site = Literal["output", "input", "grad_output", "grad_input"]
@@ -16,6 +16,8 @@ Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
 ObjectiveKind = Literal["logit", "probability", "cross_entropy", "kl_div", "sum", "mean", "layer"]
 Method = Literal["grad_cam", "saliency"]
 ReplyDType = Literal["float32", "float16", "int8"]
+Stat = Literal["mean", "std", "min", "max", "l2", "zeros", "nonfinite", "histogram"]
+STATS: tuple[Stat, ...] = get_args(Stat)
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,21 @@ class Reduction:
     """What happens to a captured tensor on its device: narrow, pool, normalise, cast.
 
     ``channels`` and ``tokens`` keep those indices along their axis, in the order given. The order of steps is the
-    order of fields. ``normalize`` is L2 over the last axis of a pooled result.
+    order of fields. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are columns in the order
+    given, in place of pooling and all that follows it.
     """
 
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+    stats: tuple[Stat, ...] | None = None
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether the result has one entry for each input on axis 0, however the tensor holds its rows."""
+        return self.pool != "none" or self.stats is not None
 
 
 @dataclass(frozen=True)

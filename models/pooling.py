@@ -2,7 +2,8 @@
 
 ``mean``, ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); prefix tokens stay out of them.
 ``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw
-it. Floating results are computed in float32 whatever the model's dtype is.
+it. Floating results are computed in float32 whatever the model's dtype is. ``statistics.py`` has what may be asked
+for in place of a pool.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from models import statistics
 from models.catalog import Leaf
 from models.points import Reduction
 
@@ -32,6 +34,8 @@ class Reduced:
 def reduce(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to."""
     kept = _narrow(value, leaf.layout, how)
+    if how.stats is not None:
+        return Reduced(statistics.of(_floating(rows_first(kept, leaf).values.flatten(1)), how.stats))
     if how.pool != "none":
         kept = POOLS[how.pool](rows_first(kept, leaf), 0 if how.tokens is not None else leaf.prefix)
     if how.normalize:
@@ -48,6 +52,8 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
 
 def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
     """The shape that ``reduce`` gives for a forward of ``rows`` rows."""
+    if how.stats is not None:
+        return (rows, len(statistics.columns(how.stats)))
     shape = list(leaf.shape_for(rows))
     for axis, chosen in (("C", how.channels), ("T", how.tokens)):
         if chosen is not None and leaf.layout is not None:

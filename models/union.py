@@ -144,7 +144,8 @@ def joined(capture: Capture, parts: list[Reduced]) -> Reduced:
 
 def _is_exact(capture: Capture) -> bool:
     """Whether a result's numbers are the captured ones, and none is made of several."""
-    return capture.reduction.pool in EXACT and not capture.reduction.normalize
+    how = capture.reduction
+    return how.pool in EXACT and not how.normalize and how.stats is None
 
 
 def _by_row(capture: Capture) -> bool:
@@ -154,7 +155,7 @@ def _by_row(capture: Capture) -> bool:
 def _cut(reduced: Reduced, capture: Capture, span: Span, share: Share) -> Reduced:
     if not _by_row(capture) or span == (share.start, share.stop):
         return reduced
-    each = 1 if capture.reduction.pool != "none" else capture.leaf.per_row
+    each = 1 if capture.reduction.is_by_row else capture.leaf.per_row
     start, length = (share.start - span[0]) * each, (share.stop - share.start) * each
     values = reduced.values.narrow(capture.rows_axis, start, length).contiguous()
     scale = reduced.scale.narrow(0, start, length) if reduced.scale is not None else None

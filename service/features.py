@@ -20,7 +20,7 @@ class Receipt:
 
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
     structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
-    the rows, None where it is the same for all of them.
+    the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
     """
 
     layer: str
@@ -35,10 +35,11 @@ class Receipt:
     normalize: bool
     fingerprint: str
     row_axis: int | None = 0
+    stats: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
-        silent = {"path": "", "layout": None, "normalize": False, "row_axis": 0}
+        silent = {"path": "", "layout": None, "normalize": False, "row_axis": 0, "stats": None}
         return {key: value for key, value in asdict(self).items() if key not in silent or value != silent[key]}
 
 
@@ -48,6 +49,7 @@ class Features:
 
     ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
+    ``verified``: outputs, put back in a second forward, gave the model's own again.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Features:
     receipts: dict[str, Receipt]
     scales: dict[str, Array] = field(default_factory=dict)
     errors: tuple[Fault, ...] = ()
+    verified: bool = False
 
 
 def joined(parts: Sequence[Features]) -> Features:
@@ -74,6 +77,7 @@ def joined(parts: Sequence[Features]) -> Features:
             key: _stacked([part.scales[key] for part in parts], first.receipts[key].row_axis) for key in first.scales
         },
         errors=tuple(fault for part in parts for fault in part.errors),
+        verified=all(part.verified for part in parts),
     )
 
 

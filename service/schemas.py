@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
 from models.points import (
+    STATS,
     Explanation,
     Intervention,
     Method,
@@ -23,6 +24,7 @@ from models.points import (
     Reduction,
     ReplyDType,
     Selector,
+    Stat,
     Values,
 )
 from models.selectors import MAX_TEXT, parse, parse_path, parse_site
@@ -48,6 +50,27 @@ def _call(value: object) -> int | Literal["*"]:
 # Not a union: its complaints would each point to a member, not to a place in the request.
 CALL_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "*"}]}
 Call = Annotated[int | Literal["*"], PlainValidator(_call), WithJsonSchema(CALL_SCHEMA)]
+
+
+def _stats(value: object) -> tuple[Stat, ...] | None:
+    if value is True:
+        return STATS
+    if value is None or value is False:
+        return None
+    if isinstance(value, list) and 0 < len(value) <= len(STATS):
+        chosen = tuple(name for name in STATS if name in value)
+        if len(chosen) == len(value):
+            return tuple(value)
+    raise PydanticCustomError("stats", "Input should be true or a list of statistics, each of them once")
+
+
+STATS_SCHEMA = {
+    "anyOf": [
+        {"type": "boolean"},
+        {"type": "array", "items": {"enum": list(STATS)}, "minItems": 1, "uniqueItems": True},
+    ]
+}
+Stats = Annotated[tuple[Stat, ...] | None, PlainValidator(_stats), WithJsonSchema(STATS_SCHEMA)]
 
 
 class _Strict(BaseModel):
@@ -102,6 +125,7 @@ class LayerBody(_Strict):
     dtype: ReplyDType | None = None
     channels: Indices | None = None
     tokens: Indices | None = None
+    stats: Stats = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
     @model_validator(mode="before")
@@ -120,14 +144,20 @@ class LayerBody(_Strict):
             path=self._one("path", parsed.path, parse_path(self.path) if self.path is not None else None),
             site=self._site(parsed),
             type=self.type,
-            reduction=Reduction(
-                channels=tuple(self.channels) if self.channels is not None else None,
-                tokens=tuple(self.tokens) if self.tokens is not None else None,
-                pool=self.pool or pool,
-                normalize=normalize if self.normalize is None else self.normalize,
-                dtype=self.dtype or dtype,
-            ),
+            reduction=self._reduction(Reduction(pool=pool, normalize=normalize, dtype=dtype)),
             alias=self.alias,
+        )
+
+    def _reduction(self, whole: Reduction) -> Reduction:
+        """What this entry says, and of what it does not say what the request does: not where it is of statistics."""
+        taken = whole if self.stats is None else Reduction()
+        return Reduction(
+            channels=tuple(self.channels) if self.channels is not None else None,
+            tokens=tuple(self.tokens) if self.tokens is not None else None,
+            stats=self.stats,
+            pool=self.pool or taken.pool,
+            normalize=taken.normalize if self.normalize is None else self.normalize,
+            dtype=self.dtype or taken.dtype,
         )
 
     def _site(self, parsed: Selector) -> Any:
@@ -230,6 +260,10 @@ class RequestBody(_Strict):
         """What is changed; RequestError with a fault for each bad one."""
         return ()
 
+    def checked(self) -> bool:
+        """Whether outputs are put back in a second forward."""
+        return False
+
     def goal(self) -> Objective | None:
         """The objective; RequestError where it makes no sense."""
         try:
@@ -248,7 +282,7 @@ class ExtractBody(RequestBody):
     normalize: bool = False
     dtype: ReplyDType = "float32"
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = []
-    verify: Literal[False] = Field(False, description="Not offered by this version.")
+    verify: bool = False
 
     def selectors(self) -> tuple[Selector, ...]:
         """Every entry of ``layers``; RequestError with a fault for each bad one."""
@@ -257,6 +291,10 @@ class ExtractBody(RequestBody):
     def changes(self) -> tuple[Intervention, ...]:
         """Every entry of ``interventions``; RequestError with a fault for each bad one."""
         return tuple(_good(self.interventions, "interventions", InterventionBody.intervention))
+
+    def checked(self) -> bool:
+        """Whether outputs are put back in a second forward."""
+        return self.verify
 
 
 class ExplainBody(RequestBody):
@@ -353,6 +391,7 @@ HINTS = {
     "priority": "use interactive or bulk",
     "pool": "use none, mean, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
+    "stats": f"use true, or some of {', '.join(STATS)}",
     "op": "use zero, scale, add, clamp, replace or noise",
     "method": "use grad_cam or saliency",
     "kind": "use logit, probability, cross_entropy, kl_div, sum, mean or layer",

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from models import union
+from models import statistics, union, verification
 from models.catalog import Catalog
 from models.dtypes import DTYPES
 from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
@@ -73,6 +73,8 @@ class Engine:
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
         catalog, plan = model.catalog, await self._planned(ask, model, model.catalog)
+        if ask.verify:
+            verification.check_possible(plan.plan, catalog)
         count = max(len(ask.items), 1)
         fits(plan.plan, count)
         reserved = plan.plan.nbytes(count) + count * _row_bytes(model.inputs)
@@ -105,6 +107,7 @@ class Engine:
             plan.fingerprints,
             ask.isolated,
             ask.priority,
+            ask.verify,
         )
 
     async def run(self, job: Job) -> Features:
@@ -117,14 +120,15 @@ class Engine:
 
     def _work(self, job: Job) -> Work:
         resident = self.fleet.resident(job.model)
+        extra = verification.wanted(job.plan, job.catalog) if job.verify else frozenset()
         return Work(
             lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph),
             rows=job.rows,
-            depth=job.plan.cost,
-            row_bytes=job.plan.nbytes(1),
+            depth=1.0 if job.verify else job.plan.cost,
+            row_bytes=job.plan.nbytes(1) + 2 * sum(each.nbytes(1) for each in extra),
             priority=job.priority,
             deadline=job.deadline,
-            alone=job.isolated or resident.apart or not job.plan.shares,
+            alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
             whole=not job.plan.splits,
         )
 
@@ -238,6 +242,7 @@ def _features(job: Job, parts: Sequence[Results]) -> Features:
         scales=scales,
         receipts={result.key: _receipt(job, result) for result in job.plan.results},
         errors=job.faults,
+        verified=job.verify,
     )
 
 
@@ -255,5 +260,6 @@ def _receipt(job: Job, result: Result) -> Receipt:
         pool=how.pool,
         normalize=how.normalize,
         fingerprint=job.fingerprints[result.key],
-        row_axis=leaf.row_axis if how.pool == "none" else 0,
+        row_axis=0 if how.is_by_row else leaf.row_axis,
+        stats=statistics.columns(how.stats) if how.stats is not None else None,
     )

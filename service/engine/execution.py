@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from models import warmup
 from models.errors import LayertapError, OutOfMemoryError
@@ -14,7 +15,7 @@ from models.loaded import LoadedModel, out_of_memory
 from models.plan import Capture
 from models.pooling import Reduced
 from models.replica import Replica
-from models.union import Share
+from models.union import Share, Taken
 from service.engine.job import Job
 from service.engine.policy import Batch, Part, Work
 
@@ -125,7 +126,7 @@ class Execution:
             shares.append(Share(at, at + count, job.plan.captures, job.plan.edits, job.plan.goal, part.start))
             at += count
         begun = time.perf_counter()
-        taken = self._model.run(self._own, pieces, shares, self._padded)
+        taken = self._taken(pieces, shares, self._jobs[parts[0].work])
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         ran = time.perf_counter()
@@ -135,6 +136,11 @@ class Execution:
             Outcome(part, _kept(taken.of(share), part), at, len(parts), (begun, ran), (ran, copied))
             for part, share in zip(parts, shares, strict=True)
         ]
+
+    def _taken(self, pieces: list[dict[str, Tensor]], shares: list[Share], first: Job) -> Taken:
+        if not first.verify:  # who asks for it is alone
+            return self._model.run(self._own, pieces, shares, self._padded)
+        return self._model.verified(self._own, pieces[0], shares[0], first.plan, first.catalog, self._padded)
 
 
 def _rows(parts: Sequence[Part]) -> int:

@@ -50,8 +50,8 @@ class Ask:
     """What a request wants, whatever dialect it came in.
 
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
-    on the monotonic clock; ``isolated`` shares a forward with no other request; ``reserve`` is told of bytes that it
-    will hold in memory, and raises QueueFullError where there is no room for them.
+    on the monotonic clock; ``isolated`` shares a forward with no other request; ``verify`` puts outputs back in one;
+    ``reserve`` is told of bytes that it will hold in memory, and raises QueueFullError where there is no room for them.
     """
 
     model: str | None
@@ -64,6 +64,7 @@ class Ask:
     faults: tuple[Fault, ...] = ()
     timings: Timings = field(default_factory=Timings)
     isolated: bool = False
+    verify: bool = False
     priority: Priority = "interactive"
     reserve: Callable[[int], None] = _anything
 
@@ -86,6 +87,7 @@ class Job:
     fingerprints: Mapping[str, str]
     isolated: bool = False
     priority: Priority = "interactive"
+    verify: bool = False
 
     @property
     def fingerprint(self) -> str:

@@ -94,8 +94,8 @@ def _is_small(ask: Ask) -> bool:
 def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
     """About what a plan gives for rows of another shape than it was made for, before anything has run with that shape.
 
-    Maps grow with the picture; what stays as it is, or is pooled, is left so. Meant low: a quarter is taken off, for
-    borders and rounding.
+    Maps grow with the picture; what stays as it is, is pooled, or gives statistics, is left so. Meant low: a quarter is
+    taken off, for borders and rounding.
     """
     ratio = max(prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)) * 0.75
     return replace(plan, results=tuple(_grown(result, ratio) for result in plan.results)) if ratio > 1 else plan
@@ -104,7 +104,7 @@ def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
 def _grown(result: Result, ratio: float) -> Result:
     leaf, how = result.capture.leaf, result.capture.reduction
     axes = [axis for axis, letter in enumerate(leaf.layout or "") if letter in "HT" and leaf.shape[axis] > SMALL][:1]
-    if how.pool not in ("none", "flatten") or how.tokens is not None or not axes:
+    if how.pool not in ("none", "flatten") or how.stats is not None or how.tokens is not None or not axes:
         return result
     shape = tuple(math.ceil(size * ratio) if axis in axes else size for axis, size in enumerate(leaf.shape))
     return replace(result, capture=replace(result.capture, leaf=replace(leaf, shape=shape)))

@@ -24,6 +24,7 @@ from service.wire.negotiate import choose
 
 SHORT = 2048  # bytes
 FEW_NUMBERS = 4096
+VERIFIED = {"X-Layertap-Verified": "true"}
 FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -78,7 +79,7 @@ async def encoded(engine: Engine, features: Features, order: Order) -> Response:
             data = encode()
         else:
             data = await engine.off_loop(encode, order.wish.deadline)
-    headers = {"X-Layertap-Fingerprint": features.fingerprint}
+    headers = {"X-Layertap-Fingerprint": features.fingerprint, **(VERIFIED if features.verified else {})}
     return Response(data, media_type=order.wish.format.media_type, headers=headers)
 
 
@@ -109,6 +110,7 @@ def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
         faults=command.faults,
         timings=wish.timings,
         isolated=body.isolated,
+        verify=body.checked(),
         priority=body.priority,
         reserve=wish.reserve,
     )

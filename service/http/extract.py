@@ -18,7 +18,11 @@ from service.http.openapi import EXTRACT
 from service.schemas import ExtractBody
 
 router = APIRouter()
-DIALECT = Dialect(ExtractBody, COMMON | {"layers", "pool", "normalize", "dtype"}, "add some, or ask for ?dry_run=true")
+DIALECT = Dialect(
+    ExtractBody,
+    COMMON | {"layers", "pool", "normalize", "dtype", "verify"},
+    "add some, or ask for ?dry_run=true",
+)
 
 
 @router.post(

@@ -99,6 +99,7 @@ EXTRACT = _route(
     _parameter("pool", {"type": "string"}),
     _parameter("normalize", {"type": "boolean"}),
     _parameter("dtype", {"type": "string"}),
+    _parameter("verify", {"type": "boolean"}),
 )
 EXPLAIN = _route(
     "ExplainBody",

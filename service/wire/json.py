@@ -31,6 +31,7 @@ def encode(features: Features, encoding: Encoding) -> bytes:
             "features": {key: _entry(features, key, encoding) for key in features.arrays},
             "receipts": receipts(features),
             "errors": errors(features),
+            **({"verified": True} if features.verified else {}),
         },
         option=orjson.OPT_SERIALIZE_NUMPY,
     )

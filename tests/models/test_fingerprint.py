@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from models import digits
+from models.catalog import Leaf
+from models.edits import Goal
 from models.fingerprint import architecture, of_model, of_reply, of_result
 from models.loaded import load
 from models.plan import resolve
-from models.points import HookPoint, Reduction
+from models.points import HookPoint, Objective, Reduction, Selector
 from models.selectors import parse
 from models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
@@ -193,6 +195,7 @@ POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": 
 REDUCTIONS: dict[str, Any] = {
     "channels": (0, 1),
     "tokens": (0, 1),
+    "stats": ("mean", "std"),
     "pool": "mean",
     "normalize": True,
     "dtype": "float16",
@@ -200,7 +203,7 @@ REDUCTIONS: dict[str, Any] = {
 
 
 def test_result() -> None:
-    """Everything about a result counts: model, layer, call, path, site, narrowing, pool, normalisation, dtype."""
+    """Everything about a result counts: model, layer, call, path, site, narrowing, statistics, pool, dtype."""
     assert POINTS.keys() == {field.name for field in fields(HookPoint)}
     assert REDUCTIONS.keys() == {field.name for field in fields(Reduction)}
     plain = Reduction()
@@ -211,10 +214,22 @@ def test_result() -> None:
         *(of_result(MODEL, POINT, replace(plain, **{name: value})) for name, value in REDUCTIONS.items()),
         of_result(MODEL, POINT, Reduction(channels=(1, 0))),
         of_result(MODEL, POINT, Reduction(tokens=(1, 0))),
+        of_result(MODEL, POINT, Reduction(stats=("std", "mean"))),
         of_result(MODEL, replace(POINT, path=("0", "1")), plain),
         of_result(MODEL, replace(POINT, path=("01",)), plain),
     ]
     assert len(set(digests)) == len(digests)
+
+
+def test_digests_stay() -> None:
+    """What was asked for before an option was there has the digest that it had, in whatever it stands."""
+    gradient = replace(POINT, site="grad_output")
+    leaf = Leaf((), (1, 3), "float32", layout="NC")
+    goal = Goal(POINT, leaf, Objective("layer", selector=Selector("a", "a"), channel=1))
+    how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
+    assert of_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
+    assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
+    assert of_result(MODEL, gradient, Reduction(), [goal]) == "8c9056b41ada33cfbb913205e96058c2"
 
 
 @pytest.mark.parametrize("text", ["relu", "relu#1", "relu#-1", "rel*", "relu:output"])

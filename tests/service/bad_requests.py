@@ -174,6 +174,28 @@ BAD: dict[str, Case] = {
     "boolean channel": Case(422, body(layers=[{"layer": "pool", "channels": ["0x"]}]), pointer="/layers/0/channels/0"),
     "wrong as": Case(422, body(layers=[{"layer": "pool", "as": "../x"}]), pointer="/layers/0/as"),
     "empty as": Case(422, body(layers=[{"layer": "pool", "as": ""}]), pointer="/layers/0/as"),
+    # 422: statistics
+    "unknown statistic": Case(
+        422, body(layers=[{"layer": "pool", "stats": ["median"]}]), pointer="/layers/0/stats", says="nonfinite"
+    ),
+    "a statistic twice": Case(
+        422, body(layers=[{"layer": "pool", "stats": ["mean", "mean"]}]), pointer="/layers/0/stats", says="once"
+    ),
+    "no statistic": Case(422, body(layers=[{"layer": "pool", "stats": []}]), pointer="/layers/0/stats"),
+    "statistics as a word": Case(422, body(layers=[{"layer": "pool", "stats": "mean"}]), pointer="/layers/0/stats"),
+    "statistics as a number": Case(422, body(layers=[{"layer": "pool", "stats": 1}]), pointer="/layers/0/stats"),
+    "statistics of lists": Case(422, body(layers=[{"layer": "pool", "stats": [["mean"]]}]), pointer="/layers/0/stats"),
+    "many statistics": Case(422, body(layers=[{"layer": "pool", "stats": ["mean"] * 50_000}]), says="once"),
+    "statistics of everything": Case(422, body(stats=True), pointer="/stats"),
+    "statistics of a pool": Case(
+        422, body(layers=["pool", {"layer": "pool", "stats": True, "pool": "mean"}]), pointer="/layers/1", says="'pool'"
+    ),
+    "normalised statistics": Case(
+        422, body(layers=[{"layer": "pool", "stats": True, "normalize": True}]), pointer="/layers/0", says="'normalize'"
+    ),
+    "statistics as int8": Case(
+        422, body(layers=[{"layer": "pool", "stats": True, "dtype": "int8"}]), pointer="/layers/0", says="'dtype'"
+    ),
     # 422: what changes and what is differentiated
     "nowhere to intervene": Case(422, body(interventions=[{"op": "zero"}]), pointer="/interventions/0"),
     "unknown op": Case(422, body(interventions=[{"layer": "pool", "op": "exec"}]), says="zero, scale"),
@@ -218,7 +240,17 @@ BAD: dict[str, Case] = {
     "objective of no layer": Case(422, graded({"kind": "layer", "layer": "nothing"}), pointer="/objective"),
     "objective before the gradient": Case(422, graded({"kind": "layer", "layer": "block1"}), says="runs later"),
     "channel of the objective": Case(422, graded({"kind": "layer", "layer": "head", "channel": 99999})),
-    "verify": Case(422, body(verify=True), pointer="/verify"),
+    "verify": Case(422, body(verify="maybe"), pointer="/verify"),
+    "verify without outputs": Case(422, body(verify=True, layers=["pool:input"]), pointer="/verify", says="output"),
+    "verify beside interventions": Case(
+        422, body(verify=True, interventions=[{"layer": "pool", "op": "zero"}]), pointer="/verify", says="without"
+    ),
+    "verify beside gradients": Case(
+        422,
+        body(verify=True, layers=["pool", "block3:grad_output"], objective={"kind": "sum"}),
+        pointer="/verify",
+        says="without",
+    ),
     # 422: names
     "empty name": Case(422, body(layers=[""]), pointer="/layers/0"),
     "a name of spaces": Case(422, body(layers=["pool", " "]), pointer="/layers/1"),

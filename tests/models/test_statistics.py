@@ -1,0 +1,341 @@
+"""Statistics of rows against numpy, written by hand: every layout, every dtype, NaN, infinities, rows that are flat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.catalog import Catalog, Leaf
+from models.errors import RequestError
+from models.extractor import FeatureExtractor
+from models.loaded import load
+from models.plan import Capture, resolve
+from models.points import STATS, HookPoint, Objective, Reduction, Selector, Site, Stat, path_text
+from models.pooling import reduce
+from models.selectors import parse
+from models.statistics import columns
+from models.union import Share, spans_of
+from tests.conftest import net_spec
+from tests.nets import batch, surveyed
+from tests.oracle import record
+
+Array = NDArray[Any]
+ALL = Reduction(stats=STATS)
+NAMES = ("mean", "std", "min", "max", "l2", "zeros", "nonfinite", *(f"histogram[{place}]" for place in range(16)))
+LAST = 16  # columns of the histogram
+
+
+def bins(row: Array) -> list[int]:
+    """How many finite values lie in each of 16 equal parts of their range, counted one by one."""
+    finite = [float(value) for value in row if np.isfinite(value)]
+    counts = [0] * 16
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    for value in finite:
+        place = int((value - low) / (high - low) * 16) if high > low else 0
+        counts[min(place, 15)] += 1
+    return counts
+
+
+def truth(row: Array) -> Array:
+    """All statistics of one row, in double precision."""
+    row = row.astype(np.float64).reshape(-1)
+    count = len(row)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = row.sum() / count
+        found = [
+            mean,
+            np.sqrt(((row - mean) ** 2).sum() / count),
+            row.min(),
+            row.max(),
+            np.sqrt((row**2).sum()),
+            np.count_nonzero(row == 0) / count,
+            count - np.count_nonzero(np.abs(row) < np.inf),
+        ]
+    return np.array([*found, *bins(row)])
+
+
+def check(found: Tensor, rows: Sequence[Array]) -> None:
+    """Statistics of these rows, but for values that lie so near the edge of a bin that either is right."""
+    assert found.dtype is torch.float32
+    assert found.shape == (len(rows), len(NAMES))
+    expected = np.stack([truth(row) for row in rows])
+    plain, counts = found.numpy()[:, :-LAST], found.numpy()[:, -LAST:]
+    np.testing.assert_allclose(plain, expected[:, :-LAST], rtol=2e-5, atol=1e-5)
+    np.testing.assert_array_equal(counts.sum(1), expected[:, -LAST:].sum(1))
+    assert np.abs(counts.cumsum(1) - expected[:, -LAST:].cumsum(1)).max() <= 1
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def leaf(shape: tuple[int, ...], layout: str | None = None, dtype: str = "float32", **more: Any) -> Leaf:
+    return Leaf((), shape, dtype, layout=layout, **more)
+
+
+LEAVES = {
+    "N": leaf((1,), "N"),
+    "NC": leaf((1, 5), "NC"),
+    "NC folded": leaf((4, 5), "NC"),
+    "NCHW": leaf((1, 5, 4, 3), "NCHW"),
+    "NHWC": leaf((1, 4, 3, 5), "NHWC"),
+    "NTC": leaf((1, 6, 5), "NTC"),
+    "NTC with prefix": leaf((1, 6, 5), "NTC", prefix=2),
+    "windows": leaf((4, 6, 5), "NTC"),
+    "TNC": leaf((6, 1, 5), "TNC", row_axis=1),
+    "unknown axes": leaf((1, 3, 2, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_layouts(name: str) -> None:
+    """Whatever the layout, a row's statistics are over all that belongs to it; the plan knows shape and bytes."""
+    here = LEAVES[name]
+    value = values(*here.shape_for(3))
+    found = reduce(value, here, ALL)
+    check(found.values, np.split(value.numpy(), 3, axis=here.row_axis or 0))
+    capture = Capture(HookPoint("layer", 0, (), "output"), here, ALL)
+    assert (capture.shape(3), capture.dtype, capture.rows_axis) == ((3, 23), "float32", 0)
+    assert capture.nbytes(3) == found.values.nbytes
+    assert found.scale is None
+
+
+def test_order_of_memory() -> None:
+    """The order of a tensor's memory has no bearing on a bit of its statistics."""
+    value = values(2, 8, 9, 7)
+    here = leaf((1, 8, 9, 7), "NCHW")
+    last = value.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(reduce(last, here, ALL).values, reduce(value, here, ALL).values)
+
+
+@pytest.mark.parametrize(
+    "stats", [("mean",), ("histogram",), ("max", "min"), ("nonfinite", "histogram", "mean"), STATS[::-1]]
+)
+def test_subsets(stats: tuple[Stat, ...]) -> None:
+    """Those that were asked for, in the order given, with a name for each column."""
+    here, value = LEAVES["NCHW"], values(2, 5, 4, 3)
+    every = dict(zip(NAMES, reduce(value, here, ALL).values.unbind(1), strict=True))
+    assert columns(STATS) == NAMES
+    found = reduce(value, here, Reduction(stats=stats)).values
+    assert found.shape == (2, len(columns(stats)))
+    for name, column in zip(columns(stats), found.unbind(1), strict=True):
+        assert torch.equal(column, every[name]), name
+    assert list(dict.fromkeys(name.partition("[")[0] for name in columns(stats))) == list(stats)
+
+
+@pytest.mark.parametrize("how", [{"channels": (3, 0)}, {"tokens": (5, 1)}, {"channels": (1,), "tokens": (2,)}], ids=str)
+def test_narrowed(how: dict[str, Any]) -> None:
+    """Statistics are of the channels and tokens that were chosen."""
+    value = values(3, 6, 5)
+    chosen = value.numpy()[:, how.get("tokens", range(6))][:, :, how.get("channels", range(5))]
+    check(reduce(value, LEAVES["NTC with prefix"], Reduction(**how, stats=STATS)).values, list(chosen))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float64", "int64", "int32", "int16", "uint8", "bool"], ids=str
+)
+def test_dtypes(dtype: str) -> None:
+    """Every dtype that a layer may have; sums of half precision are not rounded on the way."""
+    value = (values(2, 3, 40, 40).abs() * 50).to(getattr(torch, dtype))
+    if dtype == "bool":
+        value[:, 0] = False
+    check(reduce(value, leaf((1, 3, 40, 40), "NCHW", dtype), ALL).values, list(value.double().numpy()))
+
+
+def test_float64_stays() -> None:
+    """A deviation that float32 would lose beside the mean is there."""
+    value = torch.tensor([[1e8, 1e8 + 1e-3]], dtype=torch.float64)
+    found = reduce(value, leaf((1, 2), "NC", "float64"), Reduction(stats=("std", "histogram"))).values
+    assert float(found[0, 0]) == pytest.approx(5e-4, rel=1e-4)
+    assert found[0, 1:].tolist() == [1, *[0] * 14, 1]
+
+
+NAN, INF = float("nan"), float("inf")
+TINY = float(np.finfo(np.float32).smallest_subnormal)
+SPECIAL: dict[str, tuple[list[float], list[float], list[int]]] = {
+    # values; mean, std, min, max, l2, zeros, nonfinite; the first and the last bin and what the others hold
+    "NaN": ([1.0, NAN, 3.0, 0.0], [NAN, NAN, NAN, NAN, NAN, 0.25, 1], [1, 1, 1]),
+    "infinity": ([1.0, INF, 3.0, 0.0], [INF, NAN, 0.0, INF, INF, 0.25, 1], [1, 1, 1]),
+    "both infinities": ([-INF, INF, 2.0, 4.0], [NAN, NAN, -INF, INF, INF, 0.0, 2], [1, 1, 0]),
+    "none finite": ([NAN, INF, -INF, NAN], [NAN, NAN, NAN, NAN, NAN, 0.0, 4], [0, 0, 0]),
+    "one finite": ([NAN, 7.0, NAN, NAN], [NAN, NAN, NAN, NAN, NAN, 0.0, 3], [1, 0, 0]),
+    "all equal": ([5.0] * 4, [5.0, 0.0, 5.0, 5.0, 10.0, 0.0, 0], [4, 0, 0]),
+    "all zero": ([0.0, -0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0], [4, 0, 0]),
+    "two": ([-1.0, 1.0, 1.0, 1.0], [0.5, np.sqrt(0.75), -1.0, 1.0, 2.0, 0.0, 0], [1, 3, 0]),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_values(name: str) -> None:
+    """NaN and infinities show in what they are part of; the histogram leaves them out."""
+    row, plain, (first, last, between) = SPECIAL[name]
+    beside = [1.0, 2.0, 3.0, 4.0]
+    both = reduce(torch.tensor([row, beside]), LEAVES["NC"], ALL).values.numpy()
+    np.testing.assert_allclose(both[0, :-LAST], np.array(plain, np.float32), rtol=1e-6)
+    counts = both[0, -LAST:]
+    assert (counts[0], counts[-1], counts[1:-1].sum()) == (first, last, between)
+    np.testing.assert_array_equal(both[1, -LAST:], bins(np.array(beside)))
+
+
+def test_edges_of_bins() -> None:
+    """A value at an edge belongs to the bin above it, the greatest to the last."""
+    found = reduce(torch.arange(17.0)[None], leaf((1, 17), "NC"), Reduction(stats=("histogram",))).values
+    assert found[0].tolist() == [*[1] * 15, 2]
+
+
+def test_widest_range() -> None:
+    """Bins are right where the range is beyond the largest number."""
+    row = torch.tensor([[-3e38, 3e38, 0.0, 1e38]])
+    found = reduce(row, LEAVES["NC"], Reduction(stats=("histogram",))).values[0].tolist()
+    assert [place for place, count in enumerate(found) if count] == [0, 8, 10, 15]
+
+
+def test_denormal_values() -> None:
+    """Of values too small to be halved each is counted once."""
+    row = torch.tensor([[0.0, TINY, TINY, 2 * TINY]])
+    assert float(reduce(row, LEAVES["NC"], Reduction(stats=("histogram",))).values.sum()) == 4
+
+
+def test_one_value() -> None:
+    """A row of a single value has a deviation of zero and one count."""
+    found = reduce(torch.tensor([[2.5], [-1.0]]), leaf((1, 1), "NC"), ALL).values
+    check(found, [np.array([2.5]), np.array([-1.0])])
+
+
+def stats_of(text: str) -> Selector:
+    parsed = parse(text)
+    return Selector(**{**vars(parsed), "reduction": ALL})
+
+
+@pytest.mark.parametrize("site", ["output", "input"])
+@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "Windows", "Structured", "Kinds", "Encoder"])
+def test_models(name: str, site: Site) -> None:
+    """Of every layer of real models: the statistics of what an independent hook copies."""
+    model = load(net_spec(name))
+    rows = batch(model.inputs, 3)
+    plan = resolve(everywhere(model.catalog, site), model.catalog)
+    found = model.extract(rows, plan, model.catalog, 8)
+    seen = record(model.module, *rows.values())
+    assert len(plan.results) >= 2
+    for capture, reduced in found.items():
+        point, here = capture.point, capture.leaf
+        value = seen[point.layer, point.call, point.path, point.site].double().numpy()
+        check(reduced.values, np.split(value, 3, axis=here.row_axis or 0))
+
+
+def everywhere(catalog: Catalog, site: Site = "output") -> list[Selector]:
+    """One for each tensor of a model that has rows of its own."""
+    return [
+        stats_of(f"{layer.name}#{number}{path_text(leaf.path)}:{site}")
+        for layer in catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        for leaf in call.at(site).leaves
+        if leaf.row_axis is not None and not leaf.mixed and leaf.dtype != "complex64"
+    ]
+
+
+@pytest.mark.parametrize("site", ["grad_output", "grad_input"])
+def test_gradients(site: Site) -> None:
+    """Of gradients as of values: those of a linear layer under a sum can be written down."""
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 5)).requires_grad_(False)
+    catalog = surveyed(module, 4)
+    plan = resolve([stats_of(f"0:{site}")], catalog, objective=Objective("sum"))
+    share = Share(0, 2, plan.captures, plan.edits, plan.goal)
+    taken = FeatureExtractor(module).shared(lambda: module(values(2, 4)), [share], 2).of(share)
+    first, second = (np.asarray(part.weight.detach().double().numpy()) for part in module)  # type: ignore[operator,union-attr]
+    gradient = np.ones(5) @ second if site == "grad_output" else np.ones(5) @ second @ first
+    check(next(iter(taken.values())).values, [gradient, gradient])
+
+
+# Neighbours
+
+
+@pytest.mark.parametrize("name", ["resnet", "swin", "TimeFirst", "Windows"])
+def test_neighbours_change_no_bit(name: str) -> None:
+    """A request's statistics are those of a forward in which its neighbours ask for nothing, bit by bit."""
+    model = load(net_spec(name))
+    captures = resolve(everywhere(model.catalog)[::4], model.catalog).captures
+    pieces = [batch(model.inputs, rows, seed=rows) for rows in (1, 3, 2)]
+    bounds = [(0, 1), (1, 4), (4, 6)]
+
+    def shares(asking: Sequence[int]) -> list[Share]:
+        return [Share(*span, captures if place in asking else frozenset()) for place, span in enumerate(bounds)]
+
+    together = shares((0, 1, 2))
+    whole = model.run(model.replicas[0], pieces, together)
+    for place, share in enumerate(together):
+        alone = model.run(model.replicas[0], pieces, shares([place])).of(share)
+        for capture, reduced in whole.of(share).items():
+            assert torch.equal(reduced.values, alone[capture].values), capture.point
+            assert len(reduced.values) == share.stop - share.start
+
+
+def test_spans() -> None:
+    """Neighbours that want the same statistics are reduced apart, though raw values are taken in one piece."""
+    point = HookPoint("layer", 0, (), "output")
+    for how, spans in ((Reduction(), ((0, 5),)), (ALL, ((0, 2), (2, 5)))):
+        capture = Capture(point, LEAVES["NCHW"], how)
+        shares = [Share(0, 2, frozenset([capture])), Share(2, 5, frozenset([capture]))]
+        assert spans_of(shares, 5) == {capture: spans}
+
+
+def test_rows_over_several_forwards() -> None:
+    """The rows of a request that runs in parts are joined in order."""
+    model = load(net_spec("TimeFirst"))
+    plan = resolve([stats_of("norm:input")], model.catalog)
+    rows = batch(model.inputs, 5)
+    (found,) = model.extract(rows, plan, model.catalog, 2).values()
+    seen = record(model.module, *rows.values())["norm", 0, (), "input"].numpy()
+    check(found.values, np.split(seen, 5, axis=1))
+
+
+# Refusals
+
+
+def refused(catalog: Catalog, text: str, how: Reduction) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        resolve([Selector(**{**vars(parse(text)), "reduction": how})], catalog)
+    assert caught.value.faults[0].hint
+    return caught.value
+
+
+@pytest.mark.parametrize("more", [{"pool": "mean"}, {"pool": "flatten", "normalize": True}, {"normalize": True}])
+def test_contradictions(more: dict[str, Any]) -> None:
+    """Nothing is done to statistics."""
+    catalog = load(net_spec("Chain")).catalog
+    assert "contradicts" in refused(catalog, "conv", Reduction(**more, stats=STATS)).detail
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_reply_dtypes(dtype: Any) -> None:
+    """Counts do not fit narrow types."""
+    catalog = load(net_spec("Chain")).catalog
+    assert "'dtype'" in refused(catalog, "conv", Reduction(dtype=dtype, stats=STATS)).detail
+
+
+@pytest.mark.parametrize(("net", "layer"), [("Inner", "table"), ("WindowMajor", "inner")])
+def test_no_rows(net: str, layer: str) -> None:
+    """What is the same for all rows, or of which no part is one row's, has no statistics of each."""
+    assert "each input" in refused(load(net_spec(net)).catalog, layer, ALL).detail
+
+
+class Empty(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = torch.nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.none(x[:, :0])
+        return x
+
+
+def test_no_values() -> None:
+    """A tensor of no value has no least one: it is refused before any forward."""
+    assert "holds no value" in refused(surveyed(Empty(), 4), "none", ALL).detail

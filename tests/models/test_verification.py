@@ -1,0 +1,152 @@
+"""What is put back gives the model's output again, and where it does not the layer is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.catalog import Layer
+from models.errors import RequestError
+from models.loaded import LoadedModel, load
+from models.plan import Plan, resolve
+from models.points import Reduction, Selector
+from models.selectors import parse
+from models.spec import InputSpec, ModelSpec
+from models.union import Share
+from models.verification import check, check_possible, wanted
+from tests.conftest import net_spec
+from tests.nets import batch
+from tests.oracle import record
+
+NETS = (
+    *("resnet", "bottlenecks", "vit", "swin", "TimeFirst", "TimeOut", "Windows", "Structured", "Keywords", "Tied"),
+    *("Inner", "Recursive", "Sound", "Cube", "Writes", "Encoder", "BatchCentred"),
+)
+
+
+class Aliased(nn.Module):
+    """Goes on with what it then writes to under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.same = nn.Identity()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.same(x)
+        x.mul_(2)
+        out: Tensor = self.head(y)
+        return out
+
+
+class Random(nn.Module):
+    """Never gives the same twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out + torch.rand_like(out)
+
+
+def own(factory: str) -> LoadedModel:
+    spec = ModelSpec("own", f"python:{__name__}:{factory}", weights="random:0", inputs=(InputSpec("x", (4,)),))
+    return load(spec)
+
+
+def plan_of(model: LoadedModel, *texts: str, **how: Any) -> Plan:
+    chosen = [Selector(**{**vars(parse(text)), "reduction": Reduction(**how)}) for text in texts]
+    return resolve(chosen, model.catalog)
+
+
+def verified(model: LoadedModel, plan: Plan, rows: int = 2, padded: int | None = None) -> dict[Any, Tensor]:
+    share = Share(0, rows, plan.captures)
+    piece = batch(model.inputs, rows, seed=5)
+    taken = model.verified(model.replicas[0], piece, share, plan, model.catalog, padded)
+    assert model.hooks == 0
+    return {capture.point: reduced.values for capture, reduced in taken.of(share).items()}
+
+
+def offered(layer: Layer) -> bool:
+    return bool(layer.calls) and all(leaf.dtype != "complex64" for call in layer.calls for leaf in call.output.leaves)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_layer(name: str) -> None:
+    """Every output of every call, put back, gives the same: in-place layers, tied ones, windows, structured values."""
+    model = load(net_spec(name))
+    texts = [f"{layer.name}#*" for layer in model.catalog.layers.values() if offered(layer) and layer.name != "."]
+    plan = plan_of(model, *texts)
+    rows = 2 if model.catalog.rowwise and plan.splits else 1
+    found = verified(model, plan, rows)
+    seen = record(model.module, **batch(model.inputs, rows, seed=5))
+    assert found.keys() == {capture.point for capture in plan.captures}
+    for point, value in found.items():
+        torch.testing.assert_close(
+            value, seen[point.layer, point.call, point.path, "output"], rtol=1e-4, atol=1e-5, msg=str(point)
+        )
+
+
+@pytest.mark.parametrize("padded", [None, 5])
+def test_results_are_those_of_a_plain_request(padded: int | None) -> None:
+    """Pools and statistics are as without it, bit by bit, whatever the forward is padded to."""
+    model = load(net_spec("resnet"))
+    for how in ({"pool": "mean"}, {"stats": ("mean", "histogram")}, {}):
+        plan = plan_of(model, "layer2", "layer3.0.relu#0", "layer4:input", **how)
+        share = Share(0, 2, plan.captures)
+        plain = model.run(model.replicas[0], [batch(model.inputs, 2, seed=5)], [share], padded).of(share)
+        found = verified(model, plan, padded=padded)
+        assert all(torch.equal(reduced.values, found[capture.point]) for capture, reduced in plain.items())
+
+
+def test_another_value_is_found() -> None:
+    """Of several layers that with another value than its own is named, and by how much the output differs."""
+    model = load(net_spec("resnet"))
+    plan = plan_of(model, "layer1", "layer2", "layer3")
+    points = {capture.point.layer: capture.point for capture in plan.captures}
+    piece = batch(model.inputs, 2)
+    whole = Share(0, 2, wanted(plan, model.catalog))
+    found = model.run(model.replicas[0], [piece], [whole]).of(whole)
+    taken = {capture.point: reduced.values.clone() for capture, reduced in found.items()}
+
+    def again(values: Any) -> Any:
+        return model.extractor.replaced(lambda: model.forward(piece), values)
+
+    check(plan, model.catalog, taken, again)
+    taken[points["layer3"]][1, 3] += 0.5
+    with pytest.raises(RequestError, match=r"'layer3#0'.*differs by \d"):
+        check(plan, model.catalog, taken, again)
+    taken[points["layer1"]][0, 0] = torch.nan
+    with pytest.raises(RequestError, match=r"'layer1#0'.*differs by inf"):
+        check(plan, model.catalog, taken, again)
+
+
+def test_written_to_under_another_name() -> None:
+    """The captured value is what left the layer, not what the model went on with: that is told, with the layer."""
+    model = own("Aliased")
+    with pytest.raises(RequestError, match="'same#0'") as caught:
+        verified(model, plan_of(model, "same", "head"))
+    assert [fault.pointer for fault in caught.value.faults] == ["/verify"]
+    assert verified(model, plan_of(model, "head"))
+    assert model.hooks == 0
+
+
+def test_never_the_same() -> None:
+    """A model that is not deterministic is told from a layer that is not."""
+    model = own("Random")
+    with pytest.raises(RequestError, match="from one forward to the next"):
+        verified(model, plan_of(model, "linear"))
+
+
+def test_nothing_to_compare() -> None:
+    """A model whose output holds no tensor can't be verified."""
+    model = load(net_spec("Wrapped"))
+    with pytest.raises(RequestError, match="no tensor"):
+        check_possible(plan_of(model, "linear"), model.catalog)

@@ -1,0 +1,137 @@
+"""Statistics over HTTP: computed from the values that another request gets, in every format, told by the receipts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.support import Array, Json, arrays_of, image, picture, rows, same, tensor
+
+NAMES = ["mean", "std", "min", "max", "l2", "zeros", "nonfinite"]
+BINS = [f"histogram[{place}]" for place in range(16)]
+INPUTS = [image(picture(seed)) for seed in range(3)]
+MEDIA = ["application/json", "application/x-npy", "application/x-npz", "application/x-safetensors"]
+
+
+def extract(live: Live, *layers: Any, media_type: str = "application/json", **body: Any) -> Any:
+    return live.client.post(
+        "/extract", json={"layers": list(layers), "inputs": INPUTS, **body}, headers={"accept": media_type}
+    )
+
+
+def by_hand(values: Array) -> Array:
+    """All but the histogram, of each row, in double precision."""
+    flat = values.reshape(len(values), -1).astype(np.float64)
+    return np.stack(
+        [
+            flat.mean(1),
+            flat.std(1),
+            flat.min(1),
+            flat.max(1),
+            np.sqrt((flat**2).sum(1)),
+            (flat == 0).mean(1),
+            (~np.isfinite(flat)).sum(1),
+        ],
+        axis=1,
+    )
+
+
+@pytest.mark.parametrize("layer", ["block2", "block2.relu#0", "head", "block3:input"])
+def test_values(live: Live, layer: str) -> None:
+    """Statistics are of the values that the same layer gives; a histogram counts all of them."""
+    raw = arrays_of(extract(live, layer))[layer]
+    found = arrays_of(extract(live, {"layer": layer, "stats": True}))[layer]
+    assert (found.shape, found.dtype) == ((3, 23), np.float32)
+    np.testing.assert_allclose(found[:, :7], by_hand(raw), rtol=1e-5, atol=1e-6)
+    assert (found[:, 7:].sum(1) == raw[0].size).all()
+    for row, counts in zip(raw, found[:, 7:], strict=True):
+        expected = np.histogram(row.astype(np.float64), 16, (row.min(), row.max()))[0]
+        assert np.abs(counts.cumsum() - expected.cumsum()).max() <= 1
+
+
+def test_receipts(live: Live) -> None:
+    """The receipt names the columns, in the order asked for; that of anything else says nothing of them."""
+    entries = [{"layer": "block2", "stats": ["histogram", "max", "mean"], "as": "s"}, {"layer": "block2", "as": "raw"}]
+    reply = extract(live, *entries).json()
+    assert reply["receipts"]["s"]["stats"] == [*BINS, "max", "mean"]
+    assert reply["receipts"]["s"]["captured"] == [3, 32, 16, 16]
+    assert reply["receipts"]["s"]["pool"] == "none"
+    assert "stats" not in reply["receipts"]["raw"]
+    assert reply["features"]["s"]["shape"] == [3, 18]
+    assert reply["receipts"]["s"]["fingerprint"] != reply["receipts"]["raw"]["fingerprint"]
+    every = extract(live, {"layer": "block2", "stats": True}).json()
+    assert every["receipts"]["block2"]["stats"] == [*NAMES, *BINS]
+
+
+def test_off(live: Live) -> None:
+    """``false`` and ``null`` are as if nothing were said."""
+    plain = extract(live, "block2")
+    for nothing in (False, None):
+        assert extract(live, {"layer": "block2", "stats": nothing}).content == plain.content
+
+
+@pytest.mark.parametrize("media_type", MEDIA)
+def test_formats(live: Live, media_type: str) -> None:
+    """The same bits in every format; safetensors carries the names of the columns."""
+    layers = "block2" if media_type.endswith("npy") else "block?"
+    entry = {"layer": layers, "stats": ["mean", "histogram"]}
+    found = extract(live, entry, media_type=media_type)
+    assert found.headers["content-type"] == media_type
+    first = arrays_of(extract(live, entry, encoding="base64"))
+    arrays = arrays_of(found)
+    assert same(arrays if "" not in arrays else {"block2": arrays[""]}, first)
+    if media_type.endswith("safetensors"):
+        size = int.from_bytes(found.content[:8], "little")
+        metadata = json.loads(found.content[8 : 8 + size])["__metadata__"]
+        assert json.loads(metadata["receipts"])["block2"]["stats"] == ["mean", *BINS]
+
+
+def test_beside_other_results(live: Live) -> None:
+    """What the request says of pool, normalize and dtype holds for the others, not for statistics."""
+    entries = [{"layer": "block2", "stats": ["zeros", "l2"], "as": "s"}, "block3"]
+    found = arrays_of(extract(live, *entries, pool="mean", normalize=True, dtype="float16"))
+    assert {key: (array.shape, array.dtype.name) for key, array in found.items()} == {
+        "s": ((3, 2), "float32"),
+        "block3": ((3, 64), "float16"),
+    }
+    alone = arrays_of(extract(live, {"layer": "block2", "stats": ["zeros", "l2"]}))
+    np.testing.assert_allclose(found["s"], alone["block2"], rtol=1e-5)
+
+
+def test_narrowed(live: Live) -> None:
+    """Of the channels that were chosen."""
+    raw = arrays_of(extract(live, "block2"))["block2"][:, [3, 0]]
+    found = arrays_of(extract(live, {"layer": "block2", "channels": [3, 0], "stats": NAMES}))["block2"]
+    np.testing.assert_allclose(found, by_hand(raw), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients(live: Live) -> None:
+    """Of gradients as of values."""
+    objective = {"kind": "logit", "class": "top"}
+    raw = arrays_of(extract(live, "block2:grad_output", objective=objective))["block2:grad_output"]
+    entry = {"layer": "block2", "site": "grad_output", "stats": NAMES}
+    found = arrays_of(extract(live, entry, objective=objective))["block2"]
+    np.testing.assert_allclose(found, by_hand(raw), rtol=1e-4, atol=1e-9)
+
+
+def test_not_finite(live: Live) -> None:
+    """A row with infinities says how many; its neighbour's numbers are its own."""
+    inputs = [tensor(rows(1, 1e38)[0]), tensor(rows(1, 1.0)[0])]
+    entry = {"layer": "linear", "stats": ["nonfinite", "max", "histogram"]}
+    body: Json = {"model": "gated", "inputs": inputs, "encoding": "base64"}
+    raw = arrays_of(extract(live, "linear", **body))["linear"]
+    found = arrays_of(extract(live, entry, **body))["linear"]
+    assert found[:, 0].tolist() == (~np.isfinite(raw)).sum(1).tolist()
+    assert found[:, 2:].sum(1).tolist() == np.isfinite(raw).sum(1).tolist()
+    np.testing.assert_array_equal(found[1, 1], raw[1].max())
+
+
+def test_dry_run(live: Live) -> None:
+    """The size is known before any forward."""
+    body = {"layers": [{"layer": "block3", "stats": True}]}
+    reply = live.client.post("/extract", json=body, params={"dry_run": "true"}).json()
+    assert reply["features"]["block3"] == {"shape": [1, 23], "dtype": "float32", "bytes": 92}
