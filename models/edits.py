@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
+import torch
+
 from models.catalog import Catalog, Leaf
+from models.dtypes import DTYPES
 from models.errors import SelectorError, quoted
 from models.interventions import part_shape
 from models.objectives import OF_CLASSES
@@ -28,6 +31,7 @@ TAKES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 OPTIONAL = {"noise": ("seed",), "clamp": ("min", "max")}
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
+NUMBERS = ("by", "value", "min", "max", "std")
 SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
 
 
@@ -66,6 +70,7 @@ def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) ->
     if not floating:
         raise SelectorError(f"{_name(found[0])} is of dtype {found[0].leaf.dtype}; only floating values are changed")
     for item in floating:
+        _check_numbers(_name(item), item.leaf, how)
         _check_part(_name(item), item.leaf, how)
         if selector.site in GRADIENTS:
             check_gradient(item, goal, catalog)
@@ -189,12 +194,29 @@ def _check_parameters(how: Operation) -> None:
         raise SelectorError("'std' is 0 or more")
 
 
+def _check_numbers(name: str, leaf: Leaf, how: Operation) -> None:
+    """SelectorError where the tensor's dtype does not hold a number: a kernel raises or makes it infinite."""
+    largest = torch.finfo(DTYPES[leaf.dtype]).max
+    for parameter in NUMBERS:
+        number = vars(how)[parameter]
+        if number is not None and not abs(number) <= largest:
+            raise SelectorError(
+                f"{parameter!r} is {number}, which {name} of dtype {leaf.dtype} does not hold",
+                hint=f"use {-largest:g} to {largest:g}",
+            )
+
+
 def _check_part(name: str, leaf: Leaf, how: Operation) -> None:
+    if leaf.mixed and leaf.row_axis is not None and (how.tensor is not None or how.op == "noise"):
+        raise SelectorError(
+            f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
+            hint="change another layer",
+        )
     for option, letter, indices in (("channels", "C", how.channels), ("tokens", "T", how.tokens)):
         if indices is None:
             continue
         size = _size(name, leaf, option, letter)
-        if len(set(indices)) != len(indices) or not all(0 <= index < size for index in indices):
+        if not indices or len(set(indices)) != len(indices) or not all(0 <= index < size for index in indices):
             raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")
     if how.region is not None:
         top, left, bottom, right = how.region

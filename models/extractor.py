@@ -53,6 +53,7 @@ class FeatureExtractor:
         """
         collector = _Collector(tuple(shares), rows, self._modules)
         with ExitStack() as stack:
+            stack.callback(collector.clear)
             for module, side, take in collector.taps():
                 ATTACH[side](stack, module, take)
             with collector.mode():
@@ -81,7 +82,7 @@ class FeatureExtractor:
                 changes[point.path] = torch.empty_like(given[point.path]).copy_(values[point])
             return changes
 
-        with ExitStack() as stack, torch.inference_mode():
+        with ExitStack() as stack, torch.no_grad():
             for module, points in calls.items():
                 ATTACH["output"](stack, module, partial(put, dict(points)))
             output = forward()
@@ -90,7 +91,7 @@ class FeatureExtractor:
 
 @dataclass
 class _Anchor:
-    """A tensor whose gradient is wanted, at a point that is one of its names, and what is made of that gradient."""
+    """Where a gradient is wanted, or changed."""
 
     point: HookPoint
     leaf: Leaf
@@ -117,6 +118,7 @@ class _Collector:
         self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
         self._shares = shares
         self._goals = {place: share.goal for place, share in enumerate(shares) if share.goal is not None}
+        self._has_graph = bool(self._goals)
         self._rows = rows
         self._modules = modules
         self._tape = Tape()
@@ -124,7 +126,8 @@ class _Collector:
 
     def mode(self) -> AbstractContextManager[object]:
         """How the forward runs: with a graph only where something is differentiated."""
-        return torch.enable_grad() if self._goals else torch.inference_mode()
+        # Not inference mode: what a model keeps of a forward (tables, caches) must be fit for one with a graph.
+        return torch.enable_grad() if self._has_graph else torch.no_grad()
 
     def taps(self) -> Iterator[tuple[nn.Module, Side, Take]]:
         """One for each module and side, though a tied module may be asked for under several names."""
@@ -133,23 +136,23 @@ class _Collector:
         def here(point: HookPoint) -> _Here:
             return found[self._modules[point.layer], point.side][point.call]
 
-        def anchor(point: HookPoint, leaf: Leaf) -> _Anchor:
-            return here(point).anchors.setdefault(point.path, _Anchor(point, leaf))
+        def anchor(item: Edit | Capture) -> _Anchor:
+            return here(item.point).anchors.setdefault(item.point.path, _Anchor(item.point, item.leaf))
 
         for share in self._shares:
             for edit in share.edits:
                 if edit.point.site in GRADIENTS:
-                    anchor(edit.point, edit.leaf).edits.append((share, edit))
+                    anchor(edit).edits.append((share, edit))
                 else:
                     here(edit.point).edits.append((share, edit))
         for capture in self._gradients:
-            anchor(capture.point, capture.leaf)
+            anchor(capture)
         for capture in self.pending:
             here(capture.point).captures.append(capture)
         for place, goal in self._goals.items():
             here(goal.point).goals.append(place)
         for (module, side), calls in found.items():
-            yield module, side, partial(self._take, module, side, dict(calls))
+            yield module, side, partial(self._take, dict(calls))
 
     def check(self) -> None:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
@@ -172,10 +175,18 @@ class _Collector:
                 part = rows_of(gradient, capture.leaf, span, self._rows)
                 self.results[capture, span] = reduce(part, capture.leaf, capture.reduction)
 
+    def clear(self) -> None:
+        """Let go of the graph where the model holds on to it: buffers that the forward wrote to."""
+        if self._has_graph:
+            for module in set(self._modules.values()):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.grad_fn is not None:
+                        module._buffers[name] = buffer.detach()
+
     def _key(self, point: HookPoint) -> Key:
         return self._modules[point.layer], point.side, point.call, point.path
 
-    def _take(self, module: nn.Module, side: Side, calls: dict[int, _Here], call: int, value: object) -> Changes | None:
+    def _take(self, calls: dict[int, _Here], call: int, value: object) -> Changes | None:
         """Do what is wanted of a call; gives back what goes on in place of its tensors."""
         here = calls.get(call)
         if here is None:
@@ -186,9 +197,7 @@ class _Collector:
             self._edit(share, edit, found, changes)
         for path, anchor in here.anchors.items():
             if path in found:
-                self._fit(found[path], anchor.leaf, anchor.point)
-                changers = [partial(self._changed, *each) for each in reversed(anchor.edits)]
-                found[path] = changes[path] = self._tape.anchored((module, side, call, path), found[path], changers)
+                found[path] = changes[path] = self._anchored(anchor, found[path])
         for capture in here.captures:
             self._capture(capture, found)
         for place in here.goals:
@@ -201,19 +210,13 @@ class _Collector:
         tensor = found.get(edit.point.path)
         if tensor is not None:
             self._fit(tensor, edit.leaf, edit.point)
-            found[edit.point.path] = changes[edit.point.path] = self._changed(share, edit, tensor)
+            found[edit.point.path] = changes[edit.point.path] = _changed(share, edit, self._rows, tensor)
 
-    def _changed(self, share: Share, edit: Edit, value: Tensor) -> Tensor:
-        """A tensor of all rows in which those of one request are changed."""
-        own = interventions.changed(
-            rows_of(value, edit.leaf, share.span, self._rows), edit.leaf, edit.operation, share.first
-        )
-        if own.shape == value.shape:
-            return own
-        axis, each = edit.leaf.row_axis or 0, edit.leaf.per_row
-        before = value.narrow(axis, 0, share.start * each)
-        after = value.narrow(axis, share.stop * each, value.shape[axis] - share.stop * each)
-        return torch.cat([before, own, after], dim=axis)
+    def _anchored(self, anchor: _Anchor, tensor: Tensor) -> Tensor:
+        self._fit(tensor, anchor.leaf, anchor.point)
+        self._differentiable(anchor.point)
+        changers = [partial(_changed, *each, self._rows) for each in reversed(anchor.edits)]
+        return self._tape.anchored(self._key(anchor.point), tensor, changers)
 
     def _capture(self, capture: Capture, found: dict[Path, Tensor]) -> None:
         tensor = found.get(capture.point.path)
@@ -229,6 +232,7 @@ class _Collector:
         tensor = found.get(goal.point.path) if goal is not None else None
         if goal is not None and tensor is not None:
             self._fit(tensor, goal.leaf, goal.point)
+            self._differentiable(goal.point)
             part = rows_of(tensor, goal.leaf, self._shares[place].span, self._rows)
             self._tape.add(objectives.total(part, goal.leaf, goal.objective))
             del self._goals[place]
@@ -238,6 +242,27 @@ class _Collector:
         self._misfit = _misfit(tensor, leaf, point, self._rows)
         if self._misfit is not None:
             raise _Complete
+
+    def _differentiable(self, point: HookPoint) -> None:
+        """Leave the forward where the model itself keeps no graph: zero would be no answer."""
+        if not torch.is_grad_enabled():
+            self._misfit = InputError(
+                f"the model computes {_where(point)} without gradients",
+                hint="ask for one outside the model's own torch.no_grad()",
+            )
+            raise _Complete
+
+
+# Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
+def _changed(share: Share, edit: Edit, rows: int, value: Tensor) -> Tensor:
+    """A tensor of so many rows in which those of one request are changed."""
+    own = interventions.changed(rows_of(value, edit.leaf, share.span, rows), edit.leaf, edit.operation, share.first)
+    if own.shape == value.shape:
+        return own
+    axis, each = edit.leaf.row_axis or 0, edit.leaf.per_row
+    before = value.narrow(axis, 0, share.start * each)
+    after = value.narrow(axis, share.stop * each, value.shape[axis] - share.stop * each)
+    return torch.cat([before, own, after], dim=axis)
 
 
 def _misfit(tensor: Tensor, leaf: Leaf, point: HookPoint, rows: int) -> InputError | None:

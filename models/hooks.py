@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count as numbers
 from typing import Any
 
 from torch import Tensor, nn
 
 from models.points import Side
-from models.structure import Path, call_value, call_with, with_leaf
+from models.structure import Path, call_value, call_with, leaves, with_leaf
 
 Changes = Mapping[Path, Tensor]
 Take = Callable[[int, object], Changes | None]
@@ -43,16 +44,40 @@ def _on_output(stack: ExitStack, module: nn.Module, take: Take) -> None:
 
 
 def _on_input(stack: ExitStack, module: nn.Module, take: Take) -> None:
-    calls = numbers()
+    calls, running = numbers(), list[_Handed]()
 
     # A pre-hook: after an in-place module its input is already its output.
     def begin(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        running.append(_Handed({}))
         changes = take(next(calls), call_value(args, kwargs))
-        return call_with(args, kwargs, changes) if changes else None
+        if not changes:
+            return None
+        came = dict(leaves(call_value(args, kwargs)))
+        running[-1] = _Handed({path: (came[path], tensor, _version(tensor)) for path, tensor in changes.items()})
+        return call_with(args, kwargs, changes)
+
+    # Whoever called it may rely on what it does to its input.
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        for came, handed, version in running.pop().tensors.values() if running else ():
+            if _version(handed) != version:
+                came.copy_(handed)
 
     stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What one call got in place of its tensors: the one that came, its stand-in, the latter's version."""
+
+    tensors: Mapping[Path, tuple[Tensor, Tensor, int]]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written to; those of a model's own inference mode do not tell."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def count(module: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from models import digits
 from models.catalog import Leaf
 from models.edits import Goal
-from models.fingerprint import architecture, of_model, of_reply, of_result
+from models.fingerprint import architecture, of_changes, of_model, of_reply, of_result
 from models.loaded import load
 from models.plan import resolve
 from models.points import HookPoint, Objective, Reduction, Selector
@@ -229,7 +229,7 @@ def test_digests_stay() -> None:
     how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
     assert of_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
     assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
-    assert of_result(MODEL, gradient, Reduction(), [goal]) == "8c9056b41ada33cfbb913205e96058c2"
+    assert of_result(MODEL, gradient, Reduction(), of_changes([goal])) == "eacc02aeb7952a9a0ff8e903cd50a5f3"
 
 
 @pytest.mark.parametrize("text", ["relu", "relu#1", "relu#-1", "rel*", "relu:output"])

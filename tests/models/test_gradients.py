@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,14 @@ from torch.nn import functional
 from models import hooks
 from models.catalog import Catalog
 from models.dryrun import survey
-from models.errors import RequestError
+from models.errors import InputError, RequestError
 from models.extractor import FeatureExtractor
 from models.plan import Plan, resolve
-from models.points import Objective
+from models.points import Intervention, Objective, Operation
 from models.selectors import parse
 from models.spec import InputSpec
 from models.union import Share
-from tests.nets import Chain, Structured, Tied, bottlenecks, resnet, swin, vit
+from tests.nets import Chain, Pruned, Structured, Tied, bottlenecks, resnet, swin, vit
 
 CPU = torch.device("cpu")
 STEP = 1e-6
@@ -286,3 +287,120 @@ def test_in_place_and_called_twice() -> None:
     values = torch.autograd.grad(net.head(functional.relu(second).mean((2, 3))).sum(), (conv, first, second))
     for got, wanted in zip(found.values(), values, strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-12)
+
+
+class Partly(nn.Module):
+    """Computes its first half without a graph."""
+
+    def __init__(self, off: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.off = off
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.off():
+            x = self.second(self.first(x))
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_refused_where_the_model_keeps_no_graph(off: Callable[[], Any]) -> None:
+    """A layer that the model itself runs without gradients is refused, one after it is not."""
+    module, catalog = exact(Partly(off), 4)
+    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    for text in ("first:grad_output", "second:grad_input", "second:grad_output"):
+        with pytest.raises(InputError, match="without gradients"):
+            ours(module, catalog, x, Objective("sum"), text)
+    edit = Intervention(parse("second:grad_output"), Operation("scale", by=2.0))
+    plan = resolve([parse("head:grad_input")], catalog, [edit], Objective("sum"))
+    share = Share(0, 2, plan.captures, plan.edits, plan.goal)
+    with pytest.raises(InputError, match="without gradients"):
+        FeatureExtractor(module).shared(lambda: module(x), [share], 2)
+    found = ours(module, catalog, x, Objective("sum"), "head:grad_input")["head:grad_input"]
+    net: Any = module
+    torch.testing.assert_close(found.double(), net.head.weight.sum(0).expand(2, 4), rtol=1e-6, atol=0)
+    assert hooks.count(module) == 0
+
+
+@pytest.mark.parametrize("where", ["linear:grad_output", "linear:grad_input", "keep:grad_output"])
+def test_refused_where_a_tensor_is_not_as_promised(where: str) -> None:
+    """Fewer tokens than the catalogue says: no gradient of another shape, no rows cut elsewhere."""
+    module, catalog = exact(Pruned(), 6, 4)
+    x = torch.full((2, 6, 4), 100.0, dtype=torch.float64)
+    with pytest.raises(InputError, match="not float64"):
+        ours(module, catalog, x, Objective("sum"), where)
+
+
+def test_no_graph_outlives_its_forward() -> None:
+    """Changed gradients do not tie the graph to what holds it: no collector would see that circle."""
+    module, catalog = exact(resnet(), 3, 32, 32)
+    edit = Intervention(parse("layer1:grad_output"), Operation("scale", by=2.0))
+    plan = resolve([parse("layer3:grad_output")], catalog, [edit], Objective("logit", 1))
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    before = graphs()
+    for _ in range(3):
+        FeatureExtractor(module).shared(lambda: module(x), [Share(0, 1, plan.captures, plan.edits, plan.goal)], 1)
+    assert graphs() == before
+
+
+def graphs() -> int:
+    """How many tensors there are that a graph hangs on."""
+    gc.collect()
+    return sum(type(value) is Tensor and value.requires_grad for value in gc.get_objects())
+
+
+class Scratch(nn.Module):
+    """Computes in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("space", torch.zeros(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        space: Any = self.space
+        space[: len(x)] = self.linear(x)
+        out: Tensor = self.head(space[: len(x)] ** 2)
+        return out
+
+
+def test_buffers_keep_no_graph() -> None:
+    """What a model writes to its buffers is there after the forward, and no graph hangs on it."""
+    module, catalog = exact(Scratch(), 4)
+    x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
+    first, second = (ours(module, catalog, x, Objective("sum"), "linear:grad_output") for _ in range(2))
+    net: Any = module
+    assert not net.space.requires_grad
+    assert torch.equal(net.space[:2], net.linear(x))
+    wanted = 2 * net.linear(x) * net.head.weight.sum(0)
+    for found in (first, second):
+        torch.testing.assert_close(found["linear:grad_output"].double(), wanted, rtol=1e-6, atol=1e-12)
+
+
+class Table(nn.Module):
+    """Makes a table for the number of tokens when it first meets it, and keeps the latest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) != x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        out: Tensor = self.head(self.linear(x) * self.table).mean(1)
+        return out
+
+
+def test_tables_made_in_a_plain_forward() -> None:
+    """What a model keeps of a forward without gradients is fit for one with them."""
+    module, catalog = exact(Table(), 5, 4)
+    net: Any = module
+    net.table = None
+    x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    plain = resolve([parse("head")], catalog)
+    FeatureExtractor(module).shared(lambda: module(x), [Share(0, 2, plain.captures)], 2)
+    found = ours(module, catalog, x, Objective("sum"), "linear:grad_output")["linear:grad_output"]
+    wanted = (torch.arange(5.0)[:, None].double() * net.head.weight.sum(0) / 5).expand(2, 5, 4)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-12)

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from models.catalog import Catalog
+from models.dryrun import survey
 from models.errors import RequestError
 from models.extractor import FeatureExtractor
 from models.plan import Plan, resolve
 from models.points import Intervention, Objective, Operation, Values
 from models.selectors import parse
+from models.spec import InputSpec
 from models.union import Share
-from tests.nets import Structured, bottlenecks, resnet, surveyed, swin, vit
+from tests.nets import Structured, WindowMajor, Windows, bottlenecks, resnet, surveyed, swin, vit
 
 Change = Callable[[Tensor], Tensor]
 
@@ -266,6 +268,11 @@ REFUSED: dict[str, tuple[str, Operation, str]] = {
     "clamp upside down": ("layer1", Operation("clamp", min=1.0, max=0.0), "larger"),
     "shape": ("layer1", Operation("replace", tensor=values(np.zeros((64, 8, 7)))), "has shape"),
     "both": ("layer1", Operation("add", value=1.0, tensor=values(np.zeros((64, 8, 8)))), "not both"),
+    "no channels": ("layer1", Operation("zero", channels=()), "between 0 and 63"),
+    "replace beyond float32": ("layer1", Operation("replace", value=1e39), "does not hold"),
+    "clamp beyond float32": ("layer1", Operation("clamp", min=-1e39), "does not hold"),
+    "scale beyond float32": ("layer1", Operation("scale", by=1e39), "does not hold"),
+    "not a number": ("layer1", Operation("add", value=float("nan")), "does not hold"),
     "no objective": ("layer1:grad_output", Operation("scale", by=0.5), "needs an objective"),
     "site": ("layer1:grad_input", Operation("scale", by=0.5), "is not possible"),
     "name": ("layer9", Operation("zero"), "no layer"),
@@ -279,3 +286,64 @@ def test_refused(kind: str) -> None:
     with pytest.raises(RequestError, match=words) as caught:
         planned(surveyed(resnet(), 3, 32, 32), how, where, "layer4")
     assert [fault.pointer for fault in caught.value.faults] == ["/interventions/0"]
+
+
+@pytest.mark.parametrize("how", [Operation("replace", tensor=values(np.ones((4, 2, 6)))), Operation("noise", std=1.0)])
+def test_refused_where_rows_do_not_stand_in_order(how: Operation) -> None:
+    """Windows of all rows stand together: what is one row's own would land in another's. In row order it is fine."""
+    with pytest.raises(RequestError, match="one after the other"):
+        planned(surveyed(WindowMajor(), 8, 6), how, "inner", ".")
+    module = Windows().eval()
+    x = randoms(3, 8, 6, seed=8)
+    plan = planned(surveyed(module, 8, 6), how, "inner", ".")
+    together = ours(module, x, plan)["."]
+    for row in range(3):
+        share = Share(0, 1, plan.captures, plan.edits, first=row)
+        taken = FeatureExtractor(module).shared(lambda row=row: module(x[row : row + 1]), [share], 1).of(share)
+        torch.testing.assert_close(together[row : row + 1], taken[plan.results[0].capture].values)
+
+
+def test_half_precision_holds_less() -> None:
+    """A number that float32 holds and float16 does not is refused where the model computes in float16."""
+    module = Structured().half().eval()
+    specs = (InputSpec("x", (4,), "float16"),)
+    catalog = survey(module, specs, lambda rows: module(*rows.values()), torch.device("cpu"), 0, torch.float16)
+    for how in (Operation("replace", value=1e5), Operation("clamp", max=1e5), Operation("add", value=1e5)):
+        with pytest.raises(RequestError, match="does not hold"):
+            planned(catalog, how, "linear", ".")
+    found = ours(
+        module, randoms(2, 4, seed=9).half(), planned(catalog, Operation("replace", value=6e4), "linear", "linear")
+    )
+    assert torch.equal(found["linear"], torch.full((2, 6), 6e4, dtype=torch.float16).float())
+
+
+class Forgetful(nn.Module):
+    """Overwrites a value by a part whose answer it does not look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.relu, self.head = nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        self.relu(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_input_overwritten_by_a_part() -> None:
+    """A part that writes to its input writes to the model's own tensor too, changed or differentiated or not."""
+    module = Forgetful().eval().requires_grad_(False)
+    catalog = surveyed(module, 4)
+    x = randoms(2, 4, seed=10)
+    hidden = module.linear(x)
+    added = ours(module, x, planned(catalog, Operation("add", value=0.5), "relu:input", "."))["."]
+    torch.testing.assert_close(added, module.head((hidden + 0.5).relu()))
+    plan = resolve(
+        [parse(text) for text in (".", "relu:grad_input", "linear:grad_output")], catalog, objective=Objective("sum")
+    )
+    found = ours(module, x, plan)
+    torch.testing.assert_close(found["."], module.head(hidden.relu()))
+    wanted = module.head.weight.sum(0) * (hidden > 0)
+    torch.testing.assert_close(found["relu:grad_input"], wanted)
+    torch.testing.assert_close(found["linear:grad_output"], wanted)

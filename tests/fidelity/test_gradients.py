@@ -1,0 +1,217 @@
+"""Gradients at both sides of every call of every module, of real architectures with small inputs, by plain autograd.
+
+The oracle hooks nothing: in a copy of the model each module's ``forward`` is replaced by a function that hands on
+copies of what came and of what left, and keeps the tensors before them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.models import ConvNeXt, DenseNet, EfficientNet, SwinTransformer, get_model
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.vision_transformer import VisionTransformer
+
+from models.catalog import Catalog
+from models.dryrun import survey
+from models.extractor import FeatureExtractor
+from models.plan import Plan, resolve
+from models.points import Objective
+from models.selectors import parse
+from models.spec import InputSpec
+from models.union import Share
+from tests.oracle import flatten, seeded
+
+CPU = torch.device("cpu")
+CLASSES = 10
+SITES = ("grad_input", "grad_output")
+TOLERANCE = 1e-6  # of a tensor's largest value: models compute in float64, replies are float32
+TARGET = tuple((number + 1) / 55 for number in range(CLASSES))
+Key = tuple[str, int, tuple[str, ...], str]
+Net = tuple[Callable[[], nn.Module], int]  # how it is built, the side of its pictures
+
+
+def _torchvision(name: str, **options: Any) -> nn.Module:
+    module: nn.Module = get_model(name, weights=None, num_classes=CLASSES, **options)
+    return module
+
+
+def _timm(name: str, **options: Any) -> nn.Module:
+    module: nn.Module = timm.create_model(name, pretrained=False, num_classes=CLASSES, **options)
+    return module
+
+
+def _densenet() -> nn.Module:
+    return DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES)
+
+
+def _convnext() -> nn.Module:
+    return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=CLASSES)
+
+
+def _efficientnet() -> nn.Module:
+    blocks = [MBConvConfig(1, 3, 1, 32, 16, 1, 0.5, 1), MBConvConfig(6, 5, 2, 16, 24, 2, 0.5, 1)]
+    return EfficientNet(blocks, 0.2, num_classes=CLASSES)
+
+
+def _swin() -> nn.Module:
+    return SwinTransformer([4, 4], 24, [2, 2], [2, 4], [4, 4], num_classes=CLASSES)
+
+
+def _vit() -> nn.Module:
+    return VisionTransformer(32, 16, 2, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=CLASSES)
+
+
+NETS: dict[str, Net] = {
+    "resnet18": (partial(_torchvision, "resnet18"), 32),
+    "densenet": (_densenet, 32),
+    "convnext": (_convnext, 32),
+    "efficientnet": (_efficientnet, 32),
+    "swin": (_swin, 32),
+    "vit": (_vit, 32),
+    "timm vit": (partial(_timm, "vit_tiny_patch16_224", img_size=32, depth=2), 32),
+    "timm eva02": (partial(_timm, "eva02_tiny_patch14_224", img_size=28, depth=2), 28),
+}
+WHOLE: dict[str, Net] = {
+    "densenet121": (partial(_torchvision, "densenet121"), 32),
+    "convnext_tiny": (partial(_torchvision, "convnext_tiny"), 32),
+    "efficientnet_b0": (partial(_torchvision, "efficientnet_b0"), 32),
+    "mobilenet_v3_small": (partial(_torchvision, "mobilenet_v3_small"), 32),
+    "swin_t": (partial(_torchvision, "swin_t"), 32),
+    "vit_b_16": (partial(_torchvision, "vit_b_16", image_size=32), 32),
+    "vit_tiny_patch16_224": (partial(_timm, "vit_tiny_patch16_224", img_size=32), 32),
+    "eva02_tiny_patch14_224": (partial(_timm, "eva02_tiny_patch14_224", img_size=28), 28),
+}
+# What one row each of a shared batch is asked for.
+OBJECTIVES: tuple[tuple[Objective, Callable[[Tensor], Tensor]], ...] = (
+    (Objective("logit", "top"), lambda scores: scores.max()),
+    (Objective("cross_entropy", 3), lambda scores: -scores.log_softmax(0)[3]),
+    (
+        Objective("kl_div", target=TARGET),
+        lambda scores: functional.kl_div(scores.log_softmax(0), scores.new_tensor(TARGET), reduction="sum"),
+    ),
+)
+CASES = [*NETS, *(pytest.param(name, marks=pytest.mark.slow) for name in WHOLE)]
+
+
+class Copies:
+    """What came to and left each call of each module, before it was copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kept: dict[Key, Tensor] = {}
+        names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, part in module.named_modules(remove_duplicate=False):
+            names[part].append(name or ".")
+        for part, aliases in names.items():
+            part.forward = self._copying(part.forward, aliases)
+
+    def _copying(self, forward: Callable[..., Any], aliases: list[str]) -> Callable[..., Any]:
+        calls = count()
+
+        def copying(*args: Any, **kwargs: Any) -> Any:
+            call = next(calls)
+            given = {str(index): item for index, item in enumerate(args)} | kwargs
+            lone = sum(bool(flatten(item)) for item in given.values()) == 1
+            kept = {
+                name: self._keep(item, "grad_input", () if lone else (name,), call, aliases)
+                for name, item in given.items()
+            }
+            out = forward(*(kept[str(index)] for index in range(len(args))), **{name: kept[name] for name in kwargs})
+            return self._keep(out, "grad_output", (), call, aliases)
+
+        return copying
+
+    def _keep(self, value: Any, site: str, path: tuple[str, ...], call: int, aliases: list[str]) -> Any:
+        if isinstance(value, Tensor):
+            if not value.requires_grad:
+                return value
+            kept = value.clone()
+            for name in aliases:
+                self.kept[name, call, path, site] = kept
+            return kept.clone()
+        if isinstance(value, dict):
+            return {key: self._keep(item, site, (*path, str(key)), call, aliases) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(
+                self._keep(item, site, (*path, str(index)), call, aliases) for index, item in enumerate(value)
+            )
+        return value
+
+
+def by_autograd(module: nn.Module, x: Tensor) -> dict[Key, Tensor]:
+    """The gradients of each row's own objective, at every tensor of a copy of the model."""
+    module = copy.deepcopy(module)
+    copies = Copies(module)
+    scores = module(x.clone().requires_grad_())
+    total = torch.stack([goal(row) for (_, goal), row in zip(OBJECTIVES, scores, strict=True)]).sum()
+    found = torch.autograd.grad(total, list(copies.kept.values()), allow_unused=True)
+    return {
+        key: torch.zeros_like(kept) if gradient is None else gradient
+        for (key, kept), gradient in zip(copies.kept.items(), found, strict=True)
+    }
+
+
+def taken(module: nn.Module, plans: list[Plan], x: Tensor) -> list[dict[Key, Tensor]]:
+    """What each row's plan gives in a forward of all of them."""
+    shares = [Share(at, at + 1, plan.captures, (), plan.goal) for at, plan in enumerate(plans)]
+    found = FeatureExtractor(module).shared(lambda: module(x.clone()), shares, len(x))
+    return [
+        {(p.layer, p.call, p.path, p.site): value.values for c, value in found.of(share).items() for p in [c.point]}
+        for share in shares
+    ]
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors agree, measured by the largest value."""
+    scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return found.shape == wanted.shape and torch.allclose(found.double(), wanted, rtol=0, atol=TOLERANCE * scale)
+
+
+def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
+    """A model in float64 with frozen random weights, its catalogue, three rows."""
+    build, side = (NETS | WHOLE)[name]
+    module = seeded(build(), 1).double().eval().requires_grad_(False)
+    specs = (InputSpec("x", (3, side, side), "float64"),)
+    catalog = survey(module, specs, lambda rows: module(*rows.values()), CPU, 0, torch.float64)
+    rows = torch.randn(len(OBJECTIVES), 3, side, side, generator=torch.Generator().manual_seed(2))
+    return module, catalog, rows.double()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient(name: str) -> None:
+    """Each row has the gradients of its own objective, beside others that differentiate something else and alone."""
+    module, catalog, x = built(name)
+    selectors = [parse(f"{pattern}:{site}") for site in SITES for pattern in ("*#*", ".")]
+    plans = [resolve(selectors, catalog, objective=objective) for objective, _ in OBJECTIVES]
+    together = taken(module, plans, x)
+    wanted = by_autograd(module, x)
+    leaves = {(layer, c, p, s): leaf for layer, c, p, s, leaf in _leaves(catalog)}
+    assert {key for key in wanted if leaves[key].row_axis is not None} == together[0].keys()
+    assert sum(bool(value.any()) for value in wanted.values()) > 0.9 * len(wanted)
+    for row, found in enumerate(together):
+        alone = taken(module, plans[row : row + 1], x[row : row + 1])[0]
+        assert alone.keys() == found.keys()
+        for key, value in found.items():
+            leaf = leaves[key]
+            own = wanted[key].narrow(leaf.row_axis or 0, row * leaf.per_row, leaf.per_row)
+            assert close(value, own), (key, row)
+            assert close(alone[key], own), (key, row)
+
+
+def _leaves(catalog: Catalog) -> Any:
+    for name, layer in catalog.layers.items():
+        for number, call in enumerate(layer.calls):
+            for site, moment in (("grad_input", call.input), ("grad_output", call.output)):
+                for leaf in moment.leaves:
+                    yield name, number, leaf.path, site, leaf
