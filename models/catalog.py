@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from models.points import SIDES, Site
+from models.points import ATTENTION, SIDES, Site
 
 MAX_NEAR = 3
 BACKWARD = 3.0  # forwards that a forward with a backward takes as long as
@@ -27,7 +27,8 @@ class Leaf:
     its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
     rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
     it holds something of all of them; it means what it says only where its rows share a forward with no others.
-    ``layout`` names the axes (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens.
+    ``layout`` names the axes (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens. ``how``
+    tells of attention where a forward without a graph has it from: "observed" or "recomputed".
     """
 
     path: tuple[str, ...]
@@ -37,6 +38,7 @@ class Leaf:
     mixed: bool = False
     layout: str | None = None
     prefix: int = 0
+    how: str = ""
 
     @property
     def per_row(self) -> int:
@@ -64,13 +66,16 @@ class Moment:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a module in a forward."""
+    """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes."""
 
     input: Moment
     output: Moment
+    attention: Moment | None = None
 
     def at(self, site: Site) -> Moment:
-        """The side that a site looks at."""
+        """The side that a site looks at; one of no tensor where the call computes no attention."""
+        if site in ATTENTION:
+            return self.attention or replace(self.output, leaves=())
         return self.input if SIDES[site] == "input" else self.output
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.catalog import Call, Catalog, Layer, Leaf, Moment
 from models.dtypes import DTYPES, dtype_name
 from models.errors import InputError
-from models.recording import PLACE, ROWS, Recorder, Seen, Visit
+from models.recording import PLACE, ROWS, Attended, Recorder, Seen, Visit
 from models.spec import InputSpec
 from models.structure import Path
 from models.watching import Clock, Run
@@ -97,9 +97,15 @@ class _Assembly:
         def leaves(seen: dict[Path, Seen], later: dict[Path, Seen]) -> tuple[Leaf, ...]:
             return tuple(self._leaf(path, seen[path], later[path], rowwise, grids) for path in seen)
 
+        after = self.clock.after(module, number)
+        weights = tuple(
+            replace(self._leaf(path, one.weights, other.weights, rowwise, grids), how=one.how)
+            for path, one, other in _numbered(visit.attention, twin.attention)
+        )
         return Call(
             Moment(visit.start, self.clock.before(module, number), leaves(visit.input, twin.input)),
-            Moment(visit.end, self.clock.after(module, number), leaves(visit.output, twin.output)),
+            Moment(visit.end, after, leaves(visit.output, twin.output)),
+            Moment(visit.end, after, weights) if weights else None,
         )
 
     def _leaf(self, path: Path, seen: Seen, twin: Seen, rowwise: bool, grids: set[int]) -> Leaf:
@@ -120,6 +126,12 @@ class _Assembly:
             for seen in visit.output.values()
             if seen.layout in ("NCHW", "NCTHW")
         }
+
+
+def _numbered(visit: Sequence[Attended], twin: Sequence[Attended]) -> Iterator[tuple[Path, Attended, Attended]]:
+    """The attention of a call by path, which is empty where there is only one."""
+    for at, (one, other) in enumerate(zip(visit, twin, strict=True)):
+        yield ((str(at),) if len(visit) > 1 else ()), one, other
 
 
 def same_course(one: nn.Module, other: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]) -> bool:

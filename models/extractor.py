@@ -52,15 +52,15 @@ class FeatureExtractor:
         case the hooks are gone.
         """
         collector = _Collector(tuple(shares), rows, self._modules)
-        with ExitStack() as stack:
-            stack.callback(collector.clear)
-            for module, side, take in collector.taps():
-                ATTACH[side](stack, module, take)
-            with collector.mode():
+        with ExitStack() as held, collector.mode():
+            held.callback(collector.clear)
+            with ExitStack() as stack:
+                for module, side, take in collector.taps():
+                    ATTACH[side](stack, module, take)
                 with suppress(_Complete):
                     forward()
-                collector.check()
-                collector.backward()
+            collector.check()
+            collector.backward()
         return Taken(collector.results)
 
     def replaced(self, forward: Callable[[], object], values: Mapping[HookPoint, Tensor]) -> dict[HookPoint, Tensor]:

@@ -9,15 +9,17 @@ on each side.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from itertools import count as numbers
 from typing import Any
 
 from torch import Tensor, nn
 
+from models import attention
+from models.errors import InputError
 from models.points import Side
-from models.structure import Path, call_value, call_with, leaves, with_leaf
+from models.structure import Named, Path, call_value, call_with, leaves, with_leaf
 
 Changes = Mapping[Path, Tensor]
 Take = Callable[[int, object], Changes | None]
@@ -80,6 +82,99 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+@dataclass
+class _Running:
+    """A call of a module whose attention is wanted; ``inside`` counts the parts with attention of their own."""
+
+    number: int
+    mode: ExitStack = field(default_factory=ExitStack)
+    inside: int = 0
+    found: list[Tensor] = field(default_factory=list)
+    error: InputError | None = None
+
+
+def _on_attention(stack: ExitStack, module: nn.Module, take: Take) -> None:
+    def watched(call: _Running) -> attention.Watch:
+        def see(sight: attention.Sight) -> None:
+            shape = attention.unfolded(sight.shape, module)
+            if call.inside or call.error or shape is None:
+                return
+            try:
+                call.found.append(sight.weights().reshape(shape))
+            except InputError as error:  # not through the model, which may catch it
+                call.error = error
+
+        return attention.Watch(see)
+
+    def done(call: _Running) -> None:
+        if call.error is not None:
+            raise call.error
+        tensors = Named()
+        for place, weights in enumerate(call.found):
+            tensors |= _placed(place, weights)
+        take(call.number, tensors)
+
+    _around(stack, module, watched, done)
+
+
+def _on_unfused(stack: ExitStack, module: nn.Module, take: Take) -> None:
+    def unfused(call: _Running) -> attention.Unfused:
+        def anchor(weights: Tensor) -> Tensor:
+            shape = attention.unfolded(tuple(weights.shape), module)
+            if shape is None:
+                return weights
+            call.found.append(weights.reshape(shape))
+            changes = take(call.number, _placed(len(call.found) - 1, call.found[-1]))
+            return next(iter(changes.values())).reshape(weights.shape) if changes else weights
+
+        return attention.Unfused(anchor, lambda: call.inside > 0)
+
+    _around(stack, module, unfused, lambda call: None)
+
+
+def _placed(place: int, weights: Tensor) -> Named:
+    """One attention of a call by path: its number, the first also none, as it is where a call has only one."""
+    return Named({(str(place),): weights} if place else {(): weights, ("0",): weights})
+
+
+def _around(
+    stack: ExitStack,
+    module: nn.Module,
+    mode: Callable[[_Running], AbstractContextManager[object]],
+    done: Callable[[_Running], None],
+) -> None:
+    """Put a mode around a module's own forward, and nothing else."""
+    calls, running = numbers(), list[_Running]()
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        call = _Running(next(calls))
+        # A forward that is left midway must find modes closed in the order in which they were opened.
+        stack.callback(call.mode.close)
+        call.mode.enter_context(mode(call))
+        running.append(call)
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if running:
+            call = running.pop()
+            call.mode.close()
+            if output is not None:  # as it is after a call that raised
+                done(call)
+
+    def into(part: nn.Module, args: tuple[Any, ...]) -> None:
+        for call in running[-1:]:
+            call.inside += 1
+
+    def out_of(part: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        for call in running[-1:]:
+            call.inside -= 1
+
+    stack.callback(module.register_forward_pre_hook(begin).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+    for part in attention.others(module):
+        stack.callback(part.register_forward_pre_hook(into).remove)
+        stack.callback(part.register_forward_hook(out_of, always_call=True).remove)
+
+
 def count(module: nn.Module) -> int:
     """How many hooks of any kind are on a module and everything in it."""
     return sum(
@@ -97,4 +192,6 @@ def count(module: nn.Module) -> int:
 ATTACH: Mapping[Side, Attach] = {
     "output": _on_output,
     "input": _on_input,
+    "attention": _on_attention,
+    "unfused": _on_unfused,
 }

@@ -101,8 +101,12 @@ class Plan:
 
     @cached_property
     def shares(self) -> bool:
-        """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own."""
-        return self.splits and all(edit.leaf.row_axis is not None for edit in self.edits)
+        """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own.
+
+        Where attention is differentiated it runs unfused, and is rounded otherwise for every row.
+        """
+        unfuses = any(capture.point.site == "attention_grad" for capture in self.captures)
+        return self.splits and not unfuses and all(edit.leaf.row_axis is not None for edit in self.edits)
 
     def numbers(self, rows: int) -> int:
         """How many numbers all results hold."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-SITES = ("output", "input", "grad_output", "grad_input")
-Site = Literal["output", "input", "grad_output", "grad_input"]
-Side = Literal["output", "input"]
-SIDES: dict[Site, Side] = {"output": "output", "input": "input", "grad_output": "output", "grad_input": "input"}
-GRADIENTS = frozenset[Site]({"grad_output", "grad_input"})
+SITES = ("output", "input", "grad_output", "grad_input", "attention", "attention_grad")
+Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_grad"]
+Side = Literal["output", "input", "attention", "unfused"]
+SIDES: dict[Site, Side] = {
+    "output": "output",
+    "input": "input",
+    "grad_output": "output",
+    "grad_input": "input",
+    "attention": "attention",
+    "attention_grad": "unfused",
+}
+GRADIENTS = frozenset[Site]({"grad_output", "grad_input", "attention_grad"})
+ATTENTION = frozenset[Site]({"attention", "attention_grad"})
 EDITABLE = frozenset[Site]({"output", "input", "grad_output"})
 Pool = Literal["none", "mean", "max", "gem", "cls", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]

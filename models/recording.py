@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from models import layout
+from models import attention, layout
 from models.sketch import Sketch
 from models.structure import Path, leaves
-from models.watching import Hooked
+from models.watching import Hooked, Run
 
 ROWS, PLACE = 3, 1  # of the forward of several rows: how many, and which of them is the row that ran alone
 
@@ -29,6 +30,15 @@ class Seen:
 
 
 @dataclass
+class Attended:
+    """Attention as one forward showed it: the weights, and the tensor that tells where their rows are."""
+
+    weights: Seen
+    evidence: Seen
+    how: str
+
+
+@dataclass
 class Visit:
     """One call of a module as it was seen."""
 
@@ -36,6 +46,7 @@ class Visit:
     end: int = -1
     input: dict[Path, Seen] = field(default_factory=dict)
     output: dict[Path, Seen] = field(default_factory=dict)
+    attention: list[Attended] = field(default_factory=list)
 
 
 class Recorder(Hooked):
@@ -49,19 +60,30 @@ class Recorder(Hooked):
         self.visits: dict[nn.Module, list[Visit]] = {}
         self._alone = alone
         self._order = 0
+        self._running: list[tuple[nn.Module, int]] = []
         self._tensors: dict[int, _Sighted] = {}
         self._recent: dict[int, Seen] = {}  # by number of axes, what was returned last
 
     @property
-    def course(self) -> dict[nn.Module, list[tuple[set[Path], set[Path]]]]:
-        """Which modules were called, how often, and with and for what kind of value."""
+    def course(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
+        """Which modules were called, how often, and with and for what kind of value; how often they attended."""
         return {
-            module: [(set(visit.input), set(visit.output)) for visit in visits]
+            module: [(set(visit.input), set(visit.output), len(visit.attention)) for visit in visits]
             for module, visits in self.visits.items()
         }
 
+    def watch(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
+        """Run one forward."""
+        with attention.Watch(self._attend):
+            super().watch(run, inputs)
+
     def enter(self, module: nn.Module, call: int, value: object) -> None:
         """Note what a call takes."""
+        with attention.unwatched():
+            self._enter(module, call, value)
+
+    def _enter(self, module: nn.Module, call: int, value: object) -> None:
+        self._running.append((module, call))
         visit = Visit(self._tick())
         self.visits.setdefault(module, []).append(visit)
         for path, leaf in leaves(value):
@@ -70,8 +92,16 @@ class Recorder(Hooked):
 
     def leave(self, module: nn.Module, call: int, value: object) -> None:
         """Note what a call returns."""
+        with attention.unwatched():
+            self._leave(module, call, value)
+
+    def _leave(self, module: nn.Module, call: int, value: object) -> None:
+        while self._running and self._running.pop() != (module, call):
+            pass
         visit = self.visits[module][call]
         visit.end = self._tick()
+        if value is None:  # as it is after a call that raised
+            visit.attention.clear()
         came = next(iter(visit.input.values()), None)
         before: layout.Evidence = (came.shape, came.layout) if came else ((), None)
         for path, leaf in leaves(value):
@@ -87,6 +117,29 @@ class Recorder(Hooked):
         own = leaf if axis is None else leaf.narrow(axis, PLACE * past.shape[axis], past.shape[axis])
         sketch = Sketch.of(own)
         return Seen(shape, leaf.dtype, sketch, axis, mixed=own.shape != past.shape or not sketch.like(past.sketch))
+
+    def _attend(self, sight: attention.Sight) -> None:
+        """Note attention, by shape alone: weights of many tokens are large, and nobody asked for them yet."""
+        if not self._running:
+            return
+        module = attention.owner([module for module, _ in self._running])
+        call = next(call for running, call in reversed(self._running) if running is module)
+        shape = attention.unfolded(sight.shape, module)
+        if shape is None:
+            return
+        attended = self.visits[module][call].attention
+        visits = self._alone.visits.get(module, []) if self._alone else []
+        earlier = visits[call].attention if call < len(visits) else []
+        past = earlier[len(attended)] if len(attended) < len(earlier) else None
+        evidence = self._see(past.evidence if past else None, sight.evidence)
+        axis: int | None
+        if past is None:
+            axis = 0 if shape[0] == 1 else None
+        else:
+            axis = _grown_axis(past.weights.shape, shape)
+            axis = axis if axis == evidence.row_axis else None
+        mixed = axis is None or (past is not None and evidence.mixed)
+        attended.append(Attended(Seen(shape, sight.dtype, evidence.sketch, axis, mixed), evidence, sight.how))
 
     def _past(self, module: nn.Module, call: int, side: str) -> dict[Path, Seen]:
         visits = self._alone.visits.get(module, []) if self._alone else []

@@ -12,10 +12,10 @@ from typing import Literal, cast
 
 from models.catalog import Catalog, Layer, Leaf
 from models.errors import SelectorError, UnknownLayerError, near, quoted
-from models.points import SIDES, SITES, HookPoint, Selector, Site, path_text
+from models.points import ATTENTION, SIDES, SITES, HookPoint, Selector, Site, path_text
 
 MAX_TEXT = 512
-LATER_SITES = ("attention", "attention_grad")
+SHOWN = 5  # names in a hint
 OFFERED = f"use {', '.join(map(repr, SITES[:-1]))} or {SITES[-1]!r}"
 EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input'"
 
@@ -64,8 +64,6 @@ def parse_site(text: str) -> Site:
     """A site by its name."""
     if text in SITES:
         return cast("Site", text)
-    if text in LATER_SITES:
-        raise SelectorError(f"site {quoted(text)} is not offered by this version", hint=OFFERED)
     raise SelectorError(f"{quoted(text)} is no site", hint=OFFERED)
 
 
@@ -75,6 +73,8 @@ def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     A glob passes over layers that never run. UnknownLayerError, with near matches, where nothing is left.
     """
     layers, skipped = _layers(selector, catalog)
+    if selector.site in ATTENTION and not any(_attends(layer) for layer in layers):
+        raise _no_attention(selector, catalog)
     found = [found for layer in layers for found in _in_layer(selector, layer)]
     if not found:
         raise UnknownLayerError(
@@ -130,6 +130,19 @@ def _literal(name: str, catalog: Catalog) -> Layer:
     return layer
 
 
+def _attends(layer: Layer) -> bool:
+    return any(call.attention is not None for call in layer.calls)
+
+
+def _no_attention(selector: Selector, catalog: Catalog) -> UnknownLayerError:
+    having = [quoted(name) for name, layer in catalog.layers.items() if _attends(layer)]
+    what = _what(selector) if selector.is_glob else f"layer {quoted(selector.pattern)}"
+    return UnknownLayerError(
+        f"{what} computes no attention weights of its own",
+        hint=f"layers that do: {', '.join(having[:SHOWN])}" if having else "no layer of this model does",
+    )
+
+
 def _what(selector: Selector) -> str:
     kind = f" with type {quoted(selector.type)}" if selector.type is not None else ""
     return f"the pattern {quoted(selector.pattern)}{kind}"
@@ -175,7 +188,8 @@ def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
 
 
 def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...]) -> UnknownLayerError:
-    where = f"the {SIDES[selector.site]} of layer {quoted(layer.name)}"
+    side = "attention" if selector.site in ATTENTION else SIDES[selector.site]
+    where = f"the {side} of layer {quoted(layer.name)}"
     paths = [path_text(leaf.path) for leaf in leaves]
     if not paths:
         return UnknownLayerError(f"{where} holds no tensor")

@@ -16,11 +16,18 @@ import torch
 Path = tuple[str, ...]
 
 
+class Named(dict[Path, torch.Tensor]):
+    """Tensors whose paths are known already."""
+
+
 def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Every dense tensor in a value with its path, in the value's own order; anything else is passed over."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_nested:
             yield path, value
+        return
+    if isinstance(value, Named):
+        yield from value.items()
         return
     for key, item in _items(value):
         yield from leaves(item, (*path, key))

@@ -21,6 +21,8 @@ class Receipt:
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
     structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
+    ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
+    kernel) or "unfused" (for its gradient, without that kernel).
     """
 
     layer: str
@@ -36,10 +38,11 @@ class Receipt:
     fingerprint: str
     row_axis: int | None = 0
     stats: tuple[str, ...] | None = None
+    how: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
-        silent = {"path": "", "layout": None, "normalize": False, "row_axis": 0, "stats": None}
+        silent = {"path": "", "layout": None, "normalize": False, "row_axis": 0, "stats": None, "how": ""}
         return {key: value for key, value in asdict(self).items() if key not in silent or value != silent[key]}
 
 

@@ -262,4 +262,5 @@ def _receipt(job: Job, result: Result) -> Receipt:
         fingerprint=job.fingerprints[result.key],
         row_axis=0 if how.is_by_row else leaf.row_axis,
         stats=statistics.columns(how.stats) if how.stats is not None else None,
+        how="unfused" if point.site == "attention_grad" else leaf.how,
     )

@@ -118,6 +118,11 @@ def _layer(layer: Layer) -> Json:
         "inputs": [
             {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.input.leaves
         ],
+        "attention": [
+            {"call": number, **_leaf(leaf), "how": leaf.how}
+            for number, call in enumerate(layer.calls)
+            for leaf in call.at("attention").leaves
+        ],
         "parameters": layer.parameters,
         "layout": last.leaves[0].layout if last and last.leaves else None,
         "cost": last.cost if last else None,

@@ -109,7 +109,9 @@ def test_execution_order(load_net: Loader) -> None:
 def test_cost_grows_along_the_forward(load_net: Loader, name: str) -> None:
     """The share of the cost never falls from one moment to the next, and is 1 at the end; places are all different."""
     catalog = load_net(name).catalog
-    moments = [moment for layer in catalog.layers.values() for call in layer.calls for moment in vars(call).values()]
+    moments = [
+        moment for layer in catalog.layers.values() for call in layer.calls for moment in (call.input, call.output)
+    ]
     moments = sorted({id(moment): moment for moment in moments}.values(), key=lambda moment: moment.order)
     costs = [moment.cost for moment in moments]
     assert costs == sorted(costs)

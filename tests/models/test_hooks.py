@@ -37,9 +37,9 @@ def _copied(value: Any) -> Any:
 
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook, that of its side."""
-    assert tuple(ATTACH) == KINDS
+    assert tuple(ATTACH) == (*KINDS, "attention", "unfused")
     assert tuple(points.SIDES) == points.SITES
-    assert set(points.SIDES.values()) == set(KINDS)
+    assert set(points.SIDES.values()) == set(ATTACH)
 
 
 def put(module: nn.Module, site: Side, changes: dict[tuple[str, ...], Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,8 @@ GOOD = {
     "x[a:b]:input": ("x", None, ("a:b",), "input"),
     "x[a#1]": ("x", None, ("a#1",), "output"),
     "x[a.b c]": ("x", None, ("a.b c",), "output"),
+    "a:attention": ("a", None, None, "attention"),
+    "a[0]:attention_grad": ("a", None, ("0",), "attention_grad"),
     "größe": ("größe", None, None, "output"),
     "*": ("*", None, None, "output"),
     "a]": ("a]", None, None, "output"),
@@ -65,8 +67,7 @@ BAD = {
     "a:": "is no site",
     "a:outputs": "is no site",
     "a:input:input": None,
-    "a:attention": "is not offered by this version",
-    "a[0]:attention_grad": "is not offered by this version",
+    "a:attentions": "is no site",
 }
 
 

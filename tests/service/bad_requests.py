@@ -270,7 +270,7 @@ BAD: dict[str, Case] = {
     "a pattern of stars": Case(422, body(layers=["*a" * 250]), pointer="/layers/0"),
     "50,000 of one unknown name": Case(422, body(layers=["block9"] * 50_000), pointer="/layers/0"),
     "50,000 broken names": Case(422, body(layers=["#"] * 50_000), pointer="/layers/0"),
-    "a later site": Case(422, body(layers=["pool:attention"]), pointer="/layers/0", says="'output'"),
+    "no attention": Case(422, body(layers=["pool:attention"]), pointer="/layers/0", says="computes no attention"),
     # 422: inputs
     "no inputs": Case(422, {"json": {"layers": ["pool"]}}, says="dry_run"),
     "no body": Case(422, {"params": ONE}),

@@ -1,0 +1,244 @@
+"""Attention weights: which operations compute them, how those are watched, how weights come into a graph.
+
+Weights are what softmax gives for each query over its keys. A kernel that fuses softmax with what stands around it
+shows none: they are computed beside it, and must explain what the kernel returned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.errors import InputError
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+# How far a kernel's output may lie from what the weights give, as a part of the largest value.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One attention as an operation computed it: weights of a shape (…, queries, keys).
+
+    ``evidence`` is a tensor that has the rows where the weights have them. ``how``: "observed" where the weights were
+    there to be read, "recomputed" where a kernel hid them. ``weights`` gives a copy, at once or never: what comes later
+    in the forward may write to what it looks at. It raises InputError where weights do not explain the output.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    evidence: Tensor
+    how: str
+    weights: Callable[[], Tensor]
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows every attention that is computed inside, and changes nothing."""
+
+    def __init__(self, see: Callable[[Sight], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = READERS.get(func._schema.name)
+        if read is not None:
+            names = (argument.name for argument in func._schema.arguments)
+            found = read(func, dict(zip(names, args, strict=False)) | dict(kwargs or {}), out)
+            if found is not None:
+                self._see(found)
+        return out
+
+
+def unwatched() -> AbstractContextManager[object]:
+    """Inside nobody watches: what is not the model's own would only take longer."""
+    return torch._C._DisableTorchDispatch()
+
+
+class Unfused(TorchFunctionMode):
+    """Runs attention by its plain formula; ``anchor`` gets the weights and gives what goes on in their place.
+
+    Weights in the shape in which the module has them. Nothing happens where ``asleep`` says so.
+    """
+
+    def __init__(self, anchor: Callable[[Tensor], Tensor], asleep: Callable[[], bool]) -> None:
+        super().__init__()
+        self._anchor = anchor
+        self._asleep = asleep
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+        given = kwargs or {}
+        if self._asleep():
+            return func(*args, **given)
+        if func is functional.multi_head_attention_forward:
+            with self:
+                return _open_multi_head(*args, **given)
+        if func is functional.scaled_dot_product_attention:
+            return self._attend(*args, **given)
+        out = func(*args, **given)
+        if func in SOFTMAXES and _is_over_keys(out, given.get("dim", args[1] if len(args) > 1 else None)):
+            return self._anchor(out)
+        return out
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        weights = self._anchor(_weights(query, key, attn_mask, is_causal, scale))
+        return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _for_each_head(value, query)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module's class says that it is attention."""
+    name = type(module).__name__.lower()
+    return isinstance(module, nn.MultiheadAttention) or "attention" in name or "attn" in name
+
+
+def owner(running: Sequence[nn.Module]) -> nn.Module:
+    """Of the modules that are running, outermost first, the one whose attention it is."""
+    return next((module for module in reversed(running) if is_attention(module)), running[-1])
+
+
+def others(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module whose attention is not the module's own."""
+    return [
+        part for part in module.modules() if part is not module and (is_attention(part) or not is_attention(module))
+    ]
+
+
+def unfolded(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
+    """Weights of a module as (N, heads, queries, keys), windows among the rows; None where they are no attention.
+
+    Of three axes the first may hold rows and heads; elsewhere than in attention that is taken for something else.
+    """
+    if len(shape) >= 4:
+        return (math.prod(shape[:-3]), *shape[-3:])
+    if len(shape) != 3 or not is_attention(module):
+        return None
+    known = (getattr(module, name, None) for name in HEADS)
+    heads = next((size for size in known if isinstance(size, int) and size > 0 and shape[0] % size == 0), 1)
+    return (shape[0] // heads, heads, *shape[1:])
+
+
+def _softmax(func: Any, given: Given, out: Tensor) -> Sight | None:
+    if not _is_over_keys(out, given["dim"]):
+        return None
+    return Sight(tuple(out.shape), out.dtype, out, "observed", out.clone)
+
+
+def _fused(func: Any, given: Given, out: Any) -> Sight | None:
+    output: Tensor = out[0] if isinstance(out, tuple) else out
+    query, key = given["query"], given["key"]
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    how = mask, given.get("is_causal", False), given.get("scale")
+    shape = (*output.shape[:-1], key.shape[-2])
+    weights = partial(_recomputed, query, key, given["value"], how, output)
+    return Sight(shape, query.dtype, output, "recomputed", weights) if len(shape) > 2 else None
+
+
+def _native(func: Any, given: Given, out: Any) -> Sight | None:
+    query, key = given["query"], given["key"]
+    shape = (query.shape[0], given["num_head"], query.shape[1], key.shape[1])
+
+    def weights() -> Tensor:
+        # Its matrices are multiplied, and biases added, inside: what it computed is had only from itself.
+        again, found = func(**{**given, "need_weights": True, "average_attn_weights": False})
+        _check(again, out[0], again)
+        return found  # type: ignore[no-any-return]
+
+    return Sight(shape, query.dtype, out[0], "recomputed", weights)
+
+
+def _recomputed(
+    query: Tensor, key: Tensor, value: Tensor, how: tuple[Tensor | None, bool, float | None], output: Tensor
+) -> Tensor:
+    weights = _weights(query, key, *how)
+    _check(weights @ _for_each_head(value, query), output, value)
+    return weights
+
+
+def _check(expected: Tensor, output: Tensor, scale: Tensor) -> None:
+    """InputError where an output is not what the weights give; what is not a number is so on both sides."""
+    far = (expected.float() - output.float()).abs().nan_to_num(0.0).amax()
+    bound = TOLERANCE.get(output.dtype, 1e-4) * scale.float().abs().nan_to_num(0.0).amax()
+    if bool(far > bound):
+        raise InputError(
+            f"this attention can't be told: its kernel returned values that differ by {float(far):.2g} "
+            "from what the weights give",
+            hint="ask for the layer's output",
+        )
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    """The textbook's softmax(QKᵀ · scale + mask), in float32 at least; zero for a query that may look at nothing."""
+    wide = query if query.dtype is torch.float64 else query.float()
+    by = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (wide @ _for_each_head(key, query).to(wide.dtype).transpose(-2, -1)) * by
+    if is_causal:
+        below = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~below, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+        blind = scores.isneginf().all(-1, keepdim=True)
+        return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0).to(query.dtype)
+    return scores.softmax(-1).to(query.dtype)
+
+
+def _for_each_head(value: Tensor, query: Tensor) -> Tensor:
+    """Keys or values that several heads share, once for each of them."""
+    if value.ndim < 3 or value.shape[-3] in (1, query.shape[-3]):
+        return value
+    return value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+
+
+def _is_over_keys(out: Tensor, dim: Any) -> bool:
+    return isinstance(dim, int) and out.ndim > 2 and dim % out.ndim == out.ndim - 1
+
+
+def _opened(function: Any) -> Any:
+    """A function that hands itself to modes, as one whose own steps they see."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+_open_multi_head = _opened(functional.multi_head_attention_forward)
+
+SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax})
+
+# In inference mode operations come whole, elsewhere as the kernels that they are made of.
+READERS: Mapping[str, Callable[[Any, Given, Any], Sight | None]] = {
+    **dict.fromkeys(("aten::softmax", "aten::_softmax", "aten::_safe_softmax"), _softmax),
+    **dict.fromkeys(
+        (
+            "aten::scaled_dot_product_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "aten::_scaled_dot_product_fused_attention_overrideable",
+        ),
+        _fused,
+    ),
+    "aten::_native_multi_head_attention": _native,
+}

@@ -1,0 +1,508 @@
+"""Attention weights and their gradients, against softmax(QKᵀ) written out from each module's own weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from models import hooks
+from models.catalog import Catalog
+from models.dryrun import survey
+from models.errors import InputError, RequestError
+from models.extractor import FeatureExtractor
+from models.plan import Plan, resolve
+from models.points import Intervention, Objective, Operation
+from models.selectors import parse
+from models.spec import InputSpec
+from models.union import Share
+from tests.nets import Chain, Encoder, swin, vit
+from tests.oracle import record, seeded
+
+ROWS = 3
+Hand = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # a module and its input: weights (N, heads, T, T), output
+
+
+def heads_of(x: Tensor, heads: int) -> Tensor:
+    """(N, T, C) as (N, heads, T, C / heads)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
+    return exponentials / exponentials.sum(-1, keepdim=True)
+
+
+def multi_head(module: nn.MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """nn.MultiheadAttention of x with itself."""
+    assert module.in_proj_weight is not None
+    query, key, value = (
+        heads_of(x @ weight.T + bias, module.num_heads)
+        for weight, bias in zip(module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3), strict=True)
+    )
+    weights = softmax(torch.einsum("nhqd,nhkd->nhqk", query, key) / math.sqrt(query.shape[-1]))
+    joined = torch.einsum("nhqk,nhkd->nqhd", weights, value).flatten(2)
+    return weights, joined @ module.out_proj.weight.T + module.out_proj.bias
+
+
+def timm_vit(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The ViT attention of timm: one projection, heads within each third."""
+    query, key, value = (
+        heads_of(part, module.num_heads) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1)
+    )
+    weights = softmax(torch.einsum("nhqd,nhkd->nhqk", query, key) * query.shape[-1] ** -0.5)
+    joined = torch.einsum("nhqk,nhkd->nqhd", weights, value).flatten(2)
+    return weights, joined @ module.proj.weight.T + module.proj.bias
+
+
+def windowed(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Swin: windows of a rolled map, a bias for each relative position, no look across the seam."""
+    side = module.window_size[0]
+    tall, wide = x.shape[1:3]
+    padded = functional.pad(x, (0, 0, 0, -wide % side, 0, -tall % side))
+    count, height, width, channels = padded.shape
+    down, right = (by if size > side else 0 for by, size in zip(module.shift_size, (height, width), strict=True))
+    rolled = padded.roll((-down, -right), (1, 2))
+    reach = 2 * side - 1
+    bias = torch.zeros(module.num_heads, side * side, side * side, dtype=x.dtype)
+    for a in range(side * side):
+        for b in range(side * side):
+            place = (a // side - b // side + side - 1) * reach + a % side - b % side + side - 1
+            bias[:, a, b] = module.relative_position_bias_table[place].detach()
+    corners = [(r, top, left) for r in range(count) for top in range(0, height, side) for left in range(0, width, side)]
+    found, values = [], []
+    for row, top, left in corners:
+        window = rolled[row, top : top + side, left : left + side].reshape(1, side * side, channels)
+        query, key, value = (
+            heads_of(part, module.num_heads)[0]
+            for part in (window @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1)
+        )
+        # Within a window that holds the seam only what lay together before the roll looks at each other.
+        parts = [
+            (down > 0 and top + at // side >= height - down, right > 0 and left + at % side >= width - right)
+            for at in range(side * side)
+        ]
+        apart = torch.tensor([[one != other for other in parts] for one in parts])
+        scores = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
+        found.append(softmax(scores + bias - 100.0 * apart))
+        values.append(value)
+    weights = torch.stack(found)
+    out = torch.zeros_like(rolled)
+    joined = (weights @ torch.stack(values)).transpose(1, 2).flatten(2) @ module.proj.weight.T + module.proj.bias
+    for (row, top, left), window in zip(corners, joined, strict=True):
+        out[row, top : top + side, left : left + side] = window.view(side, side, channels)
+    return weights, out.roll((down, right), (1, 2))[:, :tall, :wide]
+
+
+class Functional(nn.Module):
+    """Attention within a block whose class says nothing of it: a causal one and one with fewer keys' heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (heads_of(part, 4) for part in self.qkv(x).chunk(3, -1))
+        causal = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.5)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        mask[0] = False  # this query may look at nothing
+        mask[2, 1] = False
+        shared = functional.scaled_dot_product_attention(
+            query, key[:, :2], value[:, :2], attn_mask=mask, enable_gqa=True
+        )
+        out: Tensor = self.head((causal + shared).transpose(1, 2).flatten(2).mean(1))
+        return out
+
+
+class FoldedAttention(nn.Module):
+    """Rows and heads in one axis, softmax by a part of its own, weights that are overwritten later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.qkv = nn.Linear(8, 24)
+        self.soft = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (heads_of(part, 2).flatten(0, 1) for part in self.qkv(x).chunk(3, -1))
+        weights = self.soft(query @ key.transpose(1, 2))
+        out = weights @ value
+        weights.zero_() if not weights.requires_grad else None
+        return out.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2)
+
+
+class Folded(nn.Module):
+    """Holds attention that folds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FoldedAttention()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.attention(x).mean(1))
+        return out
+
+
+def folded(module: FoldedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    query, key, value = (heads_of(part, 2) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1))
+    weights = softmax(query @ key.transpose(2, 3))
+    return weights, (weights @ value).transpose(1, 2).flatten(2)
+
+
+class Careless(nn.Module):
+    """A kernel that leaves weights out at random, evaluated or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @torch.inference_mode()  # operations come whole: dropout hides in the kernel
+    def forward(self, x: Tensor) -> Tensor:
+        y = heads_of(self.linear(x), 2)
+        return functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5).transpose(1, 2).flatten(2)
+
+
+def timm_net(fused: bool) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        net = timm.create_model("vit_tiny_patch16_224", pretrained=False, img_size=32, depth=2, num_classes=5)
+        for block in net.blocks:
+            block.attn.fused_attn = fused
+        return seeded(net, 5)
+
+    return build
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the shape of its row, which of its layers attend, their attention by hand, and how ours sees it."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    layers: tuple[str, ...]
+    hand: Hand
+    how: str
+
+
+SELF = "encoder.layers.encoder_layer_{}.self_attention"
+CASES = {
+    "vit": Case(vit, (3, 32, 32), (SELF.format(0), SELF.format(1)), multi_head, "recomputed"),
+    "encoder": Case(
+        lambda: seeded(Encoder(), 6),
+        (5, 8),
+        ("layers.layers.0.self_attn", "layers.layers.1.self_attn"),
+        multi_head,
+        "recomputed",
+    ),
+    "timm fused": Case(timm_net(True), (3, 32, 32), ("blocks.0.attn", "blocks.1.attn"), timm_vit, "recomputed"),
+    "timm": Case(timm_net(False), (3, 32, 32), ("blocks.0.attn", "blocks.1.attn"), timm_vit, "observed"),
+    "swin": Case(
+        swin,
+        (3, 32, 48),
+        ("features.1.0.attn", "features.1.1.attn", "features.3.0.attn", "features.3.1.attn"),
+        windowed,
+        "observed",
+    ),
+    "folded": Case(lambda: seeded(Folded(), 7), (5, 8), ("attention",), folded, "observed"),
+}
+
+
+def prepared(case: Case, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Catalog, Tensor]:
+    """A model with frozen weights, its catalogue, a batch of rows."""
+    module = case.build().to(dtype).eval().requires_grad_(False)
+    x = torch.randn(ROWS, *case.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return module, surveyed(module, *case.shape, dtype=dtype), x
+
+
+def surveyed(module: nn.Module, *shape: int, dtype: torch.dtype = torch.float32) -> Catalog:
+    specs = (InputSpec("x", shape, str(dtype).removeprefix("torch.")),)
+    return survey(module, specs, lambda rows: module(*rows.values()), torch.device("cpu"), 0, dtype)
+
+
+def plan_for(catalog: Catalog, *texts: str, objective: Objective | None = None) -> Plan:
+    return resolve([parse(text) for text in texts], catalog, objective=objective)
+
+
+def run(module: nn.Module, plan: Plan, x: Tensor) -> dict[str, Tensor]:
+    """The project's results, by key."""
+    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
+    taken = FeatureExtractor(module).shared(lambda: module(x), [share], len(x)).of(share)
+    return {result.key: taken[result.capture].values for result in plan.results}
+
+
+def entered(module: nn.Module, layer: str, x: Tensor) -> Tensor:
+    """What entered a layer, whatever number of times it was handed over."""
+    seen = record(module, x)
+    return seen.get((layer, 0, (), "input"), seen.get((layer, 0, ("0",), "input"), torch.empty(0)))
+
+
+@contextmanager
+def by_hand(module: nn.Module, case: Case, kept: dict[str, Tensor]) -> Iterator[None]:
+    """Every attention of a model replaced by the one written here, its weights kept in the graph."""
+
+    def replaced(layer: str) -> Callable[..., Any]:
+        def after(part: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            weights, result = case.hand(part, args[0])
+            kept[layer] = weights
+            torch.testing.assert_close(result, out[0] if isinstance(out, tuple) else out)
+            return (result, None) if isinstance(out, tuple) else result
+
+        return after
+
+    handles = [module.get_submodule(layer).register_forward_hook(replaced(layer)) for layer in case.layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def same_state(module: nn.Module) -> list[Any]:
+    """What must be after a request as it was before it."""
+    flags = [(part.training, getattr(part, "fused_attn", None), "forward" in vars(part)) for part in module.modules()]
+    return [flags, hooks.count(module), _get_current_dispatch_mode(), _get_current_function_mode()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights(name: str) -> None:
+    """Every layer that attends shows what its queries and keys give; no other layer does."""
+    case = CASES[name]
+    module, catalog, x = prepared(case)
+    found = run(module, plan_for(catalog, "*:attention"), x)
+    assert list(found) == [f"{layer}:attention" for layer in case.layers]
+    for layer in case.layers:
+        (leaf,) = catalog.layers[layer].calls[0].at("attention").leaves
+        weights, _ = case.hand(module.get_submodule(layer), entered(module, layer, x))
+        assert weights.std() > 0.01
+        torch.testing.assert_close(found[f"{layer}:attention"], weights)
+        assert leaf.shape_for(ROWS) == weights.shape
+        assert (leaf.row_axis, leaf.mixed, leaf.layout, leaf.how) == (0, False, None, case.how)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    """The gradient at every layer's weights is that of the same model with attention written by hand."""
+    case = CASES[name]
+    module, catalog, x = prepared(case, torch.float64)
+    kept: dict[str, Tensor] = {}
+    with by_hand(module, case, kept):
+        out = module(x.clone().requires_grad_())
+    truth = torch.autograd.grad(out.log_softmax(1)[:, 1].neg().sum(), [kept[layer] for layer in case.layers])
+    before = same_state(module)
+    objective = Objective("cross_entropy", 1)
+    found = run(module, plan_for(catalog, "*:attention_grad", "*:attention", ".", objective=objective), x)
+    assert same_state(module) == before
+    for layer, gradient in zip(case.layers, truth, strict=True):
+        assert gradient.abs().max() > 1e-7
+        torch.testing.assert_close(found[f"{layer}:attention_grad"], gradient.float(), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(found[f"{layer}:attention"], kept[layer].detach().float())
+    torch.testing.assert_close(found["."], out.detach().float())
+
+
+def test_finite_differences() -> None:
+    """Along random directions of the weights the objective grows as the gradient says."""
+    case = CASES["timm"]
+    module, catalog, x = prepared(case, torch.float64)
+    found = run(module, plan_for(catalog, "*:attention_grad", objective=Objective("logit", 2)), x)
+    for number, layer in enumerate(case.layers):
+        gradient = found[f"{layer}:attention_grad"].double()
+        direction = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(number)).double()
+        dropout = module.get_submodule(layer).attn_drop  # the softmax's result passes it
+        scores = []
+        for step in (1e-5, -1e-5):
+            handle = dropout.register_forward_hook(lambda part, args, out, by=step * direction: out + by)
+            scores.append(module(x)[:, 2].sum())
+            handle.remove()
+        slope = float(scores[0] - scores[1]) / 2e-5
+        assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_is_untouched(name: str) -> None:
+    """Who asks for attention gets everything else bit for bit as who does not, and leaves the model as it was."""
+    case = CASES[name]
+    module, catalog, x = prepared(case)
+    before = same_state(module)
+    others = [f"*:{site}" for site in ("output", "input")]
+    without = run(module, plan_for(catalog, ".", *others), x)
+    having = run(module, plan_for(catalog, ".", *others, "*:attention"), x)
+    assert same_state(module) == before
+    assert all(torch.equal(having[key], value) for key, value in without.items())
+    if name != "encoder":  # any hook at all takes PyTorch's encoder off its fused path
+        with torch.inference_mode():
+            assert torch.equal(having["."], module(x))
+
+
+@pytest.mark.parametrize("name", ["vit", "timm fused", "swin"])
+def test_graph_is_untouched(name: str) -> None:
+    """So it is in a forward that is differentiated elsewhere."""
+    case = CASES[name]
+    module, catalog, x = prepared(case)
+    texts = [".", f"{case.layers[0]}:grad_input"]
+    objective = Objective("logit", "top")
+    without = run(module, plan_for(catalog, *texts, objective=objective), x)
+    having = run(module, plan_for(catalog, *texts, "*:attention", objective=objective), x)
+    assert all(torch.equal(having[key], value) for key, value in without.items())
+    weights, _ = case.hand(module.get_submodule(case.layers[1]), entered(module, case.layers[1], x))
+    torch.testing.assert_close(having[f"{case.layers[1]}:attention"], weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("site", ["attention", "attention_grad"])
+def test_rows_are_their_own(name: str, site: str) -> None:
+    """Rows of several requests in one forward each get what they get alone."""
+    case = CASES[name]
+    module, catalog, x = prepared(case)
+    objective = Objective("sum") if site == "attention_grad" else None
+    plans = [
+        plan_for(catalog, f"{case.layers[row % len(case.layers)]}:{site}", objective=objective) for row in range(ROWS)
+    ]
+    shares = [Share(row, row + 1, plan.captures, (), plan.goal) for row, plan in enumerate(plans)]
+    taken = FeatureExtractor(module).shared(lambda: module(x), shares, ROWS)
+    for row, (plan, share) in enumerate(zip(plans, shares, strict=True)):
+        (alone,) = run(module, plan, x[row : row + 1]).values()
+        (together,) = taken.of(share).values()
+        torch.testing.assert_close(together.values, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_functions_in_a_block() -> None:
+    """Two attentions of one call are told apart by number; masks, causality and shared heads are heeded."""
+    module = seeded(Functional(), 8).eval()
+    catalog = surveyed(module, 5, 8)
+    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
+    query, key, _ = (heads_of(part, 4) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1))
+    later = torch.ones(5, 5).triu(1).bool()
+    causal = softmax((query @ key.transpose(2, 3) * 0.5).masked_fill(later, -math.inf))
+    masked = query @ key[:, [0, 0, 1, 1]].transpose(2, 3) / math.sqrt(2)
+    masked[:, :, 2, 1] = -math.inf
+    masked = softmax(masked)
+    masked[:, :, 0] = 0.0
+    found = run(module, plan_for(catalog, ".:attention"), x)
+    assert list(found) == [".[0]:attention", ".[1]:attention"]
+    torch.testing.assert_close(found[".[0]:attention"], causal.detach())
+    torch.testing.assert_close(found[".[1]:attention"], masked.detach())
+
+
+def test_functional_gradients() -> None:
+    """The gradients of two attentions of one call, by finite differences of what the weights do after them."""
+    module = seeded(Functional(), 8).double().eval().requires_grad_(False)
+    catalog = surveyed(module, 5, 8, dtype=torch.float64)
+    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1)).double()
+    found = run(module, plan_for(catalog, ".:attention_grad", objective=Objective("sum")), x)
+    value = heads_of((x @ module.qkv.weight.T + module.qkv.bias)[..., 16:], 4)
+    # The objective is linear in the weights: a weight counts by how its value reaches the head.
+    reach = heads_of(module.head.weight.sum(0).view(1, 1, 8) / 5, 4)
+    torch.testing.assert_close(
+        found[".[0]:attention_grad"], (reach @ value.transpose(2, 3)).expand(ROWS, 4, 5, 5).float()
+    )
+    truth = (reach @ value[:, [0, 0, 1, 1]].transpose(2, 3)).expand(ROWS, 4, 5, 5).float()
+    torch.testing.assert_close(found[".[1]:attention_grad"], truth)
+
+
+@pytest.mark.parametrize("pool", ["none", "flatten"])
+def test_pools(pool: str) -> None:
+    """As it is, or a row's in one line, windows and all."""
+    module, catalog, x = prepared(CASES["swin"])
+    layer = CASES["swin"].layers[1]
+    selector = parse(f"{layer}:attention")
+    plan = resolve([_reduced(selector, pool=pool)], catalog)
+    (found,) = run(module, plan, x).values()
+    weights, _ = windowed(module.get_submodule(layer), entered(module, layer, x))
+    torch.testing.assert_close(found, weights if pool == "none" else weights.view(ROWS, -1))
+    assert found.shape == plan.results[0].capture.shape(ROWS)
+
+
+@pytest.mark.parametrize("options", [{"pool": "mean"}, {"pool": "cls"}, {"channels": (0,)}, {"tokens": (0,)}])
+def test_other_reductions_are_refused(options: dict[str, Any]) -> None:
+    """What is averaged over axes that nobody named means nothing."""
+    _, catalog, _ = prepared(CASES["timm"])
+    with pytest.raises(RequestError):
+        resolve([_reduced(parse("blocks.0.attn:attention"), **options)], catalog)
+
+
+def _reduced(selector: Any, **options: Any) -> Any:
+    return type(selector)(**{**vars(selector), "reduction": type(selector.reduction)(**options)})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says", "hint"),
+    [
+        ("vit", "conv_proj:attention", "computes no attention", SELF.format(0)),
+        ("vit", "conv_*:attention", "computes no attention", SELF.format(1)),
+        ("vit", f"{SELF.format(0)}.out_proj:attention", "never runs", SELF.format(0)),
+        ("vit", f"{SELF.format(0)}[1]:attention", "single tensor", "path"),
+        ("vit", f"{SELF.format(0)}:attention_grad", "objective", "logit"),
+        ("timm", "blocks.0.attn.qkv:attention_grad", "computes no attention", "blocks.1.attn"),
+    ],
+)
+def test_refusals(name: str, text: str, says: str, hint: str) -> None:
+    """Who asks for attention where there is none learns where there is."""
+    _, catalog, _ = prepared(CASES[name])
+    with pytest.raises(RequestError, match=says) as caught:
+        plan_for(catalog, text)
+    assert hint in caught.value.hint
+
+
+def test_models_without_attention() -> None:
+    """A convolution has none, nor has a model of them."""
+    catalog = surveyed(seeded(Chain(), 1).eval(), 3, 8, 8)
+    with pytest.raises(RequestError, match="attention") as caught:
+        plan_for(catalog, "conv:attention")
+    assert caught.value.hint == "no layer of this model does"
+
+
+def test_attention_is_not_changed() -> None:
+    """Weights are looked at, not intervened on."""
+    _, catalog, _ = prepared(CASES["timm"])
+    change = Intervention(parse("blocks.0.attn:attention"), Operation("zero"))
+    with pytest.raises(RequestError, match="not possible"):
+        resolve([parse(".")], catalog, [change])
+
+
+def test_unexplained_outputs_are_refused() -> None:
+    """Where the weights do not give what the kernel returned nobody gets them."""
+    module = seeded(Careless(), 1).eval()
+    catalog = surveyed(module, 5, 8)
+    before = same_state(module)
+    with pytest.raises(InputError, match="differ"):
+        run(module, plan_for(catalog, ".:attention"), torch.randn(ROWS, 5, 8))
+    assert same_state(module) == before
+
+
+@pytest.mark.parametrize("site", ["attention", "attention_grad"])
+def test_a_forward_left_midway(site: str) -> None:
+    """Nothing is left on the model, nor around it, when the forward ends inside attention."""
+    case = CASES["timm fused"]
+    module, catalog, x = prepared(case)
+    before = same_state(module)
+    objective = Objective("sum") if site == "attention_grad" else None
+    plan = plan_for(catalog, f"blocks.1.attn:{site}", "blocks.1.attn.qkv", objective=objective)
+    share = Share(0, ROWS + 1, plan.captures, (), plan.goal)
+    with pytest.raises(InputError, match="qkv"):  # a row fewer than was said
+        FeatureExtractor(module).shared(lambda: module(x), [share], ROWS + 1)
+    assert same_state(module) == before
+    handle = module.get_submodule("blocks.1.attn.proj").register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(module, plan_for(catalog, f"*:{site}", objective=objective), x)
+    handle.remove()
+    assert same_state(module) == before
+
+
+def test_gradients_of_attention_run_alone() -> None:
+    """Unfused attention is rounded otherwise: no neighbour shares its forward."""
+    _, catalog, _ = prepared(CASES["vit"])
+    layer = CASES["vit"].layers[0]
+    objective = Objective("sum")
+    assert plan_for(catalog, f"{layer}:attention", f"{layer}:grad_input", objective=objective).shares
+    assert not plan_for(catalog, f"{layer}:attention_grad", objective=objective).shares

@@ -1,0 +1,69 @@
+"""Attention over HTTP: weights in every format, beside requests that want none."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.support import Json, arrays_of, npy, problem, raw
+
+ROWS = np.random.default_rng(3).normal(size=(3, 5, 8)).astype(np.float32)
+
+
+def asked(layers: str, **query: str) -> Json:
+    """A raw request to the encoder."""
+    return raw(npy(ROWS), "application/x-npy", model="encoder", layers=layers, **query)
+
+
+@pytest.mark.parametrize("form", ["json", "npz", "safetensors"])
+def test_weights(live: Live, form: str) -> None:
+    """For each row and head a distribution over keys for each query; nothing else of the reply changes."""
+    listed = live.client.get("/models/encoder/layers").json()["layers"]
+    names = [layer["name"] for layer in listed if layer.get("attention")]
+    assert names
+    plain = arrays_of(live.client.post("/extract", **asked(".,*", format=form, encoding="base64")))
+    reply = live.client.post("/extract", **asked(".,*,*:attention", format=form, encoding="base64"))
+    found = arrays_of(reply)
+    weights = {key: value for key, value in found.items() if key.endswith(":attention")}
+    assert [key.removesuffix(":attention") for key in weights] == names
+    for value in weights.values():
+        assert (value.shape[0], value.shape[2:]) == (3, (5, 5))
+        np.testing.assert_allclose(value.sum(-1), 1.0, rtol=1e-5)
+        assert value.std() > 0.01
+    assert all(np.array_equal(found[key], value) for key, value in plain.items())
+
+
+def test_receipts(live: Live) -> None:
+    """Where weights came from is told; of other results there is nothing to tell."""
+    receipts = live.client.post("/extract", **asked(".,*:attention")).json()["receipts"]
+    told = {key: receipt.get("how") for key, receipt in receipts.items()}
+    assert told.pop(".") is None
+    assert set(told.values()) <= {"observed", "recomputed"}
+    graded = live.client.post("/extract", **asked("*:attention_grad", objective="sum")).json()["receipts"]
+    assert {receipt["how"] for receipt in graded.values()} == {"unfused"}
+
+
+def test_in_company(live: Live) -> None:
+    """Whoever asks for weights, their gradients or outputs at the same time gets what it gets alone."""
+    wishes = [
+        asked("*:attention", format="npz"),
+        asked("*:attention_grad", format="npz", objective="sum"),
+        asked(".", format="npz"),
+        asked(".:grad_input", format="npz", objective="mean"),
+    ]
+    alone = [arrays_of(live.client.post("/extract", **wish)) for wish in wishes]
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda wish: live.client.post("/extract", **wish), wishes * 6))
+    for place, reply in enumerate(replies):
+        for key, value in arrays_of(reply).items():
+            np.testing.assert_allclose(value, alone[place % 4][key], rtol=1e-4, atol=1e-6, err_msg=key)
+
+
+def test_refused(live: Live) -> None:
+    """A layer without attention, and an objective that is missing."""
+    told = problem(live.client.post("/extract", **asked("norm:attention")), 422)
+    assert "attention" in told["detail"] or "layer" in told["detail"]
+    problem(live.client.post("/extract", **asked("*:attention_grad")), 422)
