@@ -5,6 +5,7 @@ Each function takes float arrays with rows first and gives a new float32 array.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 from typing import Any
 
@@ -38,6 +39,79 @@ def saliency(gradients: Array, leaf: Leaf) -> Array:
     """
     found: Array = np.abs(_channels_first(gradients.astype(np.float32), leaf)).max(1)
     return found
+
+
+def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
+    """How much each patch reaches the answer through all layers: their attention, with the shortcut, multiplied up.
+
+    ``layers`` are (N, T, T) in the order of the forward, one weight for each pair of tokens, 0 and above; of each row's
+    matrix the lowest share ``discard`` is taken for 0. The result is (N, H, W) over the grid of patches: what the first
+    of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and Zuidema, "Quantifying
+    attention flow in transformers", 2020, section 3.
+    """
+    found: Array | None = None
+    for layer in layers:
+        mixed = _without_lowest(layer, discard) + np.eye(layer.shape[-1], dtype=np.float32)
+        mixed = mixed / mixed.sum(-1, keepdims=True)
+        found = mixed if found is None else mixed @ found
+    if found is None:
+        raise ValueError("a rollout is over one layer or more")
+    seen = found[:, 0] if prefix else found.mean(1)
+    patches = seen[:, prefix:]
+    side = isqrt(patches.shape[1])
+    return patches.reshape(len(patches), side, side)
+
+
+def mean_attention(weights: Array) -> Array:
+    """(N, heads, T, T) to (N, T, T): the mean over heads."""
+    found: Array = weights.astype(np.float32).mean(1)
+    return found
+
+
+def relevant_attention(weights: Array, gradients: Array) -> Array:
+    """(N, heads, T, T) to (N, T, T): the mean over heads of weight times gradient, where that is above 0.
+
+    Chefer et al., "Generic attention-model explainability", 2021, equation 5.
+    """
+    found: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
+    return found
+
+
+def attentions(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, Leaf]]:
+    """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
+    found = [
+        (call.attention.order, HookPoint(layer.name, number, leaf.path, "attention"), leaf)
+        for layer in catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        if call.attention is not None
+        for leaf in call.attention.leaves
+    ]
+    found.sort(key=lambda each: each[0])
+    if len({leaf.shape[-2:] for _, _, leaf in found}) != 1 or not all(
+        _is_of_patches(leaf, prefix) for *_, leaf in found
+    ):
+        raise SelectorError(
+            "this model's attention is not over one grid of patches in every layer, so it can't be rolled out",
+            hint="use method 'grad_cam' or 'saliency'",
+        )
+    return [(point, leaf) for _, point, leaf in found]
+
+
+def _is_of_patches(leaf: Leaf, prefix: int) -> bool:
+    queries, keys = leaf.shape[-2:]
+    patches = keys - prefix
+    whole = leaf.per_row == 1 and not leaf.mixed and queries == keys
+    return whole and patches > 0 and isqrt(patches) ** 2 == patches
+
+
+def _without_lowest(layer: Array, share: float) -> Array:
+    flat = layer.reshape(len(layer), -1)
+    count = int(flat.shape[1] * share)
+    if not count:
+        return layer
+    kept = flat.copy()
+    np.put_along_axis(kept, np.argpartition(flat, count - 1, axis=1)[:, :count], 0.0, axis=1)
+    return kept.reshape(layer.shape)
 
 
 def is_map(leaf: Leaf) -> bool:

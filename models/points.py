@@ -22,7 +22,7 @@ EDITABLE = frozenset[Site]({"output", "input", "grad_output"})
 Pool = Literal["none", "mean", "max", "gem", "cls", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
 ObjectiveKind = Literal["logit", "probability", "cross_entropy", "kl_div", "sum", "mean", "layer"]
-Method = Literal["grad_cam", "saliency"]
+Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout"]
 ReplyDType = Literal["float32", "float16", "int8"]
 Stat = Literal["mean", "std", "min", "max", "l2", "zeros", "nonfinite", "histogram"]
 STATS: tuple[Stat, ...] = get_args(Stat)
@@ -142,10 +142,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A map that is asked for: how it is made, and of which layer (None: the method's own choice)."""
+    """A map that is asked for: how it is made, and of which layer (None: the method's own choice).
+
+    ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not including, 1.
+    """
 
     method: Method
     selector: Selector | None = None
+    discard: float | None = None
 
 
 def path_text(path: tuple[str, ...]) -> str:

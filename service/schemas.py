@@ -302,10 +302,12 @@ class ExplainBody(RequestBody):
 
     method: Method
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
 
     def explanation(self) -> Explanation:
         """What is asked for; SelectorError where the layer is no selector."""
-        return Explanation(self.method, parse(self.layer) if self.layer is not None else None)
+        selector = parse(self.layer) if self.layer is not None else None
+        return Explanation(self.method, selector, self.discard_ratio)
 
 
 def _good(bodies: Sequence[B], name: str, read: Callable[[B], T]) -> list[T]:
@@ -393,7 +395,8 @@ HINTS = {
     "dtype": "use float32, float16 or int8",
     "stats": f"use true, or some of {', '.join(STATS)}",
     "op": "use zero, scale, add, clamp, replace or noise",
-    "method": "use grad_cam or saliency",
+    "method": "use grad_cam, saliency, attention_rollout or gradient_rollout",
+    "discard_ratio": "use 0 up to, not including, 1",
     "kind": "use logit, probability, cross_entropy, kl_div, sum, mean or layer",
     "objective": 'write "objective": {"kind": "logit", "class": "top"}',
     "interventions": 'write "interventions": [{"layer": "NAME", "op": "zero"}]',

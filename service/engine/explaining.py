@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from models import explanations, fingerprint
-from models.catalog import Catalog, Leaf
+from models.catalog import Leaf
 from models.errors import SelectorError, quoted
-from models.points import Explanation, HookPoint, Method, Objective, Selector, path_text
+from models.loaded import LoadedModel
+from models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site, path_text
 from models.selectors import find
 from service.engine.engine import Engine, SizeCheck
 from service.engine.job import Ask
 from service.features import Array, Features
 
-VALUES, GRADIENTS = "values", "gradients"
+VALUES, SLOPES = "values", "slopes"
 TOP = Objective("logit", "top")
+Spot = tuple[HookPoint, Leaf]
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What was captured for a method: spot by spot, in the order of the forward; empty where it wants none."""
+
+    values: Sequence[Array]
+    slopes: Sequence[Array]
+    leaf: Leaf
+    prefix: int
+    discard: float
 
 
 @dataclass(frozen=True)
 class _Method:
-    """Where a method looks, whether it wants the values there beside their gradients, what it makes of them."""
+    """Where a method looks, at which sites of each spot, and what it makes of that."""
 
-    place: Callable[[Explanation, Catalog], tuple[HookPoint, Leaf]]
-    values: bool
-    make: Callable[[Mapping[str, Array], Leaf], Array]
+    spots: Callable[[Explanation, LoadedModel], list[Spot]]
+    sites: Mapping[str, Site]
+    make: Callable[[_Captured], Array]
 
 
 async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck) -> Features:
@@ -35,59 +48,100 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
     """
     model = await engine.fleet.model(ask.model, ask.deadline)
     method = METHODS[wanted.method]
-    point, leaf = method.place(wanted, model.catalog)
-    sites = ({VALUES: "output"} if method.values else {}) | {GRADIENTS: f"grad_{point.site}"}
+    spots = method.spots(wanted, model)
+    if wanted.discard is not None and method.spots is not _attentions:
+        raise SelectorError("'discard_ratio' is for rollouts", hint="leave it out")
+    graded = bool(GRADIENTS & set(method.sites.values()))
     asked = replace(
         ask,
-        selectors=tuple(_selector(point, alias, site) for alias, site in sites.items()),
-        objective=ask.objective or TOP,
+        selectors=tuple(
+            _selector(point, f"{name}{place}", site)
+            for place, (point, _) in enumerate(spots)
+            for name, site in method.sites.items()
+        ),
+        objective=ask.objective or (TOP if graded else None),
     )
     features = await engine.extract(asked, fits)
-    return await engine.off_loop(partial(_made, features, wanted.method, leaf), ask.deadline)
+    return await engine.off_loop(partial(_made, features, wanted, spots, model.prefix_tokens), ask.deadline)
 
 
-def _made(features: Features, name: Method, leaf: Leaf) -> Features:
-    array = METHODS[name].make(features.arrays, leaf)
-    receipt = features.receipts[GRADIENTS]
-    told = fingerprint.of_explanation(name, (each.fingerprint for each in features.receipts.values()))
+def _made(features: Features, wanted: Explanation, spots: Sequence[Spot], prefix: int) -> Features:
+    def all_of(name: str) -> list[Array]:
+        return [features.arrays[f"{name}{place}"] for place in range(len(spots)) if f"{name}{place}" in features.arrays]
+
+    captured = _Captured(all_of(VALUES), all_of(SLOPES), spots[0][1], prefix, wanted.discard or 0.0)
+    how = [wanted.method] + ([f"discard {wanted.discard}"] if wanted.discard else [])
+    told = fingerprint.of_explanation(" ".join(how), (each.fingerprint for each in features.receipts.values()))
+    receipt = next(reversed(features.receipts.values()))
     return replace(
         features,
         fingerprint=told,
-        arrays={name: array},
-        receipts={name: replace(receipt, layout="NHW", fingerprint=told)},
+        arrays={wanted.method: METHODS[wanted.method].make(captured)},
+        receipts={wanted.method: replace(receipt, layout="NHW", fingerprint=told)},
     )
 
 
-def _selector(point: HookPoint, alias: str, site: str) -> Selector:
+def _selector(point: HookPoint, alias: str, site: Site) -> Selector:
     text = f"{point.layer}#{point.call}{path_text(point.path)}:{site}"
-    return Selector(text, point.layer, point.call, point.path, site, alias=alias)  # type: ignore[arg-type]
+    return Selector(text, point.layer, point.call, point.path, site, alias=alias)
 
 
-def _layer(wanted: Explanation, catalog: Catalog) -> tuple[HookPoint, Leaf]:
+def _layer(wanted: Explanation, model: LoadedModel) -> list[Spot]:
     """The layer asked for, else the last one that returns a map."""
     if wanted.selector is None:
-        return explanations.last_map(catalog)
-    found, _ = find(wanted.selector, catalog)
+        return [explanations.last_map(model.catalog)]
+    found, _ = find(wanted.selector, model.catalog)
     maps = [item for item in found if explanations.is_map(item.leaf) and item.point.site == "output"]
     if len(maps) != 1:
         raise SelectorError(
             f"{quoted(wanted.selector.text)} names {len(maps)} outputs that are maps", hint="name one layer of maps"
         )
-    return maps[0].point, maps[0].leaf
+    return [(maps[0].point, maps[0].leaf)]
 
 
-def _input(wanted: Explanation, catalog: Catalog) -> tuple[HookPoint, Leaf]:
+def _input(wanted: Explanation, model: LoadedModel) -> list[Spot]:
     """The model's input."""
-    if wanted.selector is not None:
-        raise SelectorError("saliency is of the model's input", hint="leave 'layer' out, or use method 'grad_cam'")
-    leaves = catalog.layers["."].calls[0].input.leaves
+    _no_layer(wanted)
+    leaves = model.catalog.layers["."].calls[0].input.leaves
     maps = [leaf for leaf in leaves if explanations.is_map(leaf)]
     if not maps:
         raise SelectorError("this model takes no pictures")
-    return HookPoint(".", 0, maps[0].path, "input"), maps[0]
+    return [(HookPoint(".", 0, maps[0].path, "input"), maps[0])]
+
+
+def _attentions(wanted: Explanation, model: LoadedModel) -> list[Spot]:
+    """Every layer's attention."""
+    _no_layer(wanted)
+    return explanations.attentions(model.catalog, model.prefix_tokens)
+
+
+def _no_layer(wanted: Explanation) -> None:
+    if wanted.selector is not None:
+        raise SelectorError(
+            f"method {quoted(wanted.method)} takes no layer", hint="leave 'layer' out, or use method 'grad_cam'"
+        )
+
+
+def _attention_rollout(captured: _Captured) -> Array:
+    fused = [explanations.mean_attention(each) for each in captured.values]
+    return explanations.rollout(fused, captured.discard, captured.prefix)
+
+
+def _gradient_rollout(captured: _Captured) -> Array:
+    pairs = zip(captured.values, captured.slopes, strict=True)  # by layer: a backward meets them in the other order
+    fused = [explanations.relevant_attention(*each) for each in pairs]
+    return explanations.rollout(fused, captured.discard, captured.prefix)
 
 
 METHODS: dict[Method, _Method] = {
-    "grad_cam": _Method(_layer, True, lambda found, leaf: explanations.grad_cam(found[VALUES], found[GRADIENTS], leaf)),
-    "saliency": _Method(_input, False, lambda found, leaf: explanations.saliency(found[GRADIENTS], leaf)),
+    "grad_cam": _Method(
+        _layer,
+        {VALUES: "output", SLOPES: "grad_output"},
+        lambda captured: explanations.grad_cam(captured.values[0], captured.slopes[0], captured.leaf),
+    ),
+    "saliency": _Method(
+        _input, {SLOPES: "grad_input"}, lambda captured: explanations.saliency(captured.slopes[0], captured.leaf)
+    ),
+    "attention_rollout": _Method(_attentions, {VALUES: "attention"}, _attention_rollout),
+    "gradient_rollout": _Method(_attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _gradient_rollout),
 }

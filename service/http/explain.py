@@ -15,12 +15,12 @@ from service.http.openapi import EXPLAIN
 from service.schemas import ExplainBody
 
 router = APIRouter()
-DIALECT = Dialect(ExplainBody, COMMON | {"method", "layer"}, "add some")
+DIALECT = Dialect(ExplainBody, COMMON | {"method", "layer", "discard_ratio"}, "add some")
 
 
 @router.post("/explain", tags=["explain"], summary="Maps of what speaks for a model's answer", openapi_extra=EXPLAIN)
 async def explain(request: Request) -> Response:
-    """Grad-CAM of a layer, or saliency at the input, for each picture."""
+    """Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture."""
     engine: Engine = request.app.state.engine
 
     async def cook(order: Order) -> Response:

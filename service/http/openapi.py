@@ -105,6 +105,7 @@ EXPLAIN = _route(
     "ExplainBody",
     _parameter("method", {"enum": list(get_args(Method))}),
     _parameter("layer", {"type": "string", "description": "for grad_cam: the last one that returns a map without it"}),
+    _parameter("discard_ratio", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
 )
 
 

@@ -7,7 +7,16 @@ import pytest
 
 from models.catalog import Leaf
 from models.errors import SelectorError
-from models.explanations import grad_cam, is_map, last_map, saliency
+from models.explanations import (
+    attentions,
+    grad_cam,
+    is_map,
+    last_map,
+    mean_attention,
+    relevant_attention,
+    rollout,
+    saliency,
+)
 from tests.nets import resnet, surveyed, swin, vit
 
 LEAVES = {
@@ -52,6 +61,55 @@ def test_saliency() -> None:
     wanted = np.zeros((1, 2, 4), np.float32)
     wanted[0, 0, 1], wanted[0, 1, 3] = 5.0, 0.5
     assert np.array_equal(saliency(gradients, LEAVES["NCHW"]), wanted)
+
+
+@pytest.mark.parametrize("prefix", [1, 0])
+def test_rollout(prefix: int) -> None:
+    """Layer by layer, entry by entry: attention and shortcut, each half, multiplied in the order of the forward."""
+    tokens = 4 + prefix
+    generator = np.random.default_rng(2)
+    layers = [generator.random((2, tokens, tokens)).astype(np.float32) for _ in range(3)]
+    found = rollout(layers, 0.0, prefix)
+    assert found.shape == (2, 2, 2)
+    for row in range(2):
+        whole = [[float(i == j) for j in range(tokens)] for i in range(tokens)]
+        for layer in layers:
+            step = [[float(layer[row, i, j]) + (i == j) for j in range(tokens)] for i in range(tokens)]
+            step = [[entry / sum(line) for entry in line] for line in step]
+            whole = [
+                [sum(step[i][k] * whole[k][j] for k in range(tokens)) for j in range(tokens)] for i in range(tokens)
+            ]
+        wanted = whole[0] if prefix else [sum(line[j] for line in whole) / tokens for j in range(tokens)]
+        np.testing.assert_allclose(found[row].reshape(-1), wanted[prefix:], rtol=1e-5)
+
+
+def test_discard() -> None:
+    """The lowest share of a layer's entries counts as 0, row by row of the batch."""
+    layer = np.arange(1, 33, dtype=np.float32).reshape(2, 4, 4)
+    cut = layer.copy()
+    cut[0].flat[:8] = 0
+    cut[1].flat[:8] = 0
+    assert np.array_equal(rollout([layer], 0.5, 0), rollout([cut], 0.0, 0))
+    assert not np.array_equal(rollout([layer], 0.0, 0), rollout([cut], 0.0, 0))
+
+
+def test_relevant_attention() -> None:
+    """Only what speaks for the objective, averaged over heads."""
+    weights = np.array([[[[0.5, 0.5]], [[0.2, 0.8]]]], np.float32)
+    gradients = np.array([[[[2.0, -4.0]], [[1.0, 0.5]]]], np.float32)
+    np.testing.assert_allclose(relevant_attention(weights, gradients), [[[0.6, 0.2]]], rtol=1e-6)
+    np.testing.assert_allclose(mean_attention(weights), [[[0.35, 0.65]]], rtol=1e-6)
+
+
+def test_what_can_be_rolled_out() -> None:
+    """Attention over all patches in every layer: not windows, not convolutions."""
+    found = attentions(surveyed(vit(), 3, 32, 32, prefix=1), 1)
+    assert [point.layer for point, _ in found] == [
+        f"encoder.layers.encoder_layer_{number}.self_attention" for number in range(2)
+    ]
+    for factory in (swin, resnet):
+        with pytest.raises(SelectorError, match="rolled out"):
+            attentions(surveyed(factory(), 3, 32, 32), 0)
 
 
 def test_what_is_a_map() -> None:

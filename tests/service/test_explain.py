@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.chain import forward, rows, twin
-from tests.service.support import Array, Json, arrays_of, image, npy, picture, problem, raw, tensor
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
 
 
 def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
@@ -75,6 +78,45 @@ def test_ways_to_send(live: Live) -> None:
     assert arrays_of(two)["saliency"].shape == (2, 32, 32)
 
 
+@pytest.fixture(scope="module")
+def attentive(serve: Serve) -> Iterator[Live]:
+    """A server with a vision transformer: 16 patches and a class token."""
+    spec = ModelSpec("vit", "python:tests.nets:vit", weights="random:3", inputs=(InputSpec("x", (3, 32, 32)),))
+    with serve(configured(spec)) as live:
+        yield live
+
+
+def rolled(layers: list[Array]) -> Array:
+    """What the class token sees through all layers."""
+    whole = np.eye(17)
+    for layer in layers:
+        step = layer + np.eye(17)
+        whole = step / step.sum(-1, keepdims=True) @ whole
+    found: Array = whole[:, 0, 1:].reshape(-1, 4, 4)
+    return found
+
+
+def test_rollouts(attentive: Live) -> None:
+    """Attention, and attention by its gradient, paired layer by layer."""
+    body: Json = {"model": "vit", "inputs": [tensor(row) for row in rows(2, 6)], "encoding": "base64"}
+    names = [f"encoder.layers.encoder_layer_{number}.self_attention" for number in range(2)]
+    layers = [f"{name}:{site}" for site in ("attention", "attention_grad") for name in names]
+    objective = {"kind": "logit", "class": 5}
+    found = arrays_of(attentive.client.post("/extract", json={**body, "layers": layers, "objective": objective}))
+    weights, slopes = ([found[f"{name}:{site}"] for name in names] for site in ("attention", "attention_grad"))
+    reply = attentive.client.post("/explain", json={**body, "method": "attention_rollout"})
+    wanted = rolled([each.mean(1) for each in weights])
+    np.testing.assert_allclose(arrays_of(reply)["attention_rollout"], wanted, rtol=1e-4)
+    reply = attentive.client.post("/explain", json={**body, "method": "gradient_rollout", "objective": objective})
+    wanted = rolled([np.maximum(a * b, 0).mean(1) for a, b in zip(weights, slopes, strict=True)])
+    np.testing.assert_allclose(arrays_of(reply)["gradient_rollout"], wanted, rtol=1e-3, atol=1e-8)
+    crossed = rolled([np.maximum(a * b, 0).mean(1) for a, b in zip(weights, slopes[::-1], strict=True)])
+    assert not np.allclose(wanted, crossed, rtol=1e-3)
+    cut = attentive.client.post("/explain", json={**body, "method": "attention_rollout", "discard_ratio": 0.9})
+    assert cut.json()["fingerprint"] != reply.json()["fingerprint"]
+    assert not np.allclose(arrays_of(cut)["attention_rollout"], arrays_of(reply).get("attention_rollout", 0.0))
+
+
 BAD: dict[str, tuple[Json, str]] = {
     "no method": ({}, "/method"),
     "unknown method": ({"method": "lime"}, "/method"),
@@ -83,6 +125,10 @@ BAD: dict[str, tuple[Json, str]] = {
     "several layers": ({"method": "grad_cam", "layer": "block?"}, ""),
     "a layer for saliency": ({"method": "saliency", "layer": "block1"}, ""),
     "class out of range": ({"method": "saliency", "objective": {"kind": "logit", "class": 10}}, "/objective"),
+    "a model without attention": ({"method": "attention_rollout"}, ""),
+    "a layer for a rollout": ({"method": "gradient_rollout", "layer": "block1"}, ""),
+    "nothing but discarded": ({"method": "attention_rollout", "discard_ratio": 1.0}, "/discard_ratio"),
+    "discarding elsewhere": ({"method": "saliency", "discard_ratio": 0.5}, ""),
     "layers": ({"method": "saliency", "layers": ["pool"]}, "/layers"),
 }
 
