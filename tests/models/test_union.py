@@ -22,7 +22,7 @@ from models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from models.extractor import FeatureExtractor
 from models.loaded import LoadedModel, load
 from models.plan import AVERAGES, Capture
-from models.points import HookPoint, Pool, Reduction, ReplyDType, Side, Site
+from models.points import HookPoint, Pool, Reduction, ReplyDType, Site
 from models.pooling import Reduced, reduce
 from models.spec import InputSpec
 from models.union import (
@@ -92,7 +92,7 @@ def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, Leaf]]:
         (HookPoint(layer.name, number, leaf.path, site), leaf)
         for layer in model.catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for site in get_args(Side)
+        for site in ("output", "input")
         for leaf in call.at(site).leaves
         if not leaf.mixed and leaf.dtype != "complex64"
     ]

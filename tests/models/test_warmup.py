@@ -28,7 +28,7 @@ Rows = Mapping[str, Tensor]
 
 def peak(module: nn.Module, rows: Rows) -> int:
     """Bytes of a forward, in the mode in which forwards run."""
-    with torch.inference_mode():
+    with torch.no_grad():
         return warmup.peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
 
 
@@ -152,7 +152,7 @@ def test_peak_of_other_dtypes() -> None:
 def test_peak_of_several_inputs() -> None:
     """All inputs count."""
     rows = {"a": torch.ones(3, 4), "b": torch.ones(3, dtype=torch.int64)}
-    with torch.inference_mode():
+    with torch.no_grad():
         found = warmup.peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
     assert found == 3 * (4 * 4 + 8 + 4 * 4)
 
@@ -215,7 +215,7 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     before = {key: value.clone() for key, value in rows.items()}
     state = {key: value.clone() for key, value in model.module.state_dict().items()}
     versions = [parameter._version for parameter in model.module.parameters()]
-    with torch.inference_mode():
+    with torch.no_grad():
         found = warmup.peak_bytes(model.forward, rows, model.module, CPU)
     costs = warmup.measure(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
     assert found == costs.row_bytes >= sum(value.nbytes for value in rows.values())
