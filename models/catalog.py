@@ -19,6 +19,11 @@ ITEM_BYTES = {
 }
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of one number of a dtype."""
+    return ITEM_BYTES.get(dtype, 4)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One tensor that enters or leaves a module.
@@ -48,7 +53,7 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Bytes of one row's tensor as the model holds it."""
-        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 4)
+        return prod(self.shape) * item_bytes(self.dtype)
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
         """The shape in a forward of ``rows`` rows."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from models.catalog import Catalog, Leaf, Moment
+from models.catalog import Catalog, Leaf, Moment, item_bytes
 from models.edits import FLOATS, Edit, Goal, check_gradient, edits_of, goal_of
 from models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
 from models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, path_text
 from models.pooling import reduced_shape
 from models.selectors import Found, find
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "int8": 1, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1}
+CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find
 AVERAGES = frozenset({"mean", "gem"})
 
@@ -55,7 +55,7 @@ class Capture:
         """Bytes of the result as an array, the int8 scale included."""
         shape = self.shape(rows)
         scale = 4 * (shape[0] if shape else 1) if self.dtype == "int8" and self.is_float else 0
-        return prod(shape) * ITEM_BYTES[self.dtype] + scale
+        return prod(shape) * item_bytes(self.dtype) + scale
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _moment(catalog: Catalog, point: HookPoint) -> Moment:
 
 def _check(item: Found, how: Reduction) -> None:
     name = quoted(item.point.layer + path_text(item.point.path))
-    if item.leaf.dtype not in ITEM_BYTES and item.leaf.dtype not in FLOATS:
+    if item.leaf.dtype not in CARRIED and item.leaf.dtype not in FLOATS:
         raise SelectorError(f"{name} is of dtype {item.leaf.dtype}, which no reply format carries")
     if how.stats is not None:
         _check_stats(name, item.leaf, how)

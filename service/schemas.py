@@ -112,29 +112,17 @@ class InputBody(_Strict):
         raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
 
 
-class LayerBody(_Strict):
-    """One entry of ``layers`` in its object form; what is None is taken from the request."""
+class PlaceBody(_Strict):
+    """Where in a model: a selector, or its parts by name."""
 
     layer: str | None = Field(None, max_length=MAX_TEXT)
     type: str | None = Field(None, max_length=128)
     call: Call | None = None
     path: str | None = Field(None, max_length=MAX_TEXT)
     site: str | None = Field(None, max_length=32)
-    pool: Pool | None = None
-    normalize: bool | None = None
-    dtype: ReplyDType | None = None
-    channels: Indices | None = None
-    tokens: Indices | None = None
-    stats: Stats = None
-    alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _short(cls, value: Any) -> Any:
-        return {"layer": value} if isinstance(value, str) else value
-
-    def selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
-        """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
+    def place(self) -> Selector:
+        """The selector, with nothing said of what is done there; SelectorError where it makes no sense."""
         if self.layer is None and self.type is None:
             raise SelectorError("an entry needs 'layer' or 'type'")
         parsed = parse(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
@@ -144,20 +132,6 @@ class LayerBody(_Strict):
             path=self._one("path", parsed.path, parse_path(self.path) if self.path is not None else None),
             site=self._site(parsed),
             type=self.type,
-            reduction=self._reduction(Reduction(pool=pool, normalize=normalize, dtype=dtype)),
-            alias=self.alias,
-        )
-
-    def _reduction(self, whole: Reduction) -> Reduction:
-        """What this entry says, and of what it does not say what the request does: not where it is of statistics."""
-        taken = whole if self.stats is None else Reduction()
-        return Reduction(
-            channels=tuple(self.channels) if self.channels is not None else None,
-            tokens=tuple(self.tokens) if self.tokens is not None else None,
-            stats=self.stats,
-            pool=self.pool or taken.pool,
-            normalize=taken.normalize if self.normalize is None else self.normalize,
-            dtype=self.dtype or taken.dtype,
         )
 
     def _site(self, parsed: Selector) -> Any:
@@ -175,17 +149,46 @@ class LayerBody(_Strict):
         return written if given is None else given
 
 
+class LayerBody(PlaceBody):
+    """One entry of ``layers`` in its object form; what is None is taken from the request."""
+
+    pool: Pool | None = None
+    normalize: bool | None = None
+    dtype: ReplyDType | None = None
+    channels: Indices | None = None
+    tokens: Indices | None = None
+    stats: Stats = None
+    alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"layer": value} if isinstance(value, str) else value
+
+    def selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
+        """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
+        reduction = self._reduction(Reduction(pool=pool, normalize=normalize, dtype=dtype))
+        return replace(self.place(), reduction=reduction, alias=self.alias)
+
+    def _reduction(self, whole: Reduction) -> Reduction:
+        """What this entry says, and of what it does not say what the request does: not where it is of statistics."""
+        taken = whole if self.stats is None else Reduction()
+        return Reduction(
+            channels=tuple(self.channels) if self.channels is not None else None,
+            tokens=tuple(self.tokens) if self.tokens is not None else None,
+            stats=self.stats,
+            pool=self.pool or taken.pool,
+            normalize=taken.normalize if self.normalize is None else self.normalize,
+            dtype=self.dtype or taken.dtype,
+        )
+
+
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class InterventionBody(_Strict):
+class InterventionBody(PlaceBody):
     """One entry of ``interventions``: where, and how the value there is changed."""
 
-    layer: str | None = Field(None, max_length=MAX_TEXT)
-    type: str | None = Field(None, max_length=128)
-    call: Call | None = None
-    path: str | None = Field(None, max_length=MAX_TEXT)
-    site: str | None = Field(None, max_length=32)
     op: Op
     by: Number | None = None
     value: Number | None = None
@@ -200,11 +203,8 @@ class InterventionBody(_Strict):
 
     def intervention(self) -> Intervention:
         """What it means; SelectorError, InputError where it makes no sense."""
-        where = LayerBody.model_construct(
-            layer=self.layer, type=self.type, call=self.call, path=self.path, site=self.site
-        )
         return Intervention(
-            where.selector("none", False, "float32"),
+            self.place(),
             Operation(
                 op=self.op,
                 by=self.by,

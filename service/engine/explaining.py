@@ -48,7 +48,7 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
     """
     model = await engine.fleet.model(ask.model, ask.deadline)
     method = METHODS[wanted.method]
-    spots = method.spots(wanted, model)
+    spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
     if wanted.discard is not None and method.spots is not _attentions:
         raise SelectorError("'discard_ratio' is for rollouts", hint="leave it out")
     graded = bool(GRADIENTS & set(method.sites.values()))

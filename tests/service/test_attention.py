@@ -64,6 +64,6 @@ def test_in_company(live: Live) -> None:
 
 def test_refused(live: Live) -> None:
     """A layer without attention, and an objective that is missing."""
-    told = problem(live.client.post("/extract", **asked("norm:attention")), 422)
-    assert "attention" in told["detail"] or "layer" in told["detail"]
-    problem(live.client.post("/extract", **asked("*:attention_grad")), 422)
+    told = problem(live.client.post("/extract", **asked("head:attention")), 422)
+    assert "no attention" in told["detail"]
+    assert "objective" in problem(live.client.post("/extract", **asked("*:attention_grad")), 422)["detail"]
