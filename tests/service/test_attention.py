@@ -28,7 +28,8 @@ def test_weights(live: Live, form: str) -> None:
     reply = live.client.post("/extract", **asked(".,*,*:attention", format=form, encoding="base64"))
     found = arrays_of(reply)
     weights = {key: value for key, value in found.items() if key.endswith(":attention")}
-    assert [key.removesuffix(":attention") for key in weights] == names
+    # A reader of safetensors gives names in no order.
+    assert {key.removesuffix(":attention") for key in weights} == set(names)
     for value in weights.values():
         assert (value.shape[0], value.shape[2:]) == (3, (5, 5))
         np.testing.assert_allclose(value.sum(-1), 1.0, rtol=1e-5)
