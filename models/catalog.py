@@ -119,12 +119,15 @@ class Catalog:
     """Every layer by name, in execution order, those that never run last; for one shape of input.
 
     ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch.
+    ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
+    has the tensors that follow from that layer's output alone.
     """
 
     layers: Mapping[str, Layer]
     seconds: float
     rowwise: bool
     costs: Costs = Costs()
+    start: str = ""
 
     @property
     def graph_costs(self) -> Costs:

@@ -56,12 +56,14 @@ def of_explanation(method: str, results: Iterable[str]) -> str:
     return _digest([RECIPE, method, sorted(results)])
 
 
-def of_changes(changes: Iterable[Edit | Goal]) -> str | None:
-    """The part of a fingerprint that edits and a goal make; None where there are none.
+def of_changes(changes: Iterable[Edit | Goal], start: str = "") -> str | None:
+    """The part of a fingerprint that edits, a goal, and a layer to go on from make; None where there are none.
 
     What they found in a catalogue is left out: it hangs on the shape of the input, as no other fingerprint does.
     """
-    told = [{name: value for name, value in _told(each).items() if name != "leaf"} for each in changes]
+    told: list[object] = [{name: value for name, value in _told(each).items() if name != "leaf"} for each in changes]
+    if start:
+        told.append({"resume": start})
     return _digest(told) if told else None
 
 

@@ -11,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from models import fingerprint, replica, sources, verification, warmup, weights
-from models.catalog import Catalog, Costs, Layer
+from models.catalog import Catalog, Costs, Layer, Leaf
 from models.dryrun import noise, same_course, survey
 from models.dtypes import DTYPES
 from models.errors import InputError, LoadError, OutOfMemoryError, quoted
 from models.extractor import FeatureExtractor
 from models.plan import Capture, Plan
+from models.points import HookPoint
 from models.pooling import Reduced
 from models.replica import Replica
+from models.resuming import Resumption
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
 from models.structure import leaves
+from models.trial import prove
 from models.union import Share, Taken, joined, part_of
 
 Rows = Mapping[str, Tensor]
@@ -28,6 +31,7 @@ Shapes = tuple[tuple[int, ...], ...]
 PATIENCE_S = 30.0  # weights may have to be downloaded
 _loading = Lock()
 MAX_CATALOGS = 8  # one for each shape of input that was asked for lately
+MAX_RESUMPTIONS = 8  # one for each layer that forwards went on from lately
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class LoadedModel:
     identity: str
     threads: int = 1
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
+    resumptions: OrderedDict[HookPoint, Resumption] = field(default_factory=OrderedDict)
 
     @property
     def module(self) -> nn.Module:
@@ -94,6 +99,25 @@ class LoadedModel:
         if shapes != self.shapes:
             self.catalogs.move_to_end(shapes)
         return self.catalogs[shapes]
+
+    def resumption(self, point: HookPoint, leaf: Leaf) -> Resumption:
+        """Forwards of rows of the configured shape that go on from a point, tried out when first asked for.
+
+        SelectorError where the model has none.
+        """
+        if point not in self.resumptions:
+            rows = noise(self.inputs, self.device, self.dtype)
+            with warmup.threads(self.threads):
+                found = prove(self.module, (point, leaf), self.catalog, self.inputs, self.forward, rows, self.dtype)
+            while len(self.resumptions) >= MAX_RESUMPTIONS:
+                self.resumptions.popitem(last=False)
+            self.resumptions[point] = found
+        self.resumptions.move_to_end(point)
+        return self.resumptions[point]
+
+    def taking(self, given: InputSpec) -> LoadedModel:
+        """The model as one that takes something else than it was configured for: the output of a layer of its own."""
+        return replace(self, inputs=(given,), preprocess=None)
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
         with warmup.threads(self.threads):  # a new thread has as many as any other set last
@@ -161,17 +185,25 @@ class LoadedModel:
             parts.append(self.run(self.replicas[0], [part], [share]).of(share))
         return {capture: joined(capture, [part[capture] for part in parts]) for capture in plan.captures}
 
-    def run(self, own: Replica, pieces: Sequence[Rows], shares: Sequence[Share], padded: int | None = None) -> Taken:
+    def run(
+        self,
+        own: Replica,
+        pieces: Sequence[Rows],
+        shares: Sequence[Share],
+        padded: int | None = None,
+        resumption: Resumption | None = None,
+    ) -> Taken:
         """One forward of a replica for the requests that share it, row after row; results are on the device.
 
-        With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. OutOfMemoryError,
-        raised when everything that the forward held is let go; InputError where the model does not take the values.
+        With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. With ``resumption``
+        it goes on from a layer, whose output the rows are. OutOfMemoryError, raised when everything that the forward
+        held is let go; InputError where the model does not take the values.
         """
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
         rows = max(count, padded or 0)
         try:
             batch = self._assembled(pieces, rows - count)
-            return own.extractor.shared(lambda: self.forward(batch, own.module), shares, rows)
+            return own.extractor.shared(lambda: self._forward(own, batch, resumption), shares, rows)
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
         except RuntimeError as error:
@@ -181,21 +213,34 @@ class LoadedModel:
         raise out_of_memory(count)
 
     def verified(
-        self, own: Replica, piece: Rows, share: Share, plan: Plan, catalog: Catalog, padded: int | None = None
+        self,
+        own: Replica,
+        piece: Rows,
+        share: Share,
+        plan: Plan,
+        catalog: Catalog,
+        padded: int | None = None,
+        resumption: Resumption | None = None,
     ) -> Taken:
         """As ``run`` for a single request; RequestError where its outputs, put back, do not give the model's again."""
         count = share.stop - share.start
         rows = max(count, padded or 0)
         whole = Share(0, rows, verification.wanted(plan, catalog))
-        taken = self.run(own, [piece], [share, whole], padded)
+        taken = self.run(own, [piece], [share, whole], padded, resumption)
 
         def again(values: verification.Values) -> verification.Values:
             batch = self._assembled([piece], rows - count)  # anew: a model may have written to it
-            return own.extractor.replaced(lambda: self.forward(batch, own.module), values)
+            return own.extractor.replaced(lambda: self._forward(own, batch, resumption), values)
 
         kept = {capture.point: reduced.values for capture, reduced in taken.of(whole).items()}
         verification.check(plan, catalog, kept, again)
         return Taken({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
+
+    def _forward(self, own: Replica, batch: Rows, resumption: Resumption | None) -> object:
+        if resumption is None:
+            return self.forward(batch, own.module)
+        (given,) = batch.values()
+        return resumption.forward(self.forward, own.module, given)
 
     def _assembled(self, pieces: Sequence[Rows], padding: int) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""

@@ -75,7 +75,7 @@ def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     layers, skipped = _layers(selector, catalog)
     if selector.site in ATTENTION and not any(_attends(layer) for layer in layers):
         raise _no_attention(selector, catalog)
-    found = [found for layer in layers for found in _in_layer(selector, layer)]
+    found = [found for layer in layers for found in _in_layer(selector, layer, catalog)]
     if not found:
         raise UnknownLayerError(
             f"{_what(selector)} matches {len(layers)} layers, none of which has such a call, path or site",
@@ -158,14 +158,14 @@ def _no_match(selector: Selector, catalog: Catalog, silent: int) -> UnknownLayer
     return UnknownLayerError(f"{what} matches no layer", hint=hint)
 
 
-def _in_layer(selector: Selector, layer: Layer) -> Iterator[Found]:
+def _in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[Found]:
     for call in _calls(selector, layer):
         leaves = layer.calls[call].at(selector.site).leaves
         chosen = [leaf for leaf in leaves if selector.path is None or leaf.path[: len(selector.path)] == selector.path]
         if not chosen:
             if selector.is_glob:
                 continue
-            raise _no_leaf(selector, layer, leaves)
+            raise _no_leaf(selector, layer, leaves, catalog)
         for leaf in chosen:
             point = HookPoint(layer.name, call, leaf.path, selector.site)
             yield Found(_key(selector, layer, point, len(chosen) > 1), point, leaf, layer.type)
@@ -187,10 +187,15 @@ def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
     return (call % count,)
 
 
-def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...]) -> UnknownLayerError:
+def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...], catalog: Catalog) -> UnknownLayerError:
     side = "attention" if selector.site in ATTENTION else SIDES[selector.site]
     where = f"the {side} of layer {quoted(layer.name)}"
     paths = [path_text(leaf.path) for leaf in leaves]
+    if not paths and catalog.start:
+        return UnknownLayerError(
+            f"{where} does not follow from the output of {quoted(catalog.start)} alone",
+            hint="ask for a layer that runs later, or send the model's own inputs",
+        )
     if not paths:
         return UnknownLayerError(f"{where} holds no tensor")
     if paths == [""]:

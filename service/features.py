@@ -22,7 +22,8 @@ class Receipt:
     structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
     ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
-    kernel) or "unfused" (for its gradient, without that kernel).
+    kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
+    place of the model's inputs.
     """
 
     layer: str
@@ -39,10 +40,19 @@ class Receipt:
     row_axis: int | None = 0
     stats: tuple[str, ...] | None = None
     how: str = ""
+    resumed: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
-        silent = {"path": "", "layout": None, "normalize": False, "row_axis": 0, "stats": None, "how": ""}
+        silent = {
+            "path": "",
+            "layout": None,
+            "normalize": False,
+            "row_axis": 0,
+            "stats": None,
+            "how": "",
+            "resumed": "",
+        }
         return {key: value for key, value in asdict(self).items() if key not in silent or value != silent[key]}
 
 

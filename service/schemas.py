@@ -266,12 +266,11 @@ class RequestBody(_Strict):
 
     def goal(self) -> Objective | None:
         """The objective; RequestError where it makes no sense."""
-        try:
-            return self.objective.objective() if self.objective is not None else None
-        except LayertapError as error:
-            raise RequestError(
-                error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/objective"),)
-            ) from None
+        return _at("/objective", lambda: self.objective.objective() if self.objective is not None else None)
+
+    def start(self) -> Selector | None:
+        """The layer whose outputs the inputs are, where they are not the model's own."""
+        return None
 
 
 class ExtractBody(RequestBody):
@@ -283,6 +282,7 @@ class ExtractBody(RequestBody):
     dtype: ReplyDType = "float32"
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = []
     verify: bool = False
+    resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
 
     def selectors(self) -> tuple[Selector, ...]:
         """Every entry of ``layers``; RequestError with a fault for each bad one."""
@@ -296,6 +296,10 @@ class ExtractBody(RequestBody):
         """Whether outputs are put back in a second forward."""
         return self.verify
 
+    def start(self) -> Selector | None:
+        """The layer whose outputs the inputs are; RequestError where that is no selector."""
+        return _at("/resume", lambda: parse(self.resume) if self.resume is not None else None)
+
 
 class ExplainBody(RequestBody):
     """The body of ``POST /explain``."""
@@ -308,6 +312,14 @@ class ExplainBody(RequestBody):
         """What is asked for; SelectorError where the layer is no selector."""
         selector = parse(self.layer) if self.layer is not None else None
         return Explanation(self.method, selector, self.discard_ratio)
+
+
+def _at(pointer: str, read: Callable[[], T]) -> T:
+    """What one field means; RequestError with its pointer."""
+    try:
+        return read()
+    except LayertapError as error:
+        raise RequestError(error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, pointer),)) from None
 
 
 def _good(bodies: Sequence[B], name: str, read: Callable[[B], T]) -> list[T]:
@@ -393,6 +405,7 @@ HINTS = {
     "priority": "use interactive or bulk",
     "pool": "use none, mean, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
+    "resume": "name the layer whose output the inputs are",
     "stats": f"use true, or some of {', '.join(STATS)}",
     "op": "use zero, scale, add, clamp, replace or noise",
     "method": "use grad_cam, saliency, attention_rollout or gradient_rollout",

@@ -19,6 +19,7 @@ from models.errors import Fault, InputError, LayertapError, RequestError, TooLar
 from models.loaded import LoadedModel, Shapes, check_together
 from models.plan import Plan, Result
 from models.points import path_text
+from models.resuming import Resumption, start_of
 from models.spec import InputSpec
 from service.engine.execution import Results
 from service.engine.fleet import Fleet, within
@@ -72,20 +73,25 @@ class Engine:
         UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
-        catalog, plan = model.catalog, await self._planned(ask, model, model.catalog)
+        resumption = await self._resumption(ask, model)
+        takes = model if resumption is None else model.taking(resumption.takes)
+        catalog = model.catalog if resumption is None else resumption.catalog
+        plan = await self._planned(ask, model, catalog)
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
         count = max(len(ask.items), 1)
         fits(plan.plan, count)
-        reserved = plan.plan.nbytes(count) + count * _row_bytes(model.inputs)
+        reserved = plan.plan.nbytes(count) + count * _row_bytes(takes.inputs)
         ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
         faults, rows = ask.faults, 1
         if ask.items:
-            inputs, faults = await self._decode(ask, model)
+            inputs, faults = await self._decode(ask, takes)
             rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
-            if shape_of(inputs) != model.shapes:
+            if shape_of(inputs) != takes.shapes:
+                if resumption is not None:
+                    raise _misfit(inputs, takes)
                 fits(scaled(plan.plan, shape_of(inputs), model.shapes), rows)
                 catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
                 plan = await self._planned(ask, model, catalog)
@@ -108,6 +114,7 @@ class Engine:
             ask.isolated,
             ask.priority,
             ask.verify,
+            resumption,
         )
 
     async def run(self, job: Job) -> Features:
@@ -131,6 +138,20 @@ class Engine:
             alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
             whole=not job.plan.splits,
         )
+
+    async def _resumption(self, ask: Ask, model: LoadedModel) -> Resumption | None:
+        """How the request's forwards go on from a layer, where they do; RequestError."""
+        if ask.resume is None:
+            return None
+        try:
+            start = start_of(ask.resume, model.catalog)
+            return model.resumptions.get(start[0]) or await self.fleet.call(
+                model, lambda loaded: loaded.resumption(*start), ask.deadline
+            )
+        except RequestError as error:
+            raise RequestError(
+                error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/resume"),)
+            ) from None
 
     async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> Planned:
         plans = self.fleet.resident(model).plans
@@ -180,6 +201,12 @@ class Engine:
             return await within(ask.deadline, decoding)
         except (InputError, TooLargeError) as error:
             return [error]
+
+
+def _misfit(inputs: Rows, takes: LoadedModel) -> RequestError:
+    hint = f"send shape {_shown(takes.shapes)}"
+    detail = f"an output of {takes.inputs[0].name!r} has another shape than {_shown(shape_of(inputs))}"
+    return RequestError(detail, hint=hint, faults=(Fault(detail, hint, input=0),))
 
 
 def check_count(inputs: int, settings: Settings) -> None:
@@ -263,4 +290,5 @@ def _receipt(job: Job, result: Result) -> Receipt:
         row_axis=0 if how.is_by_row else leaf.row_axis,
         stats=statistics.columns(how.stats) if how.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.how,
+        resumed=job.catalog.start,
     )

@@ -16,6 +16,7 @@ from models.errors import Fault
 from models.loaded import LoadedModel
 from models.plan import Plan
 from models.points import Intervention, Objective, Selector
+from models.resuming import Resumption
 from service.inputs import Item
 from service.terms import Priority
 
@@ -50,7 +51,8 @@ class Ask:
     """What a request wants, whatever dialect it came in.
 
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
-    on the monotonic clock; ``isolated`` shares a forward with no other request; ``verify`` puts outputs back in one;
+    on the monotonic clock; ``resume`` names the layer whose outputs the items are, if they are not the model's inputs;
+    ``isolated`` shares a forward with no other request; ``verify`` puts outputs back in one;
     ``reserve`` is told of bytes that it will hold in memory, and raises QueueFullError where there is no room for them.
     """
 
@@ -60,6 +62,7 @@ class Ask:
     deadline: float
     interventions: tuple[Intervention, ...] = ()
     objective: Objective | None = None
+    resume: Selector | None = None
     on_error: Literal["fail", "skip"] = "fail"
     faults: tuple[Fault, ...] = ()
     timings: Timings = field(default_factory=Timings)
@@ -88,6 +91,7 @@ class Job:
     isolated: bool = False
     priority: Priority = "interactive"
     verify: bool = False
+    resumption: Resumption | None = None
 
     @property
     def fingerprint(self) -> str:

@@ -53,8 +53,8 @@ class Planned:
 def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int) -> Planned:
     """The plan of a request to a model of that identity; computes and raises as ``plan_of`` does."""
     plan = plan_of(ask, catalog, max_results)
-    values = fingerprint.of_changes(plan.edits)
-    gradients = fingerprint.of_changes((*plan.edits, plan.goal)) if plan.goal else None
+    values = fingerprint.of_changes(plan.edits, catalog.start)
+    gradients = fingerprint.of_changes((*plan.edits, plan.goal), catalog.start) if plan.goal else None
 
     def told(capture: Capture) -> str:
         changes = gradients if capture.point.site in GRADIENTS else values

@@ -53,7 +53,7 @@ class Resident:
         self._empty: asyncio.Event | None = None
         self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
-        self._lanes: dict[tuple[Shapes, bool], tuple[Catalog, Lane]] = {}
+        self._lanes: dict[tuple[Shapes, bool, str], tuple[Catalog, Lane]] = {}
         self._workers = [Worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
@@ -86,14 +86,15 @@ class Resident:
         return self._moves
 
     def lane(self, catalog: Catalog, shapes: Shapes, graph: bool) -> Lane:
-        """What rows of a shape wait in; those whose forward keeps its graph wait apart."""
-        known = self._lanes.get((shapes, graph))
+        """What rows of a shape wait in; those whose forward keeps its graph, or begins in the middle, wait apart."""
+        key = shapes, graph, catalog.start
+        known = self._lanes.get(key)
         if known is not None and known[0] is catalog:
             return known[1]
         while len(self._lanes) >= MAX_LANES:
             del self._lanes[next(iter(self._lanes))]
         lane = self._new_lane(self.loaded.result(), catalog, catalog.graph_costs if graph else catalog.costs)
-        self._lanes[shapes, graph] = catalog, lane
+        self._lanes[key] = catalog, lane
         return lane
 
     def ceilings(self) -> int:

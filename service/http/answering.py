@@ -106,6 +106,7 @@ def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
         deadline=wish.deadline,
         interventions=body.changes(),
         objective=body.goal(),
+        resume=body.start(),
         on_error=body.on_error,
         faults=command.faults,
         timings=wish.timings,

@@ -20,7 +20,7 @@ from service.schemas import ExtractBody
 router = APIRouter()
 DIALECT = Dialect(
     ExtractBody,
-    COMMON | {"layers", "pool", "normalize", "dtype", "verify"},
+    COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume"},
     "add some, or ask for ?dry_run=true",
 )
 

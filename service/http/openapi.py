@@ -100,6 +100,7 @@ EXTRACT = _route(
     _parameter("normalize", {"type": "boolean"}),
     _parameter("dtype", {"type": "string"}),
     _parameter("verify", {"type": "boolean"}),
+    _parameter("resume", {"type": "string", "description": "the layer whose outputs the inputs are"}),
 )
 EXPLAIN = _route(
     "ExplainBody",

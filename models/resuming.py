@@ -1,0 +1,158 @@
+"""Forwards that begin in the middle: a layer's output is given, and only what comes after it runs.
+
+Python decides while it runs what a forward calls, so nobody can enter one in the middle. It is run from its beginning,
+with every module that would have ended before the layer standing still: it gives NaN in the shapes that it has. What
+follows from the layer's output alone comes out as in a whole forward; ``trial.py`` finds out what that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from models.catalog import Catalog, Leaf
+from models.dtypes import DTYPES
+from models.errors import SelectorError, quoted
+from models.points import HookPoint, Selector, path_text
+from models.selectors import find
+from models.spec import InputDType, InputSpec
+from models.structure import leaves, with_leaf
+
+Rows = Mapping[str, Tensor]
+Forward = Callable[[Rows, nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Hollow:
+    """What a call returned, without the numbers in its tensors."""
+
+    value: object
+    leaves: tuple[Leaf, ...]
+
+    def filled(self, rows: int, device: torch.device) -> Any:
+        """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
+        value, dtypes = self.value, {path: tensor.dtype for path, tensor in leaves(self.value)}
+        for leaf in self.leaves:
+            value = with_leaf(value, leaf.path, _nothing(leaf.shape_for(rows), dtypes[leaf.path], device))
+        return value
+
+
+Calls = tuple[Hollow | None, ...]  # of one module, from its first one on; those without a hollow run
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Forwards that begin with what leaves one call of a layer.
+
+    ``catalog`` knows what follows from that alone, and what it costs. ``still`` has, by name, the modules that stand
+    still, each for so many calls; the last of the layer's own is the one whose output is given. ``inputs`` are the
+    model's, in ``dtype`` where they are floating.
+    """
+
+    point: HookPoint
+    leaf: Leaf
+    catalog: Catalog
+    inputs: tuple[InputSpec, ...]
+    dtype: torch.dtype
+    still: Mapping[str, Calls]
+
+    @property
+    def takes(self) -> InputSpec:
+        """What a request sends for each row: the layer's output without its axis of rows."""
+        return InputSpec(told(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
+
+    def forward(self, run: Forward, module: nn.Module, given: Tensor) -> object:
+        """What the model returns when it goes on from a layer's output; the module is left as it was.
+
+        ``given`` has its rows on axis 0, and is the model's to write to.
+        """
+        with ExitStack() as stack:
+            for name, calls in self.still.items():
+                _stand_still(stack, module.get_submodule(name), self._returning(name, calls, given), len(calls))
+            return run(self._nothing(given), module)
+
+    def _returning(self, name: str, calls: Calls, given: Tensor) -> Callable[[int], Callable[[], Any] | None]:
+        """What each call of a module returns, None where it runs."""
+
+        def returned(number: int) -> Callable[[], Any] | None:
+            hollow = calls[number]
+            if hollow is None:
+                return None
+            if name != self.point.layer or number < len(calls) - 1:
+                return lambda: hollow.filled(len(given), given.device)
+            own = given.to(DTYPES[self.leaf.dtype])
+            return lambda: with_leaf(hollow.filled(len(given), given.device), self.point.path, own)
+
+        return returned
+
+    def _nothing(self, given: Tensor) -> Rows:
+        """Inputs for those parts of a forward that run and do not matter."""
+
+        def dtype(spec: InputSpec) -> torch.dtype:
+            return self.dtype if DTYPES[spec.dtype].is_floating_point else DTYPES[spec.dtype]
+
+        return {each.name: _nothing((len(given), *each.shape), dtype(each), given.device) for each in self.inputs}
+
+
+def start_of(selector: Selector, catalog: Catalog) -> tuple[HookPoint, Leaf]:
+    """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError where there is no such one."""
+    found, _ = find(selector, catalog)
+    if len(found) != 1 or found[0].point.site != "output":
+        raise SelectorError(
+            f"{quoted(selector.text)} does not name the output of one layer",
+            hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
+        )
+    point, leaf = found[0].point, found[0].leaf
+    if point.layer == ".":
+        raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
+    if leaf.row_axis != 0 or leaf.per_row != 1 or leaf.mixed:
+        raise SelectorError(
+            f"'{told(point)}' does not return one entry for each input, so none can be sent",
+            hint="resume from a layer around it, or after it",
+        )
+    return point, leaf
+
+
+def refusal(point: HookPoint) -> SelectorError:
+    """What is said where a model can't go on from a point."""
+    return SelectorError(
+        f"this model's forward can't be resumed from '{told(point)}'", hint="resume from a layer around it, or after it"
+    )
+
+
+def told(point: HookPoint) -> str:
+    """An output as a request would name it, safe to show."""
+    call = f"#{point.call}" if point.call else ""
+    return quoted(f"{point.layer}{call}{path_text(point.path)}")[1:-1]
+
+
+def _stand_still(
+    stack: ExitStack, module: nn.Module, returned: Callable[[int], Callable[[], Any] | None], calls: int
+) -> None:
+    """Until the stack ends, some of a module's first calls return something else, and run nothing."""
+    numbers, own, running = count(), vars(module).get("forward"), module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        number = next(numbers)
+        value = returned(number) if number < calls else None
+        return running(*args, **kwargs) if value is None else value()
+
+    def back() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    module.forward = forward
+    stack.callback(back)
+
+
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)

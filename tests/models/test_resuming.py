@@ -1,0 +1,298 @@
+"""Forwards that go on from a layer's output, against plain forwards in which a hook puts that output there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.errors import InputError, RequestError, SelectorError
+from models.loaded import LoadedModel, load
+from models.plan import Plan, resolve
+from models.points import Objective, Selector
+from models.resuming import Resumption, start_of
+from models.selectors import parse
+from models.spec import InputSpec, ModelSpec
+from models.union import Share
+from tests.conftest import net_spec
+from tests.nets import batch
+from tests.oracle import Key, record
+
+ROWS = 2
+ROW = InputSpec("x", (4,))
+
+
+def resumed(model: LoadedModel, layer: str) -> Resumption:
+    return model.resumption(*start_of(parse(layer), model.catalog))
+
+
+def plan_of(known: Resumption, *texts: str, objective: Objective | None = None) -> Plan:
+    return resolve([Selector(**vars(parse(text))) for text in texts], known.catalog, (), objective)
+
+
+def ours(model: LoadedModel, known: Resumption, given: Tensor, plan: Plan, replica: int = 0) -> dict[str, Tensor]:
+    share = Share(0, len(given), plan.captures, plan.edits, plan.goal)
+    taken = model.run(model.replicas[replica], [{"given": given}], [share], None, known).of(share)
+    return {result.key: taken[result.capture].values for result in plan.results}
+
+
+def points(known: Resumption) -> set[Key]:
+    """Every tensor that the resumed catalogue offers."""
+    return {
+        (layer.name, number, leaf.path, site)
+        for layer in known.catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        for site, moment in (("input", call.input), ("output", call.output))
+        for leaf in moment.leaves
+    }
+
+
+@contextmanager
+def put(module: nn.Module, layer: str, call: int, value: Tensor) -> Iterator[None]:
+    """A plain hook that returns something else from one call of a layer."""
+    numbers, running = iter(range(1000)), list[int]()
+
+    def begin(part: nn.Module, args: Any) -> None:
+        running.append(next(numbers))
+
+    def end(part: nn.Module, args: Any, output: Any) -> Tensor | None:
+        return value.clone() if running.pop() == call else None
+
+    part = module.get_submodule(layer)
+    handles = [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def offline(model: LoadedModel, layer: str, call: int, value: Tensor, seed: int) -> dict[Key, Tensor]:
+    """All tensors of a whole forward of some rows, with another value put in place of what leaves a call."""
+    rows = batch(model.inputs, len(value), seed)
+    with put(model.module, layer, call, value):
+        return record(model.module, *rows.values()) if len(rows) == 1 else record(model.module, **rows)
+
+
+CASES = [
+    *[("resnet", layer) for layer in ("conv1", "maxpool", "layer1", "layer2", "layer3.0", "layer4", "avgpool")],
+    *[("bottlenecks", layer) for layer in ("layer2.0.relu#0", "layer2.0.conv2", "layer3.0.relu#2", "layer4.0.bn3")],
+    *[("vit", layer) for layer in ("conv_proj", "encoder.dropout", "encoder.layers.encoder_layer_0", "encoder.ln")],
+    ("vit", "encoder.layers.encoder_layer_1.mlp.0"),
+    *[("swin", layer) for layer in ("features.0", "features.1.0", "features.2", "features.3", "norm")],
+    *[("Chain", layer) for layer in ("conv", "relu#0", "relu")],
+    *[("Tied", layer) for layer in ("encode#0", "decode#0", "act", "encode")],
+    ("Recursive", "down#2"),
+    *[("Keywords", layer) for layer in ("linear", "gate#0", "embed")],
+    *[("EarlyExit", "first"), ("Encoder", "layers.layers.0"), ("NeverCalled", "often#5"), ("Masked", "linear")],
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Callable[[str], LoadedModel]:
+    """Each model once."""
+    return cache(lambda net: load(net_spec(net), 2))
+
+
+@pytest.mark.parametrize(("net", "layer"), CASES)
+def test_what_follows(loaded: Callable[[str], LoadedModel], net: str, layer: str) -> None:
+    """Offered is just what is the same whatever the model's inputs were; it has the numbers of a plain forward."""
+    model = loaded(net)
+    known = resumed(model, layer)
+    point = known.point
+    given = torch.randn(ROWS, *known.takes.shape, generator=torch.Generator().manual_seed(5))
+    one, other = (offline(model, point.layer, point.call, given, seed) for seed in (1, 2))
+    offered = points(known)
+    own = (point.layer, point.call, point.path, "output")
+    later = {key for key in one if key in other and one[key].is_floating_point()}
+    follows = {key for key in later if torch.equal(one[key], other[key])}
+    wanted = {key for key in offered if one[key].is_floating_point()}
+    assert own in offered
+    assert wanted <= follows
+    # What is a constant of the model, or stands before the layer and hangs on no input, is not missed.
+    assert {key for key in follows - wanted if ordered(model, key) > ordered(model, own)} == set()
+    found = ours(model, known, given, plan_of(known, *(spelled(key) for key in sorted(wanted))))
+    for key in wanted:
+        torch.testing.assert_close(found[spelled(key)], one[key], rtol=1e-5, atol=1e-6)
+
+
+def ordered(model: LoadedModel, key: Key) -> int:
+    call = model.catalog.layers[key[0]].calls[key[1]]
+    return (call.output if key[3] == "output" else call.input).order
+
+
+def spelled(key: Key) -> str:
+    return f"{key[0]}#{key[1]}{''.join(f'[{part}]' for part in key[2])}:{key[3]}"
+
+
+class Counting(TorchDispatchMode):
+    """Counts multiplications of matrices and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func._schema.name in ("aten::convolution", "aten::addmm", "aten::mm", "aten::bmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("net", "layer", "left"), [("bottlenecks", "layer3", 5), ("vit", "encoder.dropout", 5)])
+def test_only_the_rest_runs(loaded: Callable[[str], LoadedModel], net: str, layer: str, left: int) -> None:
+    """Nothing that comes before the layer is computed, nor anything after what is wanted."""
+    model = loaded(net)
+    known = resumed(model, layer)
+    given = torch.randn(1, *known.takes.shape)
+    with Counting() as whole:
+        model.module(*batch(model.inputs, 1).values())
+    with Counting() as rest:
+        ours(model, known, given, plan_of(known, "."))
+    assert rest.found == left < whole.found
+    with Counting() as nothing:
+        ours(model, known, given, plan_of(known, layer))
+    assert nothing.found == 0
+
+
+def test_costs(loaded: Callable[[str], LoadedModel]) -> None:
+    """What is left costs less than a whole forward; a share of its cost is one of what is left."""
+    model = loaded("bottlenecks")
+    known = resumed(model, "layer3")
+    whole, rest = (each.layers["."].calls[0].output.cost for each in (model.catalog, known.catalog))
+    assert (whole, rest) == (pytest.approx(1, abs=0.01), pytest.approx(1, abs=0.01))
+    assert known.catalog.seconds < model.catalog.seconds
+    assert known.catalog.layers["layer3"].calls[0].output.cost == 0
+    assert known.catalog.costs.seconds(1) < model.catalog.costs.seconds(1)
+
+
+def test_nothing_stays(loaded: Callable[[str], LoadedModel]) -> None:
+    """No forward of a part is replaced for longer than a forward takes, whether it ends, raises or stops early."""
+    model = loaded("resnet")
+    known = resumed(model, "layer2")
+    before = {name: vars(part).get("forward") for name, part in model.module.named_modules()}
+    given = torch.randn(2, *known.takes.shape)
+    ours(model, known, given, plan_of(known, "layer3"))
+    ours(model, known, given, plan_of(known, "."))
+    with put(model.module, "layer4", 0, torch.randn(1)), pytest.raises(InputError):
+        ours(model, known, given, plan_of(known, "."))
+    assert {name: vars(part).get("forward") for name, part in model.module.named_modules()} == before
+    assert set(before.values()) == {None}
+    assert model.hooks == 0
+
+
+def test_gradients(loaded: Callable[[str], LoadedModel]) -> None:
+    """Of what is computed after the layer, with respect to what was given too."""
+    model = loaded("vit")
+    layer = "encoder.layers.encoder_layer_0"
+    known = resumed(model, layer)
+    given = torch.randn(2, *known.takes.shape, generator=torch.Generator().manual_seed(0))
+    found = ours(model, known, given, plan_of(known, f"{layer}:grad_output", objective=Objective("logit", 3)))
+    start = given.clone().requires_grad_()
+    rest: Any = model.module
+    x = rest.encoder.ln(rest.encoder.layers[1](start))
+    (wanted,) = torch.autograd.grad(rest.heads(x[:, 0])[:, 3].sum(), start)
+    torch.testing.assert_close(found[f"{layer}:grad_output"], wanted)
+    assert float(wanted.abs().max()) > 1e-3
+
+
+def test_every_replica(loaded: Callable[[str], LoadedModel]) -> None:
+    """What was tried on one replica holds for all."""
+    model = loaded("resnet")
+    assert len(model.replicas) == 2
+    known = resumed(model, "layer1")
+    given = torch.randn(2, *known.takes.shape)
+    one, other = (ours(model, known, given, plan_of(known, "layer4", "."), replica) for replica in (0, 1))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    ("net", "layer", "says"),
+    [
+        ("resnet", ".", "nothing runs after"),
+        ("resnet", "layer1:input", "does not name the output"),
+        ("resnet", "layer*", "does not name the output"),
+        ("Windows", "inner", "one entry for each input"),
+        ("Structured", "nested", "does not name the output"),
+        ("TimeFirst", "norm", "one entry for each input"),
+        ("Recursive", "down#1", "can't be resumed"),
+    ],
+)
+def test_refused(loaded: Callable[[str], LoadedModel], net: str, layer: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        resumed(loaded(net), layer)
+
+
+def test_what_hangs_on_more_is_refused(loaded: Callable[[str], LoadedModel]) -> None:
+    """Inside a residual block the sum needs the block's input too; so does everything after it."""
+    model = loaded("resnet")
+    known = resumed(model, "layer3.0.conv1")
+    plan_of(known, "layer3.0.conv2", "layer3.0.bn2")
+    for text in ("layer3.0", "layer4", ".", "layer1", "layer3:input", "layer3.0.conv1:input"):
+        with pytest.raises(RequestError, match=r"does not follow from the output of 'layer3.0.conv1' alone"):
+            plan_of(known, text)
+    names = {result.key for result in plan_of(known, "layer*").results}
+    assert names == {"layer3.0.conv1", "layer3.0.bn1", "layer3.0.conv2", "layer3.0.bn2"}
+
+
+def own(factory: str) -> ModelSpec:
+    return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=(ROW,), device="cpu")
+
+
+class Counts(nn.Module):
+    """Writes to a buffer in every forward, and to nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.seen += x.detach().mean(0)
+        out: Tensor = self.second(x)
+        return out
+
+
+class Peeks(nn.Module):
+    """Hands on numbers that no tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look, self.first, self.second = Look(), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = self.look(x)
+        x = self.first(x)
+        out: Tensor = self.second(x) * size["of"]
+        return out
+
+
+class Look(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"of": float(x.abs().sum()), "rows": len(x)}
+
+
+def test_numbers_outside_of_tensors() -> None:
+    """What a standing module returned beside tensors is of another input: what hangs on it is not offered."""
+    spec = ModelSpec(
+        "peeks", "python:tests.models.test_resuming:Peeks", weights="random:0", inputs=(ROW,), device="cpu"
+    )
+    known = resumed(load(spec), "first")
+    assert {layer for layer, *_ in points(known)} == {"first", "second"}
+
+
+def test_buffers_are_left_alone() -> None:
+    """A model that writes to its buffers as it runs would keep what is no number: it is refused, and restored."""
+    spec = ModelSpec(
+        "counts", "python:tests.models.test_resuming:Counts", weights="random:0", inputs=(ROW,), device="cpu"
+    )
+    model = load(spec)
+    before = model.module.get_buffer("seen").clone()
+    with pytest.raises(SelectorError, match="can't be resumed"):
+        resumed(model, "first")
+    assert torch.equal(model.module.get_buffer("seen"), before)

@@ -1,0 +1,138 @@
+"""``resume`` over HTTP: what one request captured is the body of another, and only the rest runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.support import Array, arrays_of, image, npy, npz, picture, problem, raw, tensor
+
+INPUTS = [image(picture(seed)) for seed in range(3)]
+REST = ["block2", "block3", "head"]
+
+
+def extract(live: Live, **body: Any) -> Any:
+    return live.client.post("/extract", json=body)
+
+
+@pytest.fixture
+def whole(live: Live) -> dict[str, Array]:
+    """Every layer of whole forwards."""
+    return arrays_of(extract(live, inputs=INPUTS, layers=["block1", *REST], encoding="base64"))
+
+
+def check(found: dict[str, Array], whole: dict[str, Array], rows: slice = slice(None)) -> None:
+    assert list(found) == REST
+    for key, value in found.items():
+        np.testing.assert_allclose(value, whole[key][rows], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["npy", "npz", "safetensors"])
+def test_reply_is_the_next_body(live: Live, whole: dict[str, Array], form: str) -> None:
+    """The bytes of one reply, sent back as they are."""
+    first = live.client.post("/extract", json={"inputs": INPUTS, "layers": ["block1"]}, params={"format": form})
+    kind = first.headers["content-type"]
+    reply = live.client.post(
+        "/extract", **raw(first.content, kind, resume="block1", layers=",".join(REST), encoding="base64")
+    )
+    check(arrays_of(reply), whole)
+    assert {receipt["resumed"] for receipt in reply.json()["receipts"].values()} == {"block1"}
+
+
+def test_tensors_in_json(live: Live, whole: dict[str, Array]) -> None:
+    """One input is one row's output, without the axis of rows."""
+    body = {"inputs": [tensor(row) for row in whole["block1"][:2]], "layers": REST, "resume": "block1"}
+    check(arrays_of(extract(live, **body)), whole, slice(2))
+
+
+def test_what_is_sent_counts(live: Live, whole: dict[str, Array]) -> None:
+    """Another tensor gives other numbers, the same as a whole forward in which it replaces the layer's output."""
+    other = np.abs(whole["block1"][::-1]) * 0.5
+    sent = [tensor(row) for row in other]
+    found = arrays_of(extract(live, inputs=sent, layers=REST, resume="block1"))
+    for row, value in enumerate(other):
+        how = [{"layer": "block1", "op": "replace", "tensor": tensor(value)["tensor"]}]
+        wanted = arrays_of(extract(live, inputs=[INPUTS[0]], layers=REST, interventions=how))
+        for key in REST:
+            np.testing.assert_allclose(found[key][row], wanted[key][0], rtol=1e-4, atol=1e-5)
+
+
+def test_in_company(live: Live, whole: dict[str, Array]) -> None:
+    """Whoever goes on from a layer shares forwards with nobody who does not, and gets what it gets alone."""
+    bodies = [
+        {"inputs": [tensor(row) for row in whole["block1"]], "layers": REST, "resume": "block1"},
+        {"inputs": [tensor(whole["block2"][1])], "layers": ["head"], "resume": "block2"},
+        {"inputs": INPUTS, "layers": REST},
+        {
+            "inputs": [tensor(whole["block2"][0])],
+            "layers": ["block2:grad_output"],
+            "resume": "block2",
+            "objective": {"kind": "logit", "class": 3},
+        },
+    ]
+    alone = [arrays_of(extract(live, **body, isolated=True)) for body in bodies]
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda body: extract(live, **body), bodies * 8))
+    for place, reply in enumerate(replies):
+        for key, value in arrays_of(reply).items():
+            np.testing.assert_allclose(value, alone[place % len(bodies)][key], rtol=1e-4, atol=1e-5)
+    model = live.client.get("/models/digits").json()
+    assert model["hooks"] == 0
+
+
+def test_fingerprints(live: Live, whole: dict[str, Array]) -> None:
+    """What was made from a tensor that anybody may have made is not said to be comparable with what was not."""
+    body = {"inputs": [tensor(whole["block1"][0])], "layers": ["head"], "resume": "block1"}
+    found, plain = extract(live, **body), extract(live, inputs=INPUTS, layers=["head"])
+    again = extract(live, **body)
+    prints = [reply.headers["x-layertap-fingerprint"] for reply in (found, plain, again)]
+    assert prints[0] == prints[2] != prints[1]
+
+
+def test_verify_and_dry_run(live: Live, whole: dict[str, Array]) -> None:
+    """Both work as they do for whole forwards."""
+    body = {"inputs": [tensor(row) for row in whole["block1"]], "layers": REST, "resume": "block1"}
+    reply = extract(live, **body, verify=True)
+    assert reply.json()["verified"] is True
+    check(arrays_of(reply), whole)
+    dry = live.client.post("/extract?dry_run=true", json={"layers": REST, "resume": "block1"}).json()
+    assert list(dry["features"]) == REST
+    whole_run = live.client.post("/extract?dry_run=true", json={"layers": REST}).json()
+    assert dry["seconds"] < whole_run["seconds"]
+
+
+def bad(live: Live, whole: dict[str, Array], **body: Any) -> str:
+    given = {"inputs": [tensor(whole["block1"][0])], "layers": ["head"], "resume": "block1", **body}
+    found = problem(extract(live, **given), 422)
+    return f"{found['detail']} / {found['errors'][0].get('hint', '')} / {found['errors'][0].get('pointer', '')}"
+
+
+def test_refused(live: Live, whole: dict[str, Array]) -> None:
+    """Each with what to send instead; the server goes on as before."""
+    shape = list(whole["block1"].shape[1:])
+    assert "did you mean 'block1'" in bad(live, whole, resume="blok1")
+    assert "/resume" in bad(live, whole, resume="blok1")
+    assert "nothing runs after" in bad(live, whole, resume=".")
+    assert "does not name the output" in bad(live, whole, resume="block*")
+    assert "does not name the output" in bad(live, whole, resume="block1:input")
+    assert "does not follow from the output of 'block2' alone" in bad(
+        live, whole, resume="block2", layers=["block1"], inputs=[tensor(whole["block2"][0])]
+    )
+    assert f"send shape {shape}" in bad(live, whole, inputs=[tensor(whole["block2"][0])])
+    assert f"send shape {shape}" in bad(live, whole, inputs=[tensor(whole["block1"][0][:, :-1])])
+    assert "takes tensors, not pictures" in bad(live, whole, inputs=INPUTS[:1])
+    assert "NaN or infinite" in bad(live, whole, inputs=[tensor(whole["block1"][0] * np.float32("nan"))])
+    assert (
+        "'resume'"
+        in problem(live.client.post("/explain", json={"method": "saliency", "resume": "block1"}), 422)["detail"]
+    )
+    named = raw(npz(a=whole["block1"], b=whole["block1"]), "application/x-npz", layers="head", resume="block1")
+    assert "1 inputs by name" in problem(live.client.post("/extract", **named), 422)["detail"]
+    batch = raw(npy(whole["block1"]), "application/x-npy", layers="head", resume="block1", encoding="base64")
+    np.testing.assert_allclose(
+        arrays_of(live.client.post("/extract", **batch))["head"], whole["head"], rtol=1e-4, atol=1e-5
+    )
