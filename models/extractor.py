@@ -43,15 +43,18 @@ class FeatureExtractor:
         share = Share(0, rows, frozenset(captures))
         return self.shared(forward, [share], rows).of(share)
 
-    def shared(self, forward: Callable[[], object], shares: Iterable[Share], rows: int) -> Taken:
+    def shared(
+        self, forward: Callable[[], object], shares: Iterable[Share], rows: int, real: Tensor | None = None
+    ) -> Taken:
         """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
 
+        ``real`` (rows, tokens) is False where a token only pads its row.
         The tensors are the caller's; they are on the model's device and not to be differentiated. The forward ends as
         soon as nothing is pending; a backward follows where a share has a goal. LayerNotReachedError if it ends
         earlier, InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every
         case the hooks are gone.
         """
-        collector = _Collector(tuple(shares), rows, self._modules)
+        collector = _Collector(tuple(shares), rows, self._modules, real)
         with ExitStack() as held, collector.mode():
             held.callback(collector.clear)
             with ExitStack() as stack:
@@ -111,7 +114,9 @@ class _Here:
 class _Collector:
     """What one forward owes: hooks close over it, nothing of it is stored on the model."""
 
-    def __init__(self, shares: tuple[Share, ...], rows: int, modules: dict[str, nn.Module]) -> None:
+    def __init__(
+        self, shares: tuple[Share, ...], rows: int, modules: dict[str, nn.Module], real: Tensor | None
+    ) -> None:
         spans = spans_of(shares, rows)
         self.pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
         self.results: dict[tuple[Capture, Span], Reduced] = {}
@@ -121,6 +126,7 @@ class _Collector:
         self._has_graph = bool(self._goals)
         self._rows = rows
         self._modules = modules
+        self._real = real
         self._tape = Tape()
         self._misfit: InputError | None = None
 
@@ -172,8 +178,7 @@ class _Collector:
             if gradient is None:
                 raise LayerNotReachedError(f"this input's forward never reached {_where(capture.point)}")
             for span in spans:
-                part = rows_of(gradient, capture.leaf, span, self._rows)
-                self.results[capture, span] = reduce(part, capture.leaf, capture.reduction)
+                self._reduce(capture, span, gradient)
 
     def clear(self) -> None:
         """Let go of the graph where the model holds on to it: buffers that the forward wrote to."""
@@ -224,8 +229,12 @@ class _Collector:
             return
         self._fit(tensor, capture.leaf, capture.point)
         for span in self.pending.pop(capture):
-            part = rows_of(tensor.detach(), capture.leaf, span, self._rows)
-            self.results[capture, span] = reduce(part, capture.leaf, capture.reduction)
+            self._reduce(capture, span, tensor.detach())
+
+    def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
+        part = rows_of(tensor, capture.leaf, span, self._rows)
+        real = None if self._real is None else self._real[slice(*span)]
+        self.results[capture, span] = reduce(part, capture.leaf, capture.reduction, real)
 
     def _reach(self, place: int, found: dict[Path, Tensor]) -> None:
         goal = self._goals.get(place)

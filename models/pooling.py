@@ -1,6 +1,7 @@
 """A captured tensor made into what the request asked for, on its device: narrow, pool, normalise, cast.
 
-``mean``, ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); prefix tokens stay out of them.
+``mean``, ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); prefix tokens stay out of them, and so
+do those that only pad a text.
 ``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw
 it. Floating results are computed in float32 whatever the model's dtype is. ``statistics.py`` has what may be asked
 for in place of a pool.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from models import statistics
 from models.catalog import Leaf
+from models.errors import InputError
 from models.points import Reduction
 
 GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
@@ -31,8 +33,14 @@ class Reduced:
     scale: Tensor | None = None
 
 
-def reduce(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
-    """Apply a reduction to a captured tensor; never returns memory that the model may still write to."""
+def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None) -> Reduced:
+    """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
+
+    ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out.
+    InputError where nothing is left of a row.
+    """
+    if real is not None and _is_of_tokens(leaf, how, real):
+        return _row_by_row(value, leaf, how, real)
     kept = _narrow(value, leaf.layout, how)
     if how.stats is not None:
         return Reduced(statistics.of(_floating(rows_first(kept, leaf).values.flatten(1)), how.stats))
@@ -63,6 +71,31 @@ def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
     if how.pool == "flatten":
         return (rows, prod(shape) // rows)
     return (rows, shape[leaf.layout.index("C")] if leaf.layout and "C" in leaf.layout else 1)
+
+
+def _is_of_tokens(leaf: Leaf, how: Reduction, real: Tensor) -> bool:
+    """Whether a reduction makes something of all tokens of a row, and these are the ones that may be padded."""
+    makes = how.pool in ("mean", "max", "gem") or how.stats is not None
+    return makes and how.tokens is None and _tokens(leaf) == real.shape[1]
+
+
+def _tokens(leaf: Leaf) -> int | None:
+    if leaf.layout not in ("NTC", "TNC") or leaf.per_row != 1:
+        return None
+    return leaf.shape[leaf.layout.index("T")]
+
+
+def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor) -> Reduced:
+    """Each row as it would be reduced without the tokens that pad it."""
+    rows, tokens = leaf.row_axis or 0, (leaf.layout or "").index("T")
+    found = []
+    for place, places in enumerate(real):
+        own = places.nonzero().flatten()
+        if len(own) <= leaf.prefix:
+            raise InputError("an input has no token but its class token, so there is nothing to pool")
+        found.append(reduce(value.narrow(rows, place, 1).index_select(tokens, own), leaf, how))
+    scales = [each.scale for each in found if each.scale is not None]
+    return Reduced(torch.cat([each.values for each in found]), torch.cat(scales) if scales else None)
 
 
 def _narrow(value: Tensor, layout: str | None, how: Reduction) -> Tensor:

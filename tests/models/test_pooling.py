@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.catalog import Leaf
+from models.errors import InputError
 from models.plan import Capture
 from models.points import HookPoint, Pool, Reduction, ReplyDType
 from models.pooling import reduce, reduced_shape
@@ -282,3 +283,55 @@ def test_every_float_becomes_the_reply_dtype(dtype: torch.dtype) -> None:
         assert found.dtype is wanted
         assert torch.equal(found, value.to(wanted))
         assert found.numpy().dtype.name == reply
+
+
+PADDED = {name: CASES[name] for name in ("NTC", "NTC with prefix", "TNC", "TNC with prefix")}
+REAL = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("how", [{"pool": "mean"}, {"pool": "max"}, {"pool": "gem"}, {"stats": ("mean", "std", "max")}])
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_stays_out(name: str, how: dict[str, Any]) -> None:
+    """A row is pooled as if it had come without the tokens that pad it, whatever these hold."""
+    item = PADDED[name]
+    value = values(item.shape).abs()
+    rows, tokens = item.leaf.row_axis or 0, (item.leaf.layout or "").index("T")
+    spoiled = value.clone().movedim((rows, tokens), (0, 1))
+    spoiled[~REAL] = torch.nan
+    spoiled = spoiled.movedim((0, 1), (rows, tokens))
+    found = reduce(spoiled, item.leaf, Reduction(**how), REAL).values
+    for place, places in enumerate(REAL):
+        alone = value.select(rows, place).numpy()[places.numpy()]  # (tokens, channels)
+        kept = alone if "stats" in how else alone[item.leaf.prefix :]
+        wanted = by_numpy(kept.astype(np.float64), how)
+        np.testing.assert_allclose(found[place].numpy(), wanted, rtol=1e-5)
+
+
+def by_numpy(kept: Array, how: dict[str, Any]) -> Array:
+    if "stats" in how:
+        return np.array([kept.mean(), kept.std(), kept.max()])
+    if how["pool"] == "gem":
+        return (kept.clip(1e-6) ** 3).mean(0) ** (1 / 3)
+    found: Array = kept.mean(0) if how["pool"] == "mean" else kept.max(0)
+    return found
+
+
+def test_padding_is_left_in_elsewhere() -> None:
+    """Nothing is taken out of what is no sequence of these tokens, or is not made of all of them."""
+    leaf, value = CASES["NTC"].leaf, values((3, 6, 5))
+    for how in (Reduction(), Reduction(pool="flatten"), Reduction(pool="mean", tokens=(1, 5))):
+        assert torch.equal(reduce(value, leaf, how, REAL).values, reduce(value, leaf, how).values)
+    grid = CASES["NCHW"].leaf
+    other = values((3, 5, 4, 3))
+    mean = Reduction(pool="mean")
+    assert torch.equal(reduce(other, grid, mean, REAL).values, reduce(other, grid, mean).values)
+    longer = Leaf((), (1, 7, 5), "float32", layout="NTC")
+    more = values((3, 7, 5))
+    assert torch.equal(reduce(more, longer, mean, REAL).values, reduce(more, longer, mean).values)
+
+
+def test_nothing_left_to_pool() -> None:
+    """A row of a class token alone has no mean of the others."""
+    leaf = Leaf((), (1, 2, 5), "float32", layout="NTC", prefix=1)
+    with pytest.raises(InputError, match="nothing to pool"):
+        reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean"), torch.tensor([[True, False]]))
