@@ -62,11 +62,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Moment:
-    """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors."""
+    """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors.
+
+    ``refused`` are the paths of tensors without plain memory, which can't be had, and their kinds: "sparse", "nested" …
+    """
 
     order: int
     cost: float
     leaves: tuple[Leaf, ...]
+    refused: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Call:
     def at(self, site: Site) -> Moment:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
         if site in ATTENTION:
-            return self.attention or replace(self.output, leaves=())
+            return self.attention or replace(self.output, leaves=(), refused=())
         return self.input if SIDES[site] == "input" else self.output
 
 

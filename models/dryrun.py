@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from models.catalog import Call, Catalog, Layer, Leaf, Moment
 from models.dtypes import DTYPES, dtype_name
@@ -91,7 +92,8 @@ class _Assembly:
         calls = tuple(self._call(module, number, *pair, rowwise, grids) for number, pair in enumerate(visits))
         parameters = sum(parameter.numel() for parameter in module.parameters())
         is_leaf = next(module.children(), None) is None
-        return Layer(name, type(module).__name__, is_leaf, parameters, calls, tuple(_hazards(module, bool(calls))))
+        kind = type_before_parametrizations(module).__name__
+        return Layer(name, kind, is_leaf, parameters, calls, tuple(_hazards(module, bool(calls))))
 
     def _call(self, module: nn.Module, number: int, visit: Visit, twin: Visit, rowwise: bool, grids: set[int]) -> Call:
         def leaves(seen: dict[Path, Seen], later: dict[Path, Seen]) -> tuple[Leaf, ...]:
@@ -103,8 +105,8 @@ class _Assembly:
             for path, one, other in _numbered(visit.attention, twin.attention)
         )
         return Call(
-            Moment(visit.start, self.clock.before(module, number), leaves(visit.input, twin.input)),
-            Moment(visit.end, after, leaves(visit.output, twin.output)),
+            Moment(visit.start, self.clock.before(module, number), leaves(visit.input, twin.input), visit.took),
+            Moment(visit.end, after, leaves(visit.output, twin.output), visit.gave),
             Moment(visit.end, after, weights) if weights else None,
         )
 

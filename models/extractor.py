@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from models import interventions, objectives
+from models import flow, interventions, objectives
 from models.catalog import Leaf
 from models.dtypes import dtype_name
 from models.edits import Edit
@@ -21,7 +21,7 @@ from models.hooks import ATTACH, Changes, Take
 from models.plan import Capture
 from models.points import GRADIENTS, HookPoint, Side, path_text
 from models.pooling import Reduced, reduce
-from models.structure import Path, leaves
+from models.structure import Named, Path, leaves, with_leaf
 from models.union import Share, Span, Taken, rows_of, spans_of
 
 
@@ -50,9 +50,9 @@ class FeatureExtractor:
 
         ``real`` (rows, tokens) is False where a token only pads its row.
         The tensors are the caller's; they are on the model's device and not to be differentiated. The forward ends as
-        soon as nothing is pending; a backward follows where a share has a goal. LayerNotReachedError if it ends
-        earlier, InputError if a tensor is not as its catalogue says; whatever the forward raises goes through. In every
-        case the hooks are gone.
+        soon as nothing is pending; a backward follows where a share has a goal. Where that finds no graph the forward
+        may run once more: it takes its inputs anew each time. LayerNotReachedError if it ends earlier, InputError if a
+        tensor is not as its catalogue says; whatever the forward raises goes through. In every case the hooks are gone.
         """
         collector = _Collector(tuple(shares), rows, self._modules, real)
         with ExitStack() as held, collector.mode():
@@ -63,7 +63,17 @@ class FeatureExtractor:
                 with suppress(_Complete):
                     forward()
             collector.check()
-            collector.backward()
+            with ExitStack() as stack:
+                for module, side, take in collector.taps_again():
+                    ATTACH[side](stack, module, take)
+                with suppress(_Complete):
+                    collector.backward()
+            collector.check()
+            for point in flow.cut(forward, self._modules, collector.doubtful()):
+                raise InputError(
+                    f"between its input and {_where(point)} the model computes without gradients",
+                    hint="take an objective before the model's own torch.no_grad() or detach()",
+                )
         return Taken(collector.results)
 
     def replaced(self, forward: Callable[[], object], values: Mapping[HookPoint, Tensor]) -> dict[HookPoint, Tensor]:
@@ -110,6 +120,11 @@ class _Here:
     captures: list[Capture] = field(default_factory=list)
     goals: list[int] = field(default_factory=list)  # places of the shares whose goals they are
 
+    @property
+    def point(self) -> HookPoint:
+        """One of those where something is changed or differentiated."""
+        return [*(anchor.point for anchor in self.anchors.values()), *(edit.point for _, edit in self.edits)][0]
+
 
 class _Collector:
     """What one forward owes: hooks close over it, nothing of it is stored on the model."""
@@ -129,6 +144,8 @@ class _Collector:
         self._real = real
         self._tape = Tape()
         self._misfit: InputError | None = None
+        self._wanted = self._gathered()
+        self._ran: dict[tuple[nn.Module, Side], set[int]] = defaultdict(set)
 
     def mode(self) -> AbstractContextManager[object]:
         """How the forward runs: with a graph only where something is differentiated."""
@@ -137,6 +154,17 @@ class _Collector:
 
     def taps(self) -> Iterator[tuple[nn.Module, Side, Take]]:
         """One for each module and side, though a tied module may be asked for under several names."""
+        for (module, side), calls in self._wanted.items():
+            yield module, side, partial(self._take, calls, self._ran[module, side])
+
+    def taps_again(self) -> Iterator[tuple[nn.Module, Side, Take]]:
+        """For the backward, in which a model that checkpoints computes again what it did not keep."""
+        for (module, side), calls in self._wanted.items():
+            changing = {call: here for call, here in calls.items() if here.edits or here.anchors}
+            if changing and self._has_graph:
+                yield module, side, partial(self._take_again, changing, self._ran[module, side])
+
+    def _gathered(self) -> Mapping[tuple[nn.Module, Side], Mapping[int, _Here]]:
         found: dict[tuple[nn.Module, Side], dict[int, _Here]] = defaultdict(lambda: defaultdict(_Here))
 
         def here(point: HookPoint) -> _Here:
@@ -157,8 +185,7 @@ class _Collector:
             here(capture.point).captures.append(capture)
         for place, goal in self._goals.items():
             here(goal.point).goals.append(place)
-        for (module, side), calls in found.items():
-            yield module, side, partial(self._take, dict(calls))
+        return found
 
     def check(self) -> None:
         """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
@@ -180,6 +207,15 @@ class _Collector:
             for span in spans:
                 self._reduce(capture, span, gradient)
 
+    def doubtful(self) -> set[HookPoint]:
+        """What is differentiated without a graph to the first point where that is wanted: zero may be no answer."""
+        found = set()
+        for share in self._shares:
+            own = {self._key(capture.point) for capture in share.captures if capture.point.site in GRADIENTS}
+            if share.goal is not None and own and not self._tape.leads(share.goal.point, own):
+                found.add(share.goal.point)
+        return found
+
     def clear(self) -> None:
         """Let go of the graph where the model holds on to it: buffers that the forward wrote to."""
         if self._has_graph:
@@ -191,8 +227,9 @@ class _Collector:
     def _key(self, point: HookPoint) -> Key:
         return self._modules[point.layer], point.side, point.call, point.path
 
-    def _take(self, calls: dict[int, _Here], call: int, value: object) -> Changes | None:
+    def _take(self, calls: Mapping[int, _Here], ran: set[int], call: int, value: object) -> Changes | None:
         """Do what is wanted of a call; gives back what goes on in place of its tensors."""
+        ran.add(call)
         here = calls.get(call)
         if here is None:
             return None
@@ -209,7 +246,37 @@ class _Collector:
             self._reach(place, found)
         if not self.pending and not self._goals:
             raise _Complete
+        self._check_containers(value, changes)
         return changes
+
+    def _take_again(self, calls: Mapping[int, _Here], ran: set[int], call: int, value: object) -> Changes | None:
+        """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
+        if len(ran) > 1:  # segments are computed again last first: nothing tells which call it is
+            point = next(iter(calls.values())).point
+            self._misfit = InputError(
+                f"the model computes {_where(point)} again in its backward, where its calls can't be told apart",
+                hint="ask for a layer that runs once, or load the model without activation checkpointing",
+            )
+            raise _Complete
+        found, changes = dict(leaves(value)), dict[Path, Tensor]()
+        here = next((calls[number] for number in ran if number in calls), None)
+        if here is None:
+            return None
+        for share, edit in here.edits:
+            self._edit(share, edit, found, changes)
+        for path in here.anchors:
+            if path in found:  # the same steps, and nothing to hold on to
+                changes[path] = Tape().anchored((None, "", 0, path), found[path], ())
+        return changes
+
+    def _check_containers(self, value: object, changes: Changes) -> None:
+        """Leave the forward where tensors can't be put into what holds them."""
+        try:
+            for path, tensor in changes.items() if not isinstance(value, Named) else ():
+                with_leaf(value, path, tensor)
+        except InputError as error:
+            self._misfit = error
+            raise _Complete from error
 
     def _edit(self, share: Share, edit: Edit, found: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:
         tensor = found.get(edit.point.path)
@@ -243,7 +310,7 @@ class _Collector:
             self._fit(tensor, goal.leaf, goal.point)
             self._differentiable(goal.point)
             part = rows_of(tensor, goal.leaf, self._shares[place].span, self._rows)
-            self._tape.add(objectives.total(part, goal.leaf, goal.objective))
+            self._tape.add(goal.point, objectives.total(part, goal.leaf, goal.objective))
             del self._goals[place]
 
     def _fit(self, tensor: Tensor, leaf: Leaf, point: HookPoint) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
+from models.errors import InputError
 from models.structure import Path
+from models.warmup import is_out_of_memory
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf
 
@@ -22,7 +25,7 @@ class Tape:
 
     def __init__(self) -> None:
         self._anchors: dict[Key, Tensor] = {}
-        self._total: Tensor | None = None
+        self._totals: dict[Any, Tensor] = {}
 
     def anchored(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Hold on to a value; what is returned goes on in its place.
@@ -39,17 +42,47 @@ class Tape:
             handed = handed.clone()
         return handed
 
-    def add(self, objective: Tensor) -> None:
-        """Differentiate this too."""
-        self._total = objective if self._total is None else self._total + objective
+    def add(self, where: object, objective: Tensor) -> None:
+        """Differentiate this too; ``where`` tells the tensor that it looks at."""
+        self._totals[where] = self._totals[where] + objective if where in self._totals else objective
+
+    def leads(self, where: object, anchors: Collection[Key]) -> bool:
+        """Whether a graph leads from what was differentiated there to the earliest call that is anchored so."""
+        first = next(key for key in self._anchors if key in anchors)[:3]
+        ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
+        return not ends.isdisjoint(_nodes(self._totals[where]))
 
     def gradients(self) -> Mapping[Key, Tensor]:
-        """The gradient at each anchor: zero where the objective does not depend on it. Ends the graph."""
+        """The gradient at each anchor: zero where the objective does not depend on it. Ends the graph.
+
+        InputError where the model computes what has no derivative.
+        """
         anchors = list(self._anchors.values())
-        if self._total is None or not self._total.requires_grad:
+        totals = [total for total in self._totals.values() if total.requires_grad]
+        if not totals:
             return {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
-        found = torch.autograd.grad(self._total, anchors, allow_unused=True)
+        try:
+            found = torch.autograd.grad(totals, anchors, allow_unused=True)
+        except RuntimeError as error:
+            if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+                raise
+            raise InputError(
+                f"the model can't be differentiated there ({type(error).__name__})",
+                hint="ask for a gradient nearer to the objective",
+            ) from error
         return {
             key: torch.zeros_like(anchor) if gradient is None else gradient.detach()
             for (key, anchor), gradient in zip(self._anchors.items(), found, strict=True)
         }
+
+
+def _nodes(end: Tensor) -> set[Any]:
+    """Every operation that a tensor hangs on."""
+    found: set[Any] = set()
+    work: list[Any] = [end.grad_fn]
+    while work:
+        node = work.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            work += [before for before, _ in node.next_functions]
+    return found

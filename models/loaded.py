@@ -202,14 +202,15 @@ class LoadedModel:
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
         rows = max(count, padded or 0)
         try:
-            batch = self._assembled(pieces, rows - count)
-            return own.extractor.shared(lambda: self._forward(own, batch, resumption), shares, rows)
+            # Anew for each forward: a model may write to its input.
+            return own.extractor.shared(
+                lambda: self._forward(own, self._assembled(pieces, rows - count), resumption), shares, rows
+            )
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
         except RuntimeError as error:
             if not warmup.is_out_of_memory(error):
                 raise
-        batch = {}
         raise out_of_memory(count)
 
     def verified(

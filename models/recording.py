@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models import attention, layout
 from models.sketch import Sketch
-from models.structure import Path, leaves
+from models.structure import Path, leaves, refused
 from models.watching import Hooked, Run
 
 ROWS, PLACE = 3, 1  # of the forward of several rows: how many, and which of them is the row that ran alone
@@ -40,12 +40,14 @@ class Attended:
 
 @dataclass
 class Visit:
-    """One call of a module as it was seen."""
+    """One call of a module as it was seen; ``took`` and ``gave`` are what could not be looked at, by path and kind."""
 
     start: int
     end: int = -1
     input: dict[Path, Seen] = field(default_factory=dict)
     output: dict[Path, Seen] = field(default_factory=dict)
+    took: tuple[tuple[Path, str], ...] = ()
+    gave: tuple[tuple[Path, str], ...] = ()
     attention: list[Attended] = field(default_factory=list)
 
 
@@ -84,7 +86,7 @@ class Recorder(Hooked):
 
     def _enter(self, module: nn.Module, call: int, value: object) -> None:
         self._running.append((module, call))
-        visit = Visit(self._tick())
+        visit = Visit(self._tick(), took=tuple(refused(value)))
         self.visits.setdefault(module, []).append(visit)
         for path, leaf in leaves(value):
             visit.input[path] = seen = self._see(self._past(module, call, "input").get(path), leaf)
@@ -99,7 +101,7 @@ class Recorder(Hooked):
         while self._running and self._running.pop() != (module, call):
             pass
         visit = self.visits[module][call]
-        visit.end = self._tick()
+        visit.end, visit.gave = self._tick(), tuple(refused(value))
         if value is None:  # as it is after a call that raised
             visit.attention.clear()
         came = next(iter(visit.input.values()), None)

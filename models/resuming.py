@@ -86,7 +86,7 @@ class Resumption:
                 return None
             if name != self.point.layer or number < len(calls) - 1:
                 return lambda: hollow.filled(len(given), given.device)
-            own = given.to(DTYPES[self.leaf.dtype])
+            own = _begun(given.to(DTYPES[self.leaf.dtype]))
             return lambda: with_leaf(hollow.filled(len(given), given.device), self.point.path, own)
 
         return returned
@@ -150,6 +150,13 @@ def _stand_still(
 
     module.forward = forward
     stack.callback(back)
+
+
+def _begun(given: Tensor) -> Tensor:
+    """What is given, where a graph is kept as the beginning of one: what hangs on nothing else then shows that."""
+    if not torch.is_grad_enabled() or not given.is_floating_point():
+        return given
+    return given.detach().requires_grad_().clone()
 
 
 def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

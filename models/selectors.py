@@ -70,14 +70,16 @@ def parse_site(text: str) -> Site:
 def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     """The hook points that a selector names, in execution order, and the names a glob passed over.
 
-    A glob passes over layers that never run. UnknownLayerError, with near matches, where nothing is left.
+    A glob passes over layers that never run, and over what has no plain memory. Where nothing is left: SelectorError if
+    that is a sparse or nested tensor, else UnknownLayerError, with near matches.
     """
     layers, skipped = _layers(selector, catalog)
     if selector.site in ATTENTION and not any(_attends(layer) for layer in layers):
         raise _no_attention(selector, catalog)
     found = [found for layer in layers for found in _in_layer(selector, layer, catalog)]
     if not found:
-        raise UnknownLayerError(
+        reasons = (_refused(selector, layer, call) for layer in layers for call in _calls(selector, layer))
+        raise next(filter(None, reasons), None) or UnknownLayerError(
             f"{_what(selector)} matches {len(layers)} layers, none of which has such a call, path or site",
             hint="GET /models/{model}/layers lists calls and paths",
         )
@@ -165,7 +167,7 @@ def _in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[Fo
         if not chosen:
             if selector.is_glob:
                 continue
-            raise _no_leaf(selector, layer, leaves, catalog)
+            raise _refused(selector, layer, call) or _no_leaf(selector, layer, leaves, catalog)
         for leaf in chosen:
             point = HookPoint(layer.name, call, leaf.path, selector.site)
             yield Found(_key(selector, layer, point, len(chosen) > 1), point, leaf, layer.type)
@@ -187,9 +189,28 @@ def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
     return (call % count,)
 
 
-def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...], catalog: Catalog) -> UnknownLayerError:
+def _refused(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
+    """Why a call has nothing to give at a path, where that is for want of plain memory."""
+    moment, asked = layer.calls[call].at(selector.site), selector.path or ()
+    nearby = (each for each in moment.refused if all(one == other for one, other in zip(each[0], asked, strict=False)))
+    path, kind = next(nearby, ((), None))
+    if kind is None:
+        return None
+    where = f"{_side(selector, layer)} at {quoted(path_text(path))}" if path else _side(selector, layer)
+    others = [path_text(leaf.path) for leaf in moment.leaves]
+    return SelectorError(
+        f"{where} is {kind}: only dense tensors can be had",
+        hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
+    )
+
+
+def _side(selector: Selector, layer: Layer) -> str:
     side = "attention" if selector.site in ATTENTION else SIDES[selector.site]
-    where = f"the {side} of layer {quoted(layer.name)}"
+    return f"the {side} of layer {quoted(layer.name)}"
+
+
+def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...], catalog: Catalog) -> UnknownLayerError:
+    where = _side(selector, layer)
     paths = [path_text(leaf.path) for leaf in leaves]
     if not paths and catalog.start:
         return UnknownLayerError(

@@ -7,11 +7,13 @@ named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+
+from models.errors import InputError, quoted
 
 Path = tuple[str, ...]
 
@@ -22,24 +24,22 @@ class Named(dict[Path, torch.Tensor]):
 
 def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Every dense tensor in a value with its path, in the value's own order; anything else is passed over."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided and not value.is_nested:
-            yield path, value
-        return
-    if isinstance(value, Named):
-        yield from value.items()
-        return
-    for key, item in _items(value):
-        yield from leaves(item, (*path, key))
+    return ((at, tensor) for at, tensor in _tensors(value, path) if _kind(tensor) == "dense")
+
+
+def refused(value: object) -> Iterator[tuple[Path, str]]:
+    """Where a value holds tensors without plain memory, and of what kind they are: "sparse", "nested" or "opaque"."""
+    return ((path, _kind(tensor)) for path, tensor in _tensors(value, ()) if _kind(tensor) != "dense")
 
 
 def call_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """What a module was called with, as one value: a lone argument stands for itself, several by index and name.
 
-    Arguments that hold no tensor (flags, None) do not count, so ``attn(x, mask=None)`` is simply ``x``.
+    Arguments that hold no tensor (flags, None) do not count, so ``attn(x, mask=None)`` is simply ``x``. A sparse tensor
+    is one: ``conv(x, adjacency)`` is two values.
     """
     named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    carrying = {key: value for key, value in named.items() if next(leaves(value), None) is not None}
+    carrying = {key: value for key, value in named.items() if _carries(value)}
     if len(carrying) == 1:
         return next(iter(carrying.values()))
     return carrying
@@ -50,7 +50,7 @@ def call_with(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with other tensors at paths of their ``call_value``."""
     named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    carrying = [key for key, value in named.items() if next(leaves(value), None) is not None]
+    carrying = [key for key, value in named.items() if _carries(value)]
     lone: Path = tuple(carrying) if len(carrying) == 1 else ()
     for path, tensor in changes.items():
         key, *rest = (*lone, *path)
@@ -59,28 +59,73 @@ def call_with(
 
 
 def with_leaf(value: Any, path: Path, tensor: torch.Tensor) -> Any:
-    """A value with another tensor at a path; what lies around it is copied, and of the kind it was."""
+    """A value with another tensor at a path; what lies around it is copied, and of the kind it was.
+
+    InputError where a container of a model's own can't be made again.
+    """
     if not path:
         return tensor
-    key, rest = path[0], path[1:]
+    held = dict(_items(value))
+    held[path[0]] = with_leaf(held[path[0]], path[1:], tensor)
+    try:
+        made = _rebuilt(value, path[0], held)
+    except Exception:  # a third party's class: whatever its constructor raises
+        made = None
+    if type(made) is not type(value) or not _same(dict(_items(made)), held):
+        raise InputError(
+            f"a {quoted(type(value).__name__)} can't be made again with another tensor in it",
+            hint="change a layer before it or after it",
+        )
+    return made
+
+
+def _rebuilt(value: Any, key: str, held: Mapping[str, object]) -> Any:
+    """A container again, with what it is to hold; only what lies at the key is new."""
+    kind: Any = type(value)
     if isinstance(value, Mapping):
         name = next(name for name in value if str(name) == key)
-        copied: Any = copy.copy(value)
-        copied[name] = with_leaf(value[name], rest, tensor)
-        return copied
-    if is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
+        if not isinstance(value, MutableMapping):
+            return kind({**value, name: held[key]})
+        value = copy.copy(value)
+        value[name] = held[key]
+    elif is_dataclass(value):
+        value = copy.copy(value)
         # A frozen one says no to plain assignment. The name is one of the dataclass's own fields.
-        name = next(field.name for field in fields(value) if field.name == key)
-        object.__setattr__(twin, name, with_leaf(dict(_items(value))[name], rest, tensor))
-        return twin
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        place = value._fields.index(key)
-        items = [*value[:place], with_leaf(value[place], rest, tensor), *value[place + 1 :]]
-        return type(value)(*items)
-    listed = list(value)
-    listed[int(key)] = with_leaf(listed[int(key)], rest, tensor)
-    return type(value)(listed)
+        object.__setattr__(value, next(field.name for field in fields(value) if field.name == key), held[key])
+    elif isinstance(value, list):
+        value = copy.copy(value)
+        value[int(key)] = held[key]
+    elif hasattr(value, "_fields"):
+        return value._make(list(held.values()))
+    else:
+        return kind(list(held.values()))
+    return value
+
+
+def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    return list(one) == list(other) and all(one[key] is other[key] for key in one)
+
+
+def _carries(value: object) -> bool:
+    return next(_tensors(value, ()), None) is not None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is torch.strided:
+        return "dense"
+    return "sparse" if "sparse" in str(tensor.layout) else "opaque"
+
+
+def _tensors(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Named):
+        yield from value.items()
+    else:
+        for key, item in _items(value):
+            yield from _tensors(item, (*path, key))
 
 
 def _items(value: object) -> Iterator[tuple[str, object]]:

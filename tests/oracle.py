@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +94,7 @@ def _hooked(part: nn.Module, aliases: list[str], seen: dict[Key, Tensor]) -> Ite
 
 
 def _children(item: object) -> list[tuple[object, object]]:
-    if isinstance(item, dict):
+    if isinstance(item, Mapping):
         return list(item.items())
     if dataclasses.is_dataclass(item):
         return [(field.name, getattr(item, field.name, None)) for field in dataclasses.fields(item)]

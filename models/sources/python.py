@@ -49,7 +49,23 @@ def _made(ident: str, seed: int | None) -> nn.Module:
         module = _factory(name, factory)()
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {quoted(type(module).__name__)}, not a torch.nn.Module")
+    compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)
+    if compiled is not None:
+        raise LoadError(
+            f"{shown} returned a model whose part {quoted(compiled)} is compiled: hooks on what is in it would not run",
+            hint="let the factory return it without torch.compile",
+        )
     return module
+
+
+def _hides_parts(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled, so that hooks that come later are ignored."""
+    if module._compiled_call_impl is not None:  # its own hooks too
+        return True
+    # A wrapper by torch.compile has such a forward, and what it wraps as a part. One that never compiles does no harm.
+    forward = getattr(module, "forward", None)
+    compiled = hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
+    return compiled and next(module.children(), None) is not None
 
 
 def _factory(name: str, factory: str) -> type[object]:

@@ -296,3 +296,24 @@ def test_buffers_are_left_alone() -> None:
     with pytest.raises(SelectorError, match="can't be resumed"):
         resumed(model, "first")
     assert torch.equal(model.module.get_buffer("seen"), before)
+
+
+class Aside(nn.Module):
+    """Two parts beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side, self.main = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.first(x)
+        return self.side(x), self.main(x)
+
+
+def test_zero_where_nothing_flows() -> None:
+    """A gradient that is zero is so in a forward that goes on from a layer too."""
+    model = load(own("Aside"))
+    known = resumed(model, "first")
+    objective = Objective("layer", selector=parse("main"))
+    found = ours(model, known, torch.ones(2, 4), plan_of(known, "side:grad_output", objective=objective))
+    assert torch.equal(found["side:grad_output"], torch.zeros(2, 4))

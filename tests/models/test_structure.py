@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from models.structure import call_value, leaves
+from models.errors import InputError
+from models.structure import call_value, call_with, leaves, refused, with_leaf
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 
@@ -19,6 +24,68 @@ A, B, C = torch.tensor(1.0), torch.tensor([2.0]), torch.tensor([[3]])
 class Unfinished:
     value: Tensor
     later: Tensor = field(init=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    value: Tensor
+    name: str = ""
+
+
+class Reading(Mapping[str, Any]):
+    """May be read and not written to."""
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        self._held = dict(held)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class Particular(Reading):
+    """Made from other things than it holds."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__({"first": first, "second": second})
+
+
+class Forgetful(Reading):
+    """Does not keep what it is given."""
+
+    def __init__(self, held: Mapping[str, Any]) -> None:
+        super().__init__(dict.fromkeys(held, A))
+
+
+class Counted(list[Any]):
+    """A list made from something else, with a note of its own."""
+
+    def __init__(self, count: int, *items: Any) -> None:
+        super().__init__(items)
+        self.count = count
+
+
+class Pointed(tuple[Any, ...]):
+    """A tuple made from something else."""
+
+    __slots__ = ()
+
+    def __new__(cls, x: Any, y: Any) -> Pointed:
+        return super().__new__(cls, (x, y))
+
+
+class Scaled(namedtuple("Scaled", ("value", "other"))):
+    """A named tuple made from something else."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: Any) -> Scaled:
+        return super().__new__(cls, value, value)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +125,15 @@ def test_agrees_with_the_oracle() -> None:
     assert all(ours[path] is theirs[path] for path in ours)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_tensors_without_plain_memory_are_passed_over() -> None:
     """Sparse and nested tensors are no leaves: nothing here can pool or write them."""
-    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
-    assert list(leaves([torch.ones(2, 2).to_sparse(), nested])) == []
+    value = {"a": [sparse(), A], "b": jagged(), "c": torch.ones(2, 2).to_sparse_csr()}
+    assert [path for path, _ in leaves(value)] == [("a", "1")]
+    assert list(refused(value)) == [(("a", "0"), "sparse"), (("b",), "nested"), (("c",), "sparse")]
+    assert list(refused(sparse())) == [((), "sparse")]
+    assert list(refused(torch.ones(2, 2).to_mkldnn())) == [((), "opaque")]
+    assert list(refused({"a": [A, "text"], "b": None})) == []
 
 
 def test_a_field_that_was_never_set() -> None:
@@ -86,3 +158,96 @@ def test_several_arguments_by_index_and_name() -> None:
 def test_no_tensor_at_all() -> None:
     """A call without tensors has no leaves."""
     assert list(leaves(call_value((1, "x"), {"flag": True}))) == []
+
+
+def test_sparse_arguments_count() -> None:
+    """A sparse tensor is an argument that holds one: beside it another keeps its index, alone it stands for itself."""
+    adjacency = sparse()
+    value = call_value((A, adjacency, 3), {})
+    assert [path for path, _ in leaves(value)] == [("0",)]
+    assert list(refused(value)) == [(("1",), "sparse")]
+    assert call_value((adjacency,), {"flag": True}) is adjacency
+    args, kwargs = call_with((A, adjacency, 3), {"mask": B}, {("0",): C, ("mask",): A})
+    assert args == (C, adjacency, 3)
+    assert kwargs == {"mask": A}
+
+
+def sparse() -> Tensor:
+    return torch.eye(2).to_sparse()
+
+
+def jagged() -> Tensor:
+    found: Tensor = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    return found
+
+
+NEW = torch.tensor(9.0)
+KINDS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "dict": (lambda: {"a": A, "b": B}, ("b",)),
+    "numbered": (lambda: {0: A, 1: B}, ("1",)),
+    "ordered": (lambda: OrderedDict(a=A, b=B), ("b",)),
+    "user's dict": (lambda: UserDict(a=A, b=B), ("b",)),
+    "proxy": (lambda: MappingProxyType({"a": A, "b": B}), ("b",)),
+    "readable": (lambda: Reading({"a": A, "b": [B, C]}), ("b", "1")),
+    "list": (lambda: [A, (B, C)], ("1", "0")),
+    "a list of its own": (lambda: Counted(7, A, B), ("1",)),
+    "tuple": (lambda: (A, B), ("0",)),
+    "named": (lambda: Pair(A, B), ("right",)),
+    "named, made otherwise": (lambda: Scaled(A), ("other",)),
+    "torch's": (lambda: torch.max(torch.ones(2, 2), 0), ("0",)),
+    "dataclass": (lambda: Card(A, "text", [B, C]), ("more", "0")),
+    "frozen": (lambda: Sealed(A, "text"), ("value",)),
+    "unfinished": (lambda: Unfinished(A), ("value",)),
+    "deep": (lambda: {"a": [MappingProxyType({"b": Pair(A, {"c": B})})]}, ("a", "0", "b", "right", "c")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_tensor_in_the_same_container(kind: str) -> None:
+    """The new value is of the old one's kind, with one other tensor at its place; the old one is as it was."""
+    make, path = KINDS[kind]
+    value = make()
+    before = flat(value)
+    made = with_leaf(value, path, NEW)
+    assert type(made) is type(value)
+    after = flat(made)
+    assert list(after) == list(before)
+    assert after[path] is NEW
+    assert all(after[each] is before[each] for each in before if each != path)
+    assert all(one is other for one, other in zip(flat(value).values(), before.values(), strict=True))
+    if isinstance(value, Counted):
+        assert made.count == 7
+    if isinstance(value, (Card, Sealed)):
+        assert {vars_of(made, name) for name in ("name", "note")} == {vars_of(value, name) for name in ("name", "note")}
+
+
+def vars_of(value: object, name: str) -> object:
+    return getattr(value, name, None)
+
+
+def flat(value: Any) -> dict[tuple[str, ...], Tensor]:
+    """Tensors by path, through whatever can be read by key."""
+    if isinstance(value, (Mapping, UserDict)):
+        value = dict(value)
+    if isinstance(value, dict):
+        return {(str(key), *path): leaf for key, item in value.items() for path, leaf in flat(item).items()}
+    if type(value) is list or type(value) is tuple or isinstance(value, Counted):
+        return flat(dict(enumerate(value)))
+    return flatten(value) if not isinstance(value, Tensor) else {(): value}
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Pointed(A, B), ("0",)),
+        ({"a": [Pointed(A, B)]}, ("a", "0", "1")),
+        (Particular(A, B), ("first",)),
+        (Forgetful({"a": A}), ("a",)),
+        ({1: A, "1": B}, ("1",)),
+    ],
+)
+def test_what_can_not_be_made_again(value: Any, path: tuple[str, ...]) -> None:
+    """A container that does not take what it holds, or takes it and holds something else, is refused."""
+    with pytest.raises(InputError, match="can't be made again") as caught:
+        with_leaf(value, path, NEW)
+    assert caught.value.hint

@@ -1,0 +1,413 @@
+"""Graphs that a model cuts, or makes a second time: no zeros for want of a graph, and no gradient of something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models import hooks
+from models.catalog import Catalog
+from models.dryrun import survey
+from models.errors import InputError
+from models.extractor import FeatureExtractor
+from models.loaded import load
+from models.plan import Plan, resolve
+from models.points import Intervention, Objective, Operation
+from models.selectors import parse
+from models.spec import InputSpec, ModelSpec
+from models.union import Share
+from tests.oracle import record, seeded
+
+SUM = Objective("sum")
+Off = Callable[[], Any]
+
+
+def known(net: nn.Module, *shape: int, dtype: str = "float64") -> tuple[nn.Module, Catalog]:
+    """A module in float64 with random frozen weights, and its catalogue."""
+    net = seeded(net, 1).double().eval().requires_grad_(False)
+    specs = (InputSpec("x", shape, dtype),)
+    return net, survey(net, specs, lambda rows: net(*rows.values()), torch.device("cpu"), 0, torch.float64)
+
+
+def planned(catalog: Catalog, *texts: str, objective: Objective = SUM, **edits: Operation) -> Plan:
+    """A plan; ``edits`` by layer, dots as double underscores."""
+    made = [Intervention(parse(name.replace("__", ".")), how) for name, how in edits.items()]
+    return resolve([parse(text) for text in texts], catalog, made, objective)
+
+
+def answer(net: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
+    """The project's answer, by key."""
+    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
+    taken = FeatureExtractor(net).shared(lambda: net(x.clone()), [share], len(x)).of(share)
+    return {result.key: taken[result.capture].values.double() for result in plan.results}
+
+
+def ours(net: nn.Module, catalog: Catalog, x: Tensor, *texts: str) -> dict[str, Tensor]:
+    """The gradients of the sum of the output, by key."""
+    return answer(net, x, planned(catalog, *texts))
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers."""
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def same(found: Tensor, truth: Tensor) -> None:
+    """Equal but for rounding to float32, and not zero."""
+    assert float(truth.abs().max()) > 0
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+
+
+class Cut(nn.Module):
+    """Its middle part computes without a graph, or lets go of it."""
+
+    def __init__(self, off: Off = nullcontext, detach: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.side = nn.Linear(4, 3)
+        self.off, self.detach = off, detach
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.side(x)
+        with self.off():
+            y = self.middle(x)
+        y = y.detach() if self.detach else y
+        out: Tensor = self.head(y + x if self.skips else y)
+        return out
+
+
+CUTS: dict[str, Callable[[], Cut]] = {
+    "no_grad": lambda: Cut(torch.no_grad),
+    "inference_mode": lambda: Cut(torch.inference_mode),
+    "detach": lambda: Cut(detach=True),
+}
+
+
+@pytest.mark.parametrize("texts", [("first:grad_output",), (".:grad_input",), ("first:grad_output", "head:grad_input")])
+@pytest.mark.parametrize("kind", CUTS)
+def test_no_zeros_before_a_cut(kind: str, texts: tuple[str, ...]) -> None:
+    """A gradient that a model's own detaching keeps from flowing is refused, whatever else is asked for with it."""
+    net, catalog = known(CUTS[kind](), 4)
+    with pytest.raises(InputError, match="computes without gradients") as caught:
+        ours(net, catalog, drawn(2, 4), *texts)
+    assert "detach()" in caught.value.hint
+    assert hooks.count(net) == 0
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_gradients_after_a_cut(kind: str) -> None:
+    """What lies after the cut has its gradient."""
+    net, catalog = known(CUTS[kind](), 4)
+    head: Any = net.head
+    found = ours(net, catalog, drawn(2, 4), "head:grad_input")["head:grad_input"]
+    same(found, head.weight.sum(0).expand(2, 4))
+
+
+@pytest.mark.parametrize("kind", CUTS)
+def test_objectives_before_a_cut(kind: str) -> None:
+    """An objective before the cut has its gradient."""
+    net, catalog = known(CUTS[kind](), 4)
+    plan = planned(catalog, ".:grad_input", objective=Objective("layer", selector=parse("first"), channel=1))
+    first: Any = net.first
+    same(answer(net, drawn(2, 4), plan)[".:grad_input"], first.weight[1].expand(2, 4))
+
+
+def test_a_side_branch_is_zero() -> None:
+    """A layer that the objective does not hang on has the gradient zero, also where no other is asked for."""
+    net, catalog = known(Cut(), 4)
+    x = drawn(2, 4)
+    assert torch.equal(ours(net, catalog, x, "side:grad_output")["side:grad_output"], torch.zeros(2, 3).double())
+    edit = planned(catalog, "first:grad_output", middle=Operation("replace", value=1.0))
+    assert torch.equal(answer(net, x, edit)["first:grad_output"], torch.zeros(2, 4).double())
+
+
+def test_what_flows_around_a_cut() -> None:
+    """Beside the cut there is a way: the gradient is that of this way, as autograd gives it."""
+    net, catalog = known(Cut(torch.no_grad), 4)
+    net.skips = True  # type: ignore[assignment]
+    x = drawn(2, 4)
+    start = x.clone().requires_grad_()
+    truth = torch.autograd.grad(net(start).sum(), start)[0]
+    same(ours(net, catalog, x, ".:grad_input")[".:grad_input"], truth)
+
+
+@pytest.mark.parametrize("kind", CUTS)
+@pytest.mark.parametrize(
+    "mate", [("head:grad_input", None), ("first:grad_output", "first"), ("first:grad_input", "side")]
+)
+def test_neighbours_do_not_hide_a_cut(kind: str, mate: tuple[str, str | None]) -> None:
+    """A request that is refused alone is refused beside one whose objective does have a graph, whatever that is."""
+    net, catalog = known(CUTS[kind](), 4)
+    text, layer = mate
+    other = Objective("layer", selector=parse(layer)) if layer else SUM
+    fine = planned(catalog, text, objective=other)
+    cut = planned(catalog, "first:grad_output")
+    x = drawn(3, 4)
+    good = Share(0, 1, fine.captures, (), fine.goal)
+    taken = FeatureExtractor(net).shared(lambda: net(x[:1]), [good], 1).of(good)
+    assert all(reduced.values.any() for reduced in taken.values())
+    for shares in ([good, Share(1, 3, cut.captures, (), cut.goal)], [Share(1, 3, cut.captures, (), cut.goal), good]):
+        with pytest.raises(InputError, match="computes without gradients"):
+            FeatureExtractor(net).shared(lambda: net(x), shares, 3)
+
+
+class Words(nn.Module):
+    """Looks up words, and lets go of them where it is told to; a branch leads nowhere."""
+
+    def __init__(self, detach: bool) -> None:
+        super().__init__()
+        self.table, self.first, self.side = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.head = nn.Linear(4, 3)
+        self.detach = detach
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.first(self.table(words))
+        self.side(x)
+        out: Tensor = self.head(x.detach() if self.detach else x).mean(1)
+        return out
+
+
+def test_integer_inputs() -> None:
+    """A graph begins where words are looked up: a cut after that is refused, a branch is zero."""
+    words = torch.tensor([[0, 1, 4], [2, 2, 3]])
+    net, catalog = known(Words(detach=True), 3, dtype="int64")
+    for text in ("first:grad_output", "table:grad_output"):
+        with pytest.raises(InputError, match="computes without gradients"):
+            ours(net, catalog, words, text)
+    net, catalog = known(Words(detach=False), 3, dtype="int64")
+    found = ours(net, catalog, words, "side:grad_output")["side:grad_output"]
+    assert torch.equal(found, torch.zeros(2, 3, 2).double())
+
+
+class Arrays(nn.Module):
+    """Goes on with arrays of another library; a branch leads nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side, self.head = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.side(x)
+        out: Tensor = self.head(torch.from_numpy(self.first(x).numpy()))
+        return out
+
+
+def test_arrays_of_another_library() -> None:
+    """A model that does not run with a graph from its input on is refused; after that part there is a gradient."""
+    net, catalog = known(Arrays(), 4)
+    with pytest.raises(InputError, match="computes without gradients"):
+        ours(net, catalog, drawn(2, 4), "side:grad_output")
+    head: Any = net.head
+    found = ours(net, catalog, drawn(2, 4), "head:grad_input")["head:grad_input"]
+    same(found, head.weight.sum(0).expand(2, 4))
+
+
+class Greedy(nn.Module):
+    """Writes to its input and to a buffer, and lets go of what it is given, too, if that is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(100.0)
+        seen: Any = self.seen
+        seen.copy_(x.sum(0))
+        x = self.first(x.detach() if x.abs().amax() > 1000 else x)
+        self.side(x)
+        return x
+
+
+def test_another_forward_takes_the_input_as_it_was_sent() -> None:
+    """Where a graph is looked for in a second forward a model that writes to its input does so once."""
+    inputs = (InputSpec("x", (4,)),)
+    model = load(ModelSpec("net", "python:tests.models.test_graphs:Greedy", inputs=inputs, device="cpu"))
+    plan = planned(model.catalog, "side:grad_output")
+    taken = model.extract({"x": torch.ones(2, 4)}, plan, model.catalog, 8)
+    assert not next(iter(taken.values())).values.any()
+    assert not model.module.get_buffer("seen").requires_grad
+    plan = planned(model.catalog, ".:grad_input")
+    with pytest.raises(InputError, match="computes without gradients"):
+        model.extract({"x": torch.ones(2, 4) * 50}, plan, model.catalog, 8)
+    assert not model.module.get_buffer("seen").requires_grad
+
+
+class Block(nn.Module):
+    """One activation runs once, one twice and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.act, self.relu = nn.Tanh(), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.one(x) + 0.5)
+        y = self.relu(self.two(self.act(y)) + 0.5)
+        return x + y * y
+
+
+class Checkpointed(nn.Module):
+    """Two blocks, of which nothing is kept for the backward."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.stem, self.low, self.high, self.head = nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in (self.low, self.high):
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        out: Tensor = self.head(x)
+        return out
+
+
+def by_hand(net: Any, x: Tensor) -> dict[str, Tensor]:
+    """Gradients of the sum of the output, by autograd on the model without checkpoints, part after part."""
+    found: dict[str, Tensor] = {".:grad_input": x.clone().requires_grad_()}
+    found["stem:grad_output"] = y = net.stem(found[".:grad_input"])
+    for name in ("low", "high"):
+        block = getattr(net, name)
+        found[f"{name}.one:grad_output"] = one = block.one(y)
+        found[f"{name}.act:grad_input"] = first = torch.relu(one + 0.5)
+        found[f"{name}.act:grad_output"] = act = block.act(first)
+        found[f"{name}.two:grad_output"] = two = block.two(act)
+        second = torch.relu(two + 0.5)
+        found[f"{name}:grad_output"] = y = y + second * second
+    gradients = torch.autograd.grad(net.head(y).sum(), list(found.values()))
+    return dict(zip(found, gradients, strict=True))
+
+
+POINTS = (".one:grad_output", ".act:grad_input", ".act:grad_output", ".two:grad_output", ":grad_output")
+NAMES = (".:grad_input", "stem:grad_output", *(block + point for block in ("low", "high") for point in POINTS))
+
+
+@pytest.mark.parametrize("texts", [*((name,) for name in NAMES), NAMES], ids=" ".join)
+def test_checkpointed(texts: tuple[str, ...]) -> None:
+    """A model that computes its values again in the backward has the gradients of one that keeps them."""
+    net, catalog = known(Checkpointed(reentrant=False), 4)
+    x = drawn(3, 4)
+    truth = by_hand(net, x)
+    found = ours(net, catalog, x, *texts)
+    assert tuple(found) == texts
+    for text in texts:
+        same(found[text], truth[text])
+    assert hooks.count(net) == 0
+
+
+def test_checkpointed_values_are_taken_once() -> None:
+    """What is captured beside a gradient is the forward's own, and is not taken again in the backward."""
+    net, catalog = known(Checkpointed(reentrant=False), 4)
+    x = drawn(3, 4)
+    truth = record(net, x)
+    runs: list[int] = []
+    handle: Any = net.low.one.register_forward_hook(lambda _, args, out: runs.append(len(runs)))  # type: ignore[union-attr]
+    found = answer(net, x, planned(catalog, "low.one", "low.relu#*", "high.relu#*:input", "stem:grad_output"))
+    handle.remove()
+    assert runs == [0, 1]
+    seen = {"low.one": ("low.one", 0, "output")}
+    seen |= {f"low.relu#{call}": ("low.relu", call, "output") for call in range(2)}
+    seen |= {f"high.relu#{call}:input": ("high.relu", call, "input") for call in range(2)}
+    for key, (name, call, site) in seen.items():
+        torch.testing.assert_close(found[key], truth[name, call, (), site], rtol=1e-6, atol=1e-7)
+
+
+def test_checkpointed_and_changed() -> None:
+    """A change within what is computed again is made again: the gradient is that of the changed model."""
+    x = drawn(3, 4)
+    edits = {"low__one": Operation("scale", by=-2.0), "high__act": Operation("noise", std=0.5, seed=3)}
+    texts = (".:grad_input", "low.two:grad_output", "low.one:grad_input", ".")
+    found = []
+    for reentrant in (False, None):
+        net, catalog = known(Checkpointed(reentrant), 4)
+        found.append(answer(net, x, planned(catalog, *texts, **edits)))
+    plain = by_hand(net, x)
+    scaled: Any = net
+    scaled.low.one.weight.mul_(-2.0)
+    scaled.low.one.bias.mul_(-2.0)
+    for text in texts:
+        torch.testing.assert_close(found[0][text], found[1][text], rtol=1e-6, atol=1e-9)
+    assert not torch.allclose(found[0][".:grad_input"], plain[".:grad_input"])
+    net, catalog = known(Checkpointed(reentrant=False), 4)
+    only = answer(net, x, planned(catalog, ".:grad_input", low__one=Operation("scale", by=-2.0)))
+    same(only[".:grad_input"], by_hand(scaled, x)[".:grad_input"])
+
+
+def test_checkpointed_calls_that_can_not_be_told_apart() -> None:
+    """A module that runs twice is refused where a change to it would have to be made again; to be read it may."""
+    net, catalog = known(Checkpointed(reentrant=False), 4)
+    for text in ("low.relu#0:grad_output", "high.relu#1:grad_input"):
+        with pytest.raises(InputError, match="can't be told apart") as caught:
+            ours(net, catalog, drawn(2, 4), text)
+        assert "runs once" in caught.value.hint
+    plan = planned(catalog, ".:grad_input", low__relu=Operation("scale", by=2.0))
+    with pytest.raises(InputError, match="can't be told apart"):
+        answer(net, drawn(2, 4), plan)
+    assert hooks.count(net) == 0
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_checkpointed_by_the_old_way() -> None:
+    """A checkpoint that allows no gradient of values is refused, after it there is one."""
+    net, catalog = known(Checkpointed(reentrant=True), 4)
+    x = drawn(2, 4)
+    with pytest.raises(InputError, match="can't be differentiated"):
+        ours(net, catalog, x, ".:grad_input")
+    with pytest.raises(InputError, match="without gradients"):
+        ours(net, catalog, x, "low.one:grad_output")
+    found = ours(net, catalog, x, "head:grad_input")["head:grad_input"]
+    same(found, by_hand(net, x)["high:grad_output"])
+    assert hooks.count(net) == 0
+
+
+class Rounds(nn.Module):
+    """A recurrent part between two others: it takes and returns several tensors."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        made: dict[str, Callable[[], nn.Module]] = {
+            "lstm": lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True, bidirectional=True),
+            "gru": lambda: nn.GRU(4, 5, num_layers=2, batch_first=True),
+            "rnn": lambda: nn.RNN(4, 5, batch_first=True, nonlinearity="relu"),
+        }
+        self.stem, self.cell, self.head = nn.Linear(3, 4), made[kind](), nn.LazyLinear(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, state = self.cell(self.stem(x))
+        last = state[0] if isinstance(state, tuple) else state
+        scores: Tensor = self.head(torch.cat([out.mean(1), last[-1]], 1))
+        return scores
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn"])
+def test_recurrent(kind: str) -> None:
+    """A recurrent layer's input, output and states have the gradients that autograd gives on the plain model."""
+    made = Rounds(kind)
+    with torch.no_grad():
+        made(torch.zeros(1, 6, 3))
+    net, catalog = known(made, 6, 3)
+    whole: Any = net
+    x = drawn(3, 6, 3)
+    start = x.clone().requires_grad_()
+    stem = whole.stem(start)
+    out, state = whole.cell(stem)
+    last = state[0] if kind == "lstm" else state
+    score = whole.head(torch.cat([out.mean(1), last[-1]], 1)).sum()
+    values = dict(zip((".:grad_input", "cell:grad_input", "cell[0]:grad_output"), (start, stem, out), strict=True))
+    values["cell[1][0]:grad_output" if kind == "lstm" else "cell[1]:grad_output"] = last
+    truth = dict(zip(values, torch.autograd.grad(score, list(values.values())), strict=True))
+    together = ours(net, catalog, x, *values)
+    for text, wanted in truth.items():
+        same(together[text], wanted)
+        same(ours(net, catalog, x, text)[text], wanted)
+    if kind == "lstm":  # nothing hangs on the cell's own state
+        assert not ours(net, catalog, x, "cell[1][1]:grad_output")["cell[1][1]:grad_output"].any()

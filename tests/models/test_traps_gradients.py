@@ -1,0 +1,286 @@
+"""The ways in which attention and gradients go wrong: walked into and shown to be wrong, then ours shown right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torchvision.models import VisionTransformer
+
+from models.errors import RequestError
+from models.extractor import FeatureExtractor
+from models.loaded import LoadedModel
+from models.plan import Plan, resolve
+from models.points import Objective
+from models.selectors import parse
+from models.union import Share
+from tests.conftest import Loader
+from tests.models.test_attention import multi_head, timm_vit
+from tests.models.test_gradients import split
+from tests.models.test_traps import naive, ours, rows
+from tests.nets import surveyed
+from tests.oracle import record, seeded
+
+LOGIT = Objective("logit", 2)
+
+
+def gradients(model: LoadedModel, x: Tensor, *texts: str, objective: Objective = LOGIT) -> dict[str, Tensor]:
+    """The project's gradients, by key."""
+    return answers(model, x, resolve([parse(text) for text in texts], model.catalog, objective=objective))
+
+
+def answers(model: LoadedModel, x: Tensor, plan: Plan) -> dict[str, Tensor]:
+    """What a plan takes, by key."""
+    taken = model.extract({"x": x}, plan, model.catalog, 64)
+    return {result.key: taken[result.capture].values for result in plan.results}
+
+
+def by_hand(net: Any, x: Tensor, klass: int = 2) -> list[Tensor]:
+    """Gradients of a ResNet's logit at its input and after each of its stages, by autograd on the parts."""
+    values = [x.clone().requires_grad_()]
+    for part in split(net):
+        values.append(part(values[-1].clone()))
+    return list(torch.autograd.grad(values[-1][:, klass].sum(), values))
+
+
+def same(found: Tensor, truth: Tensor) -> None:
+    """Equal but for rounding, and not zero."""
+    assert float(truth.abs().max()) > 0
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-5 * float(truth.abs().max()))
+
+
+# 8. Attention
+
+
+def test_8_torchvisions_attention_returns_no_weights(load_net: Loader) -> None:
+    """A hook on a ViT's attention finds None where weights would be; ours are softmax(QKᵀ), heads apart."""
+    model = load_net("vit")
+    x = rows(model, 2)
+    name = "encoder.layers.encoder_layer_1.self_attention"
+    with naive(model.module, [name]) as found:
+        model.module(x)
+    assert found[name][1] is None
+    given = record(model.module, x)[name, 0, ("0",), "input"]
+    weights, _ = multi_head(model.module.get_submodule(name), given)  # type: ignore[arg-type]
+    assert weights.shape == (2, 2, 17, 17)
+    torch.testing.assert_close(ours(model, x, f"{name}:attention")[f"{name}:attention"], weights)
+
+
+def test_8_asked_for_weights_pytorch_averages_the_heads(load_net: Loader) -> None:
+    """A pre-hook that turns ``need_weights`` on and no more gets the mean of all heads; ours has each."""
+    model = load_net("vit")
+    x = rows(model, 2)
+    name = "encoder.layers.encoder_layer_0.self_attention"
+    part = model.module.get_submodule(name)
+    handle = part.register_forward_pre_hook(
+        lambda _, args, kwargs: (args, {**kwargs, "need_weights": True}), with_kwargs=True
+    )
+    with naive(model.module, [name]) as found:
+        model.module(x)
+    handle.remove()
+    weights = ours(model, x, f"{name}:attention")[f"{name}:attention"]
+    assert found[name][1].shape == (2, 17, 17)
+    assert not torch.allclose(weights[:, 0], weights[:, 1], atol=1e-3)
+    torch.testing.assert_close(weights.mean(1), found[name][1])
+
+
+def test_8_timms_fused_kernel_skips_its_dropout() -> None:
+    """``attn_drop``, where weights would pass, never runs beside the fused kernel; ours come from q and k."""
+    module = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, num_classes=7)
+    module = seeded(module.eval().requires_grad_(False), 5)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with naive(module, ["blocks.1.attn.attn_drop"]) as found:
+        module(x)
+    assert found == {}
+    catalog = surveyed(module, 3, 32, 32, prefix=1)
+    with pytest.raises(RequestError, match="never runs"):
+        resolve([parse("blocks.1.attn.attn_drop")], catalog)
+    plan = resolve([parse("blocks.1.attn:attention")], catalog)
+    taken = FeatureExtractor(module)(lambda: module(x), plan.captures, 2)
+    weights, _ = timm_vit(module.blocks[1].attn, record(module, x)["blocks.1.attn", 0, (), "input"])
+    torch.testing.assert_close(next(iter(taken.values())).values, weights)
+
+
+def test_8_a_projection_that_is_used_without_being_called(load_net: Loader) -> None:
+    """``out_proj`` never fires: a dictionary simply lacks it. Ours says so, and names the part that does run."""
+    model = load_net("vit")
+    name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
+    with naive(model.module, [name]) as found:
+        model.module(rows(model, 1))
+    assert found == {}
+    with pytest.raises(RequestError, match="never runs") as caught:
+        ours(model, rows(model, 1), name)
+    assert "self_attention'" in caught.value.hint
+
+
+def test_8_gradients_arrive_last_layer_first(load_net: Loader) -> None:
+    """A list filled by backward hooks, zipped with the layers in order, swaps them; ours carry names."""
+    model = load_net("vit")
+    x = rows(model, 2)
+    net: Any = model.module
+    names = [f"encoder.layers.encoder_layer_{number}" for number in range(2)]
+    arrived: list[Tensor] = []
+    parts = [net.get_submodule(name) for name in names]
+    handles = [part.register_full_backward_hook(lambda _, before, after: arrived.append(after[0])) for part in parts]
+    net(x.clone().requires_grad_())[:, 2].sum().backward()
+    for handle in handles:
+        handle.remove()
+    found = gradients(model, x, *(f"{name}:grad_output" for name in names))
+    tokens = torch.cat([net.class_token.expand(2, -1, -1), net._process_input(x)], 1) + net.encoder.pos_embedding
+    first = parts[0](tokens).requires_grad_()
+    second = parts[1](first)
+    truth = torch.autograd.grad(net.heads(net.encoder.ln(second)[:, 0])[:, 2].sum(), [first, second])
+    for place, name in enumerate(names):
+        assert not torch.allclose(arrived[place], truth[place], rtol=0.1, atol=1e-4)
+        same(arrived[1 - place], truth[place])
+        same(found[f"{name}:grad_output"], truth[place])
+
+
+# 9. Backward hooks and in-place
+
+
+def test_9_a_backward_hook_before_an_in_place_module(load_net: Loader) -> None:
+    """A full backward hook on a norm whose output a ReLU overwrites raises; ours gives the gradient there."""
+    model = load_net("resnet")
+    x = rows(model, 2)
+    net: Any = model.module
+    handle = net.bn1.register_full_backward_hook(lambda _, before, after: None)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        net(x.clone().requires_grad_())
+    handle.remove()
+    found = gradients(model, x, "bn1:grad_output", "bn1:grad_input", "layer1:grad_output")
+    conv = net.conv1(x).requires_grad_()
+    norm = net.bn1(conv)
+    first = net.layer1(net.maxpool(net.relu(norm.clone())))
+    out = net.fc(torch.flatten(net.avgpool(net.layer4(net.layer3(net.layer2(first.clone())))), 1))
+    for got, truth in zip(found.values(), torch.autograd.grad(out[:, 2].sum(), [norm, conv, first]), strict=True):
+        same(got, truth)
+
+
+def test_9_retain_grad_follows_what_is_written(load_net: Loader) -> None:
+    """``retain_grad`` on a norm's output gives the gradient of what the in-place ReLU made of it; ours does not."""
+    model = load_net("resnet")
+    x = rows(model, 2)
+    net: Any = model.module
+    kept: list[Tensor] = []
+
+    def keep(_: nn.Module, args: Any, output: Tensor) -> None:
+        output.retain_grad()
+        kept.append(output)
+
+    handle = net.bn1.register_forward_hook(keep)
+    net(x.clone().requires_grad_())[:, 2].sum().backward()
+    handle.remove()
+    norm = net.bn1(net.conv1(x)).requires_grad_()
+    rest = split(net)[1:]
+    out = net.relu(norm.clone())
+    for part in rest:
+        out = part(out)
+    truth = torch.autograd.grad(out[:, 2].sum(), norm)[0]
+    assert kept[0].grad is not None
+    assert not torch.allclose(kept[0].grad, truth, rtol=0.1, atol=1e-6)
+    assert torch.equal(truth[norm < 0], torch.zeros_like(truth[norm < 0]))
+    assert bool((kept[0].grad[norm < 0] != 0).any())
+    same(gradients(model, x, "bn1:grad_output")["bn1:grad_output"], truth)
+
+
+# 10. Frozen weights and an input without grad
+
+
+def test_10_nothing_flows_where_nothing_asks_for_it(load_net: Loader) -> None:
+    """A frozen model's backward raises and its hooks stay silent; ours asks for the gradient where it is wanted."""
+    model = load_net("resnet")
+    x = rows(model, 2)
+    net: Any = model.module
+    assert not any(value.requires_grad for value in net.parameters())
+    fired: list[Any] = []
+    handle = net.layer2.register_full_backward_hook(lambda _, before, after: fired.append(after))
+    out = net(x)
+    assert not out.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        out[:, 2].sum().backward()
+    handle.remove()
+    assert fired == []
+    truth = by_hand(net, x)
+    found = gradients(model, x, ".:grad_input", "layer2:grad_output", "fc:grad_output")
+    for got, wanted in zip(found.values(), (truth[0], truth[3], truth[6]), strict=True):
+        same(got, wanted)
+    assert not any(value.requires_grad for value in net.parameters())
+    assert not x.requires_grad
+
+
+# 11. Tensors of inference mode
+
+
+def test_11_inference_tensors_are_of_no_use_later(load_net: Loader) -> None:
+    """What was taken in inference mode can neither be hooked nor differentiated; ours choose the mode by batch."""
+    model = load_net("resnet")
+    x = rows(model, 2)
+    net: Any = model.module
+    with torch.inference_mode():
+        features = net.layer1(net.maxpool(net.relu(net.bn1(net.conv1(x)))))
+    with pytest.raises(RuntimeError, match="doesn't require grad"):
+        features.register_hook(lambda gradient: None)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        features.requires_grad_()
+    head = nn.Linear(features.shape[-1], 1)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        head(features)
+    plain = ours(model, x, "layer1")["layer1"]
+    found = gradients(model, x, "layer1", "layer1:grad_output")
+    assert not plain.is_inference()
+    assert torch.equal(plain, features)
+    torch.testing.assert_close(found["layer1"], features)
+    same(found["layer1:grad_output"], by_hand(net, x)[2])
+    assert torch.equal(ours(model, x, "layer1")["layer1"], features)
+    head(plain).sum().backward()
+
+
+def test_11_a_batch_of_both_kinds(load_net: Loader) -> None:
+    """One that differentiates and one that does not share a forward: each gets what it gets alone."""
+    model = load_net("resnet")
+    x = rows(model, 3)
+    plans = [
+        resolve([parse("layer2")], model.catalog),
+        resolve([parse("layer2:grad_output")], model.catalog, objective=LOGIT),
+    ]
+    shares = [Share(0, 1, plans[0].captures), Share(1, 3, plans[1].captures, (), plans[1].goal)]
+    taken = model.extractor.shared(lambda: model.module(x), shares, 3)
+    value, gradient = (next(iter(taken.of(share).values())).values for share in shares)
+    torch.testing.assert_close(value, record(model.module, x)["layer2", 0, (), "output"][:1])
+    same(gradient, by_hand(model.module, x[1:])[3])
+
+
+# 20. Degenerate seeded weights
+
+
+def test_20_torchvisions_transformer_starts_its_head_at_zero(load_net: Loader) -> None:
+    """By its own seeded weights every logit and gradient of a ViT is 0, right or wrong; ours are tested on others."""
+    torch.manual_seed(0)
+    fresh = VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=7).eval()
+    model = load_net("vit")
+    x = rows(model, 2)
+    start = x.clone().requires_grad_()
+    logits = fresh(start)
+    assert not logits.any()
+    assert not torch.autograd.grad(logits[:, 2].sum(), start)[0].any()
+    start = x.clone().requires_grad_()
+    truth = torch.autograd.grad(model.module(start)[:, 2].sum(), start)[0]
+    assert all(row.unique().numel() == 7 for row in ours(model, x, ".")["."])
+    assert all(row.any() for row in truth)
+    same(gradients(model, x, ".:grad_input")[".:grad_input"], truth)
+
+
+def test_20_fresh_batch_norm_hides_what_it_does(load_net: Loader) -> None:
+    """A fresh norm hands on what it takes, so that input and output can be mistaken; in our tests they can't."""
+    fresh = nn.BatchNorm2d(3).eval()
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(fresh(x), x, rtol=1e-4, atol=1e-4)
+    model = load_net("resnet")
+    for name, part in model.module.named_modules():
+        if isinstance(part, nn.BatchNorm2d):
+            found = ours(model, rows(model, 1), f"{name}:input", name)
+            assert not torch.allclose(*found.values(), atol=0.1), name
