@@ -12,7 +12,7 @@ RUN awk '/^[^ ]/ {on = /^uv==/} on' requirements.lock >uv.txt \
     && uv venv /opt/layertap
 COPY pyproject.toml ./
 RUN uv pip install --python /opt/layertap/bin/python --only-binary :all: --constraint requirements.lock \
-        -r pyproject.toml --extra timm
+        -r pyproject.toml --extra timm --extra transformers
 COPY . .
 RUN uv pip install --python /opt/layertap/bin/python --no-deps --build-constraint requirements.lock . \
     && uv pip check --python /opt/layertap/bin/python

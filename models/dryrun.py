@@ -195,7 +195,7 @@ def noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype)
     def draw(spec: InputSpec) -> Tensor:
         shape = (ROWS, *spec.shape)
         if not DTYPES[spec.dtype].is_floating_point:
-            return torch.randint(0, 2, shape, generator=generator).to(device, DTYPES[spec.dtype])
+            return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
         values = torch.randn(shape, generator=generator)
         values[:PLACE] *= LOUD
         values[PLACE + 1 :] *= LOUD

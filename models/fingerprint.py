@@ -22,28 +22,35 @@ from models.spec import InputSpec, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it
+SURVEYED = frozenset({"values", "longest"})
 UNTOLD = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
-def architecture(module: nn.Module, source: str) -> str:
+def architecture(module: nn.Module, source: str, settings: str = "") -> str:
     """A digest of a module tree: source, and for each module its name, class, printed settings and plain attributes.
 
     The attributes because not every module prints what matters: a MultiheadAttention hides how many heads it has.
+    ``settings`` are those of the whole that no module need show.
     """
     tree = [
         (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _settings(part))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
-    return _digest([source, tree])
+    return _digest([source, tree, *([settings] if settings else [])])
 
 
 def of_model(
-    weights: str, structure: str, dtype: str, preprocess: PreprocessSpec | None, inputs: Iterable[InputSpec]
+    weights: str,
+    structure: str,
+    dtype: str,
+    preprocess: PreprocessSpec | None,
+    inputs: Iterable[InputSpec],
+    tokenizer: str = "",
 ) -> str:
-    """The model's part of every fingerprint, from the digests of its weights and its architecture."""
-    row = asdict(preprocess) if preprocess else [asdict(spec) for spec in inputs]
-    return _digest([RECIPE, weights, structure, dtype, row])
+    """The model's part of every fingerprint, from the digests of its weights, its architecture and its tokenizer."""
+    row = asdict(preprocess) if preprocess else [_meaning(spec) for spec in inputs]
+    return _digest([RECIPE, weights, structure, dtype, row, *([tokenizer] if tokenizer else [])])
 
 
 def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
@@ -71,6 +78,11 @@ def of_reply(results: Iterable[str]) -> str:
     """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
     several = sorted(set(results))
     return several[0] if len(several) == 1 else _digest(several)
+
+
+def _meaning(spec: InputSpec) -> dict[str, Any]:
+    """An input without what only says which others may be sent, and what a survey sends."""
+    return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
 
 
 def _told(value: object) -> dict[str, Any]:

@@ -42,7 +42,15 @@ def _on_output(stack: ExitStack, module: nn.Module, take: Take) -> None:
 
     stack.callback(module.register_forward_pre_hook(begin).remove)
     # Also after a call that raised, in a model that catches it: the call around it would get its number otherwise.
-    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True, prepend=_is_collected(module)).remove)
+
+
+def _is_collected(module: nn.Module) -> bool:
+    """Whether a model's own hook gathers what the module returns, for a later part of the same forward to use.
+
+    Such a hook only looks. It must see what goes on, or that part would use a value that nobody changed or anchored.
+    """
+    return any(getattr(hook, "__module__", None) == COLLECTORS for hook in module._forward_hooks.values())
 
 
 def _on_input(stack: ExitStack, module: nn.Module, take: Take) -> None:
@@ -189,6 +197,7 @@ def count(module: nn.Module) -> int:
     )
 
 
+COLLECTORS = "transformers.utils.output_capturing"
 ATTACH: Mapping[Side, Attach] = {
     "output": _on_output,
     "input": _on_input,

@@ -23,6 +23,7 @@ from models.replica import Replica
 from models.resuming import Resumption
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
 from models.structure import leaves
+from models.text import Text
 from models.trial import prove
 from models.union import Share, Taken, joined, part_of
 
@@ -52,6 +53,7 @@ class LoadedModel:
     digest: str
     identity: str
     threads: int = 1
+    text: Text | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
     resumptions: OrderedDict[HookPoint, Resumption] = field(default_factory=OrderedDict)
 
@@ -117,7 +119,7 @@ class LoadedModel:
 
     def taking(self, given: InputSpec) -> LoadedModel:
         """The model as one that takes something else than it was configured for: the output of a layer of its own."""
-        return replace(self, inputs=(given,), preprocess=None)
+        return replace(self, inputs=(given,), preprocess=None, text=None)
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
         with warmup.threads(self.threads):  # a new thread has as many as any other set last
@@ -204,7 +206,10 @@ class LoadedModel:
         try:
             # Anew for each forward: a model may write to its input.
             return own.extractor.shared(
-                lambda: self._forward(own, self._assembled(pieces, rows - count), resumption), shares, rows
+                lambda: self._forward(own, self._assembled(pieces, rows - count), resumption),
+                shares,
+                rows,
+                self._real(pieces, rows - count),
             )
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
@@ -253,6 +258,14 @@ class LoadedModel:
             batch[name] = self._placed(parts[0] if len(parts) == 1 else torch.cat(parts), copy=len(parts) == 1)
         return batch
 
+    def _real(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
+        """Where a token is one of its text, and not there to fill it up; None where nothing tells."""
+        name = self.text.mask if self.text is not None else None
+        if name is None or name not in pieces[0]:
+            return None
+        mask = torch.cat([piece[name] for piece in pieces]).to(self.device, torch.bool)
+        return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
+
     def _placed(self, value: Tensor, copy: bool) -> Tensor:
         dtype = self.dtype if value.is_floating_point() else value.dtype
         # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
@@ -294,11 +307,12 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
     device = _device(spec.device)
     built = sources.build(spec)
     digest = weights.digest(built.module)
-    structure = fingerprint.architecture(built.module, built.architecture)
+    structure = fingerprint.architecture(built.module, built.architecture, built.settings)
     # Not ``to(dtype)``, which makes complex buffers real.
     module = CASTS[spec.dtype](built.module.to(device))
     module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
-    identity = fingerprint.of_model(digest, structure, spec.dtype, built.preprocess, built.inputs)
+    tokenizer = built.text.digest if built.text else ""
+    identity = fingerprint.of_model(digest, structure, spec.dtype, built.preprocess, built.inputs, tokenizer)
     model = LoadedModel(
         spec=spec,
         replicas=(replica.of(module),),
@@ -310,11 +324,14 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
         digest=digest,
         identity=identity,
         threads=threads,
+        text=built.text,
     )
     try:
         model.catalog_for(model.shapes)
     except InputError as error:
         raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
+    # Counted again: a model may put hooks of its own on its parts when it first runs.
+    model = replace(model, replicas=(replica.of(module),))
     return _replicated(model, replicas if device.type == "cpu" else 1)
 
 

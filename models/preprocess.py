@@ -95,6 +95,32 @@ def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
     )
 
 
+def from_transformers(processor: Any) -> PreprocessSpec | None:
+    """The spec of a transformers image processor.
+
+    None where resize and centre crop can't say it: borders, crops by ratio, a scale other than 0…1, other resamplings.
+    """
+    scaled = processor.do_rescale and math.isclose(processor.rescale_factor, 1 / 255)
+    resize = _transformers_size(processor.size) if processor.do_resize else None
+    cropped = bool(getattr(processor, "do_center_crop", False))
+    crop = _transformers_size(processor.crop_size) if cropped else None
+    mode = RESAMPLINGS.get(int(processor.resample)) if processor.do_resize else "bilinear"
+    odd = any(getattr(processor, name, None) for name in ("do_pad", "crop_pct", "do_flip_channel_order"))
+    if not scaled or odd or mode is None or (processor.do_resize and resize is None) or (cropped and crop is None):
+        return None
+    mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
+    return PreprocessSpec(resize, crop, tuple(mean), tuple(std), mode)
+
+
+def _transformers_size(size: Any) -> int | tuple[int, int] | None:
+    """A short side or height and width, as transformers writes them; None for any other rule."""
+    sides = {name: size.get(name) for name in ("height", "width", "shortest_edge", "longest_edge")}
+    known = {name: int(side) for name, side in sides.items() if side is not None}
+    if known.keys() == {"shortest_edge"}:
+        return known["shortest_edge"]
+    return (known["height"], known["width"]) if known.keys() == {"height", "width"} else None
+
+
 def _sides(size: int | tuple[int, int]) -> list[int]:
     return [size] if isinstance(size, int) else list(size)
 
@@ -122,6 +148,14 @@ def _size(sides: list[int]) -> int | tuple[int, int]:
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
+RESAMPLINGS: dict[int, Interpolation] = {  # PIL's numbers
+    0: "nearest",
+    1: "lanczos",
+    2: "bilinear",
+    3: "bicubic",
+    4: "box",
+    5: "hamming",
+}
 PRESETS: dict[str, Callable[[Any], PreprocessSpec]] = {
     "ImageClassification": _classification,
     "SemanticSegmentation": _segmentation,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import PureWindowsPath
 from typing import Literal
 
 Device = str
 DType = Literal["float32", "bfloat16", "float16"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
+DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 
 
@@ -36,18 +38,33 @@ class PreprocessSpec:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input of a model: its argument's name, the shape of one item (no batch axis) and its dtype."""
+    """One input of a model: its argument's name, the shape of one item (no batch axis) and its dtype.
+
+    ``values`` are the whole numbers that the model is surveyed with: from, up to, not including; an item may hold
+    these, and those from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis 0 of an item may have from 1
+    to so many entries, the same in all such inputs; None: just as in ``shape``.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: InputDType = "float32"
+    values: tuple[int, int] | None = None
+    longest: int | None = None
+
+    def __post_init__(self) -> None:
+        """ValueError where no value is within the bounds, or the shape is longer than the longest."""
+        if self.values is not None and self.values[0] >= self.values[1]:
+            raise ValueError("values are from the first figure up to, not including, the second")
+        if self.longest is not None and (not self.shape or self.shape[0] > self.longest):
+            raise ValueError("longest is at least the first figure of shape")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """One entry of the configuration.
 
-    ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, python:package.module:factory);
+    ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
+    python:package.module:factory);
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
     ``inputs`` is needed where the source can't tell (python:).
     """
@@ -61,3 +78,9 @@ class ModelSpec:
     embedding: str | None = None
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
     inputs: tuple[InputSpec, ...] | None = None
+
+    @property
+    def shown_source(self) -> str:
+        """``source`` as it may be shown to anyone: of a directory only the last part."""
+        kind, _, ident = self.source.partition(":")
+        return f"{kind}:{PureWindowsPath(ident).name}" if kind in DIRECTORIES else self.source

@@ -189,10 +189,11 @@ def _differences(module: nn.Module, state: Mapping[str, Tensor]) -> str:
         "unexpected": [quoted(name) for name in state if name not in own],
         "of another shape": shapes,
     }
-    return "; ".join(f"{kind}: {_few(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {few(names)}" for kind, names in kinds.items() if names)
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """The first of many names, and how many more there are."""
     more = len(names) - SHOWN_KEYS
     return ", ".join(names[:SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")
 

@@ -104,7 +104,7 @@ def models(config: Config = None) -> None:
     for entry in engine.fleet.registry:
         spec = entry.spec
         name = f"{spec.name} (default)" if spec.name == engine.fleet.default else spec.name
-        table.add_row(name, spec.source, Path(spec.weights).name, spec.device, spec.dtype, spec.load)
+        table.add_row(name, spec.shown_source, Path(spec.weights).name, spec.device, spec.dtype, spec.load)
     out.print(table)
 
 

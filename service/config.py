@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import ErrorDetails
 
 from models.errors import LayertapError
-from models.spec import ModelSpec
+from models.spec import DIRECTORIES, ModelSpec
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -51,7 +51,10 @@ _SPEC = TypeAdapter(with_config(ConfigDict(extra="forbid"))(ModelSpec))
 
 
 def read(path: Path) -> Configuration:
-    """The configuration in a file; a relative checkpoint is looked for beside it. ConfigError says what is wrong."""
+    """The configuration in a file; a relative checkpoint or directory is looked for beside it.
+
+    ConfigError says what is wrong.
+    """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -96,6 +99,9 @@ def _configuration(data: object, folder: Path) -> Configuration:
 
 
 def _beside(spec: ModelSpec, folder: Path) -> ModelSpec:
+    kind, _, ident = spec.source.partition(":")
+    if kind in DIRECTORIES and ident:
+        spec = replace(spec, source=f"{kind}:{folder / ident}")  # an absolute one stays as it is
     if Path(spec.weights).suffix and not spec.weights.startswith("random:") and not Path(spec.weights).is_absolute():
         beside = folder / spec.weights
         return replace(spec, weights=str(beside)) if beside.suffix in (".safetensors", ".pth", ".pt") else spec

@@ -28,7 +28,7 @@ from models.points import (
     Values,
 )
 from models.selectors import MAX_TEXT, parse, parse_path, parse_site
-from service.inputs import ArraysItem, ImageItem, Item
+from service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
 from service.inputs.arrays import decode_base64, read_tensor, require_finite
 from service.terms import Priority
 
@@ -37,6 +37,7 @@ T = TypeVar("T")
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_INDICES = 16_384
 Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
+MAX_TOKENS = 131_072
 MAX_FIELDS = 64
 MAX_INTERVENTIONS = 256
 
@@ -73,6 +74,29 @@ STATS_SCHEMA = {
 Stats = Annotated[tuple[Stat, ...] | None, PlainValidator(_stats), WithJsonSchema(STATS_SCHEMA)]
 
 
+def _tokens(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    # At once: one complaint about very many tokens is enough.
+    if isinstance(value, list) and 0 < len(value) <= MAX_TOKENS and all(_is_index(each) for each in value):
+        return tuple(value)
+    raise PydanticCustomError("tokens", f"Input should be a list of 1 to {MAX_TOKENS} whole numbers, 0 and above")
+
+
+def _is_index(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+TOKENS_SCHEMA = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_TOKENS},
+        {"type": "null"},
+    ],
+    "examples": [[101, 1037, 4937, 102]],
+}
+Tokens = Annotated[tuple[int, ...] | None, PlainValidator(_tokens), WithJsonSchema(TOKENS_SCHEMA)]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -94,16 +118,23 @@ class TensorBody(_Strict):
 
 
 class InputBody(_Strict):
-    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor."""
+    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens."""
 
     image: str | None = None
     url: str | None = Field(None, max_length=8192)
     tensor: TensorBody | None = None
+    text: str | None = Field(None, examples=["a cat sat on the mat"])
+    tokens: Tokens = None
 
     def item(self) -> Item:
         """The input as bytes or arrays; InputError where it is neither."""
-        if sum(given is not None for given in (self.image, self.url, self.tensor)) != 1:
-            raise InputError("an input has exactly one of 'image', 'url' and 'tensor'")
+        kinds = (self.image, self.url, self.tensor, self.text, self.tokens)
+        if sum(given is not None for given in kinds) != 1:
+            raise InputError("an input has exactly one of 'image', 'url', 'tensor', 'text' and 'tokens'")
+        if self.text is not None:
+            return TextItem(self.text)
+        if self.tokens is not None:
+            return TokensItem(self.tokens)
         if self.tensor is not None:
             data = decode_base64(self.tensor.data)
             return ArraysItem({None: read_tensor(self.tensor.dtype, self.tensor.shape, data)})
@@ -400,6 +431,8 @@ KNOWN = sorted(
 HINTS = {
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
     "inputs": 'write "inputs": [{"image": "<base64>"}]',
+    "tokens": 'write whole numbers, 0 and above: "tokens": [0, 5]',
+    "text": 'write {"text": "a cat"}',
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
     "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
     "priority": "use interactive or bulk",

@@ -1,4 +1,4 @@
-"""Where architectures come from: torchvision, timm, or a factory in a Python module."""
+"""Where architectures come from: torchvision, timm, a directory of transformers, or a factory in a Python module."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from models.errors import LoadError, near, quoted
 from models.preprocess import output_size
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.text import Text
 from models.weights import base_name
 
 
@@ -21,7 +22,8 @@ class Built:
 
     ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
     gradient. ``preprocess`` is None where images can't be taken. ``prefix_tokens`` counts class and register tokens
-    in front of the patch tokens. ``weights`` is a label for people and holds no directory.
+    in front of the patch tokens. ``weights`` is a label for people and holds no directory. ``settings`` are those that
+    the module tree may not show, ``text`` is None where text can't be taken.
     """
 
     module: nn.Module
@@ -30,6 +32,8 @@ class Built:
     architecture: str
     prefix_tokens: int
     weights: str
+    settings: str = ""
+    text: Text | None = None
 
 
 def build(spec: ModelSpec) -> Built:
@@ -84,8 +88,6 @@ def unknown_name(kind: str, ident: str, names: Iterable[str]) -> LoadError:
 
 
 def _unknown_source(kind: str, ident: str) -> LoadError:
-    if kind in LATER:
-        return LoadError(f"source {kind}: is not offered yet", hint=SOURCE_HINT)
     if not ident:
         shown = quoted(base_name(kind))
         return LoadError(f"source {shown} has no KIND: in front of a name", hint=SOURCE_HINT)
@@ -135,17 +137,23 @@ def _timm(ident: str, spec: ModelSpec) -> Built:
     return timm.build(ident, spec)
 
 
+def _transformers(ident: str, spec: ModelSpec) -> Built:
+    from models.sources import transformers
+
+    return transformers.build(ident, spec)
+
+
 def _python(ident: str, spec: ModelSpec) -> Built:
     from models.sources import python
 
     return python.build(ident, spec)
 
 
-SOURCE_HINT = "type torchvision:ARCH, timm:ARCH or python:package.module:factory"
+SOURCE_HINT = "type torchvision:ARCH, timm:ARCH, transformers:PATH or python:package.module:factory"
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
-LATER = ("transformers",)
 SOURCES: dict[str, Callable[[str, ModelSpec], Built]] = {
     "torchvision": _torchvision,
     "timm": _timm,
+    "transformers": _transformers,
     "python": _python,
 }

@@ -26,7 +26,7 @@ from service.engine.fleet import Fleet, within
 from service.engine.job import Ask, Job
 from service.engine.planning import Planned, planned, scaled
 from service.engine.policy import Lane, Work
-from service.engine.rows import Rows, count_rows, joined, rows_of, shape_of
+from service.engine.rows import Attempt, Items, Rows, count_rows, joined, padded, rows_of, shape_of
 from service.features import Array, Features, Receipt
 from service.inputs import Item
 from service.metrics import Metrics
@@ -34,8 +34,6 @@ from service.settings import Settings
 
 T = TypeVar("T")
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
-Items = Sequence[tuple[int, Item]]
-Attempt = Rows | LayertapError
 SizeCheck = Callable[[Plan, int], None]
 
 
@@ -175,6 +173,9 @@ class Engine:
         with ask.timings.step("decode"):
             tries = [self._try(item, model, ask) for _, item in ask.items]
             attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
+            if model.text is not None:
+                even = partial(padded, ask.items, attempts, model.text)
+                attempts = even() if len(tries) == 1 else await self.off_loop(even, ask.deadline)
         parts: list[Rows] = []
         faults = list(ask.faults)
         for place, attempt in _placed(ask.items, attempts):

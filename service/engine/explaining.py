@@ -47,6 +47,11 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
     Without an objective it is of each row's own highest score.
     """
     model = await engine.fleet.model(ask.model, ask.deadline)
+    if model.text is not None:
+        raise SelectorError(
+            "explanations are maps of pictures, and this model takes text",
+            hint="ask POST /extract for 'LAYER:attention' or 'LAYER:grad_output'",
+        )
     method = METHODS[wanted.method]
     spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
     if wanted.discard is not None and method.spots is not _attentions:

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 
 from models.dtypes import DTYPES
-from models.errors import InputError, TooLargeError
+from models.errors import InputError, LayertapError, TooLargeError
 from models.loaded import LoadedModel
 from models.preprocess import preprocess, resized_pixels
 from models.spec import InputSpec
+from models.text import Text
+from service.engine import texts
 from service.features import Array
-from service.inputs import ArraysItem, ImageItem, Item
+from service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
 from service.inputs.arrays import require_finite
 from service.inputs.images import decode_image
 from service.settings import Settings
 
 Rows = Mapping[str, Tensor]
+Attempt = Rows | LayertapError
+Items = Sequence[tuple[int, Item]]
 
 
 def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | InputError]:
@@ -32,10 +36,24 @@ def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | I
     """
     if isinstance(item, ImageItem):
         return [{model.inputs[0].name: _image(item, model, settings)}]
-    rows = _arrays(item, model, settings)
+    rows = _arrays(item, model, settings) if isinstance(item, ArraysItem) else texts.row_of(item, model)
     if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows, model) is None:
         return [rows]
     return [_fault(row, model) or row for row in _one_by_one(rows)]
+
+
+def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> list[Sequence[Attempt]]:
+    """What was made of items, texts and tokens among them filled up to one length; arrays stay as they are."""
+    places = [place for place, (_, item) in enumerate(items) if isinstance(item, (TextItem, TokensItem))]
+    lengths = [rows[text.ids].shape[1] for place in places for rows in attempts[place] if isinstance(rows, Mapping)]
+    found = list(attempts)
+    if text.mask is not None and lengths:
+        size = text.bucket(max(lengths))
+        for place in places:
+            found[place] = [
+                texts.filled(each, size, text) if isinstance(each, Mapping) else each for each in found[place]
+            ]
+    return found
 
 
 def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
@@ -57,8 +75,9 @@ def shape_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
 def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
     if model.preprocess is None or len(model.inputs) != 1:
-        takes = "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in model.inputs)
-        raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {takes}")
+        if model.text is not None:
+            raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
+        raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
     image = decode_image(item.data, settings.max_pixels)
     pixels = resized_pixels(model.preprocess, *image.size)
     if pixels > settings.max_resized_pixels:
@@ -70,10 +89,12 @@ def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
 
 
 def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:
-    by_name = _named(item, model.inputs)
+    by_name = _named(item, model.inputs, model.text)
     rows = {spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in model.inputs}
     _check_pixels(rows, model, settings)
     counts = {len(value) for value in rows.values()}
+    if len({value.shape[1] for spec, value in zip(model.inputs, rows.values(), strict=True) if spec.longest}) > 1:
+        raise InputError("the model's inputs have different lengths", hint="send as many mask entries as tokens")
     if len(counts) != 1:
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
     if counts == {0}:
@@ -100,16 +121,32 @@ def _check_pixels(rows: Rows, model: LoadedModel, settings: Settings) -> None:
 def _fault(rows: Rows, model: LoadedModel) -> InputError | None:
     # Looked at as the model gets them: what is finite in float64 may not be in float16.
     try:
-        for value in rows.values():
+        for spec, value in zip(model.inputs, rows.values(), strict=True):
             if value.is_floating_point():
                 require_finite(value.to(model.dtype).float().numpy())
+            elif spec.values is not None:
+                _require_within(value, spec.name, min(spec.values[0], 0), spec.values[1] - 1)
+        if model.text is not None and model.text.mask is not None and not bool(rows[model.text.mask].any(1).all()):
+            raise InputError("the mask leaves no token", hint="send 1 for each token that counts")
     except InputError as error:
         return error
     return None
 
 
-def _named(item: ArraysItem, specs: Sequence[InputSpec]) -> dict[str, Array]:
+def _require_within(value: Tensor, name: str, least: int, most: int) -> None:
+    outside = value[(value < least) | (value > most)]
+    if outside.numel():
+        raise InputError(
+            f"input '{name}' holds {int(outside[0])}, which is not among its values",
+            hint=f"send whole numbers from {least} to {most}",
+        )
+
+
+def _named(item: ArraysItem, specs: Sequence[InputSpec], text: Text | None) -> dict[str, Array]:
     arrays = item.arrays
+    if text is not None and text.mask is not None and len(arrays) == 1 and set(arrays) <= {None, text.ids}:
+        (ids,) = arrays.values()
+        return {text.ids: ids, text.mask: np.ones_like(ids, np.int64)}
     if len(specs) == 1 and len(arrays) == 1:
         return {specs[0].name: next(iter(arrays.values()))}
     wanted = {spec.name for spec in specs}
@@ -123,14 +160,23 @@ def _named(item: ArraysItem, specs: Sequence[InputSpec]) -> dict[str, Array]:
 
 def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
     batch = array if may_batch and array.ndim == len(spec.shape) + 1 else array[None]
-    fits = batch.ndim == len(spec.shape) + 1 and 0 not in batch.shape[1:]
-    # Height and width may differ where the model takes that; the survey of the new shape tells.
-    if not fits or (len(spec.shape) < 3 and batch.shape[1:] != spec.shape) or batch.shape[1:2] != spec.shape[:1]:
+    if not _fits(batch.shape[1:], spec):
+        longest = f", the first axis from 1 to {spec.longest}" if spec.longest else ""
         raise InputError(
             f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
-            hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}",
+            hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
         )
     return _cast(batch, spec)
+
+
+def _fits(shape: tuple[int, ...], spec: InputSpec) -> bool:
+    """Whether an item of that shape may be sent."""
+    if len(shape) != len(spec.shape) or 0 in shape:
+        return False
+    if spec.longest is not None:
+        return shape[0] <= spec.longest and shape[1:] == spec.shape[1:]
+    # Height and width may differ where the model takes that; the survey of the new shape tells.
+    return shape == spec.shape if len(shape) < 3 else shape[0] == spec.shape[0]
 
 
 def _cast(array: Array, spec: InputSpec) -> Tensor:

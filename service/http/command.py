@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from email.message import Message
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from models.errors import Fault, LayertapError, RequestError, TooLargeError, nea
 from service.engine.engine import check_count
 from service.errors import BadRequestError, UnsupportedMediaError
 from service.http import body as body_
-from service.inputs import ArraysItem, ImageItem, Item
+from service.inputs import ArraysItem, ImageItem, Item, TextItem
 from service.inputs.arrays import read_npy, read_npz, read_safetensors
 from service.schemas import RequestBody, faults_of, items
 from service.settings import Settings
@@ -71,7 +72,7 @@ def read(sent: Sent) -> Command:
         raise UnsupportedMediaError(
             "a body of this content type is not taken",
             hint="send Content-Type: application/json, multipart/form-data, image/jpeg (or another image type), "
-            "application/x-npy, application/x-npz or application/x-safetensors",
+            "text/plain, application/x-npy, application/x-npz or application/x-safetensors",
         )
     return reader(sent)
 
@@ -107,6 +108,18 @@ def _multipart(sent: Sent) -> Command:
 
 def _image(sent: Sent) -> Command:
     return _raw(sent, ((0, ImageItem(sent.data)),))
+
+
+def _text(sent: Sent) -> Command:
+    named = Message()
+    named["content-type"] = sent.headers["content-type"]
+    if str(named.get_param("charset", "utf-8")).lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise UnsupportedMediaError("a text of this charset is not taken", hint="send UTF-8")
+    try:
+        text = sent.data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise BadRequestError("the text is not UTF-8", hint="send UTF-8") from None
+    return _raw(sent, ((0, TextItem(text)),))
 
 
 def _npy(sent: Sent) -> Command:
@@ -206,6 +219,7 @@ READERS: Mapping[str, Callable[[Sent], Command]] = {
     "application/json": _json,
     "multipart/form-data": _multipart,
     "image/*": _image,
+    "text/plain": _text,
     "application/x-npy": _npy,
     "application/x-npz": _npz,
     "application/x-safetensors": _safetensors,

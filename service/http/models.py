@@ -14,6 +14,8 @@ from models.loaded import LoadedModel
 from models.points import path_text
 from models.registry import Entry
 from models.selectors import glob_match
+from models.spec import InputSpec
+from models.text import Text
 from service.engine.engine import Engine
 from service.http.auth import admin_only
 
@@ -84,21 +86,35 @@ def _listing(model: LoadedModel, match: str | None, kind: str | None, leaf: bool
 
 def _entry(entry: Entry) -> Json:
     spec, model = entry.spec, entry.model
-    known: Json = {"name": spec.name, "state": entry.state, "source": spec.source, "dtype": spec.dtype}
+    known: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source, "dtype": spec.dtype}
     if entry.reason:
         known["reason"] = entry.reason
     if model is None:
         return known | {"device": spec.device, "hooks": 0}
     return known | {
         "device": str(model.device),
-        "inputs": [asdict(each) for each in model.inputs],
+        "inputs": [_input(each) for each in model.inputs],
         "preprocess": asdict(model.preprocess) if model.preprocess else None,
         "weights": model.weights,
         "weights_digest": model.digest,
         "embedding": model.embedding,
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
+        **_text(model.text),
     }
+
+
+def _text(text: Text | None) -> Json:
+    """How text is taken; nothing where it is not."""
+    if text is None:
+        return {}
+    takes = ["text", "tokens"] if text.encode else ["tokens"]
+    return {"text": {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}}
+
+
+def _input(spec: InputSpec) -> Json:
+    longest = {"longest": spec.longest} if spec.longest is not None else {}
+    return {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, **longest}
 
 
 def _facts(catalog: Catalog) -> Json:

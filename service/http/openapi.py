@@ -67,6 +67,7 @@ def _route(body: str, *parameters: dict[str, Any]) -> dict[str, Any]:
                         },
                     }
                 },
+                "text/plain": {"schema": {"type": "string"}, "example": "a cat sat on the mat"},
                 **dict.fromkeys(
                     ("image/*", "application/x-npy", "application/x-npz", "application/x-safetensors"), BINARY
                 ),

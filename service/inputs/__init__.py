@@ -1,4 +1,4 @@
-"""What a request sends in: pictures still encoded, and arrays as the model takes them."""
+"""What a request sends in: pictures still encoded, arrays as the model takes them, texts and their tokens."""
 
 from __future__ import annotations
 
@@ -26,4 +26,18 @@ class ArraysItem:
     may_batch: bool = False
 
 
-Item = ImageItem | ArraysItem
+@dataclass(frozen=True)
+class TextItem:
+    """A text, to be tokenized."""
+
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TokensItem:
+    """The tokens of a text, the special ones among them."""
+
+    tokens: tuple[int, ...] = field(repr=False)
+
+
+Item = ImageItem | ArraysItem | TextItem | TokensItem

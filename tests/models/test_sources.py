@@ -253,7 +253,7 @@ def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
         ("torchvision:resnet50", "random:x", "random:0"),
         ("torchvision:../resnet50", "random:0", "torchvision:resnet50"),
         ("torchvisoin:resnet50", "random:0", "torchvision:resnet50"),
-        ("transformers:some/directory", "DEFAULT", "not offered yet"),
+        ("transformers:some/directory", "DEFAULT", "transformers:PATH"),
         ("resnet50", "random:0", "torchvision:ARCH"),
         ("torchvision:", "random:0", "torchvision:ARCH"),
         ("", "random:0", "torchvision:ARCH"),

@@ -121,6 +121,23 @@ def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
     assert read(file).models[0].weights == expected.format(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("transformers:bert", "transformers:{}/bert"),
+        ("transformers:sub/bert", "transformers:{}/sub/bert"),
+        ("transformers:/abs/bert", "transformers:/abs/bert"),
+        ("timm:bert", "timm:bert"),
+        ("python:a.b:c", "python:a.b:c"),
+    ],
+)
+def test_directories(tmp_path: Path, source: str, expected: str) -> None:
+    """A relative directory is looked for beside the file, and only its last part is shown; other sources stay."""
+    (spec,) = read(written(tmp_path, f"models: [{{name: a, source: '{source}'}}]")).models
+    assert spec.source == expected.format(tmp_path)
+    assert spec.shown_source == (source if source.partition(":")[0] != "transformers" else "transformers:bert")
+
+
 @pytest.mark.parametrize("text", BAD)
 def test_bad(tmp_path: Path, text: str) -> None:
     """What makes no sense is refused with the file's name and the place."""

@@ -83,7 +83,7 @@ def test_extract(document: Json) -> None:
     """``POST /extract`` has every body, every format of reply, and every status of the table."""
     operation = document["paths"]["/extract"]["post"]
     assert set(operation["requestBody"]["content"]) == {
-        *("application/json", "multipart/form-data", "image/*"),
+        *("application/json", "multipart/form-data", "image/*", "text/plain"),
         *("application/x-npy", "application/x-npz", "application/x-safetensors"),
     }
     assert set(operation["responses"]["200"]["content"]) == {each.media_type for each in FORMATS.values()}

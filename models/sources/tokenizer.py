@@ -1,0 +1,51 @@
+"""The tokenizer of a transformers directory, as a function that threads may share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models.errors import LoadError
+from models.sources import building
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What a directory says of texts; ``leads`` tells whether a class token stands in front of every text."""
+
+    encode: Callable[[str], list[int]]
+    pad: int | None
+    leads: bool
+    max_tokens: int
+    digest: str
+
+
+def tokenizer_of(library: Any, folder: Path, shown: str, options: dict[str, Any]) -> Tokenizer | None:
+    """The tokenizer in a directory; None where there is none, LoadError where it can't be read or is a slow one."""
+    if not any((folder / name).is_file() for name in FILES):
+        return None
+    with building(f"the tokenizer of {shown}"):
+        whole = library.AutoTokenizer.from_pretrained(str(folder), **options)
+        if not whole.is_fast:
+            raise LoadError(f"the tokenizer of {shown} is a slow one", hint="save it with its tokenizer.json")
+        # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
+        own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
+        own.no_truncation()
+        own.no_padding()
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = own.encode(text).ids
+            return ids
+
+        return Tokenizer(
+            encode=encode,
+            pad=whole.pad_token_id,
+            leads=whole.cls_token_id is not None and encode("")[:1] == [whole.cls_token_id],
+            max_tokens=int(whole.model_max_length),
+            digest=hashlib.sha256(own.to_str().encode()).hexdigest(),
+        )

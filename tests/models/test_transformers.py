@@ -1,0 +1,549 @@
+"""Models of the transformers library from directories, against the library itself with plain hooks and autograd."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from models.errors import LoadError
+from models.loaded import LoadedModel, load
+from models.plan import Capture, resolve
+from models.points import HookPoint, Intervention, Objective, Operation, Reduction
+from models.preprocess import preprocess
+from models.selectors import parse
+from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.union import Share
+from models.weights import digest
+from tests.conftest import net_spec
+from tests.oracle import Key, record
+from tests.transformers_nets import CLS, POSITIONS, VOCABULARY, net, pictures, saved, texts, tokenizer
+
+Rows = dict[str, Tensor]
+LENGTH = 8
+FAMILIES: dict[str, Callable[[], Rows]] = {
+    **dict.fromkeys(
+        ("bert", "classifier", "roberta", "distilbert", "gpt2", "clip_text"), lambda: texts(3, LENGTH, padded=True)
+    ),
+    **dict.fromkeys(("clip_picture", "vit", "deit", "registers", "backbone"), lambda: pictures(3)),
+    "clip": lambda: {name: rows[1:2] for name, rows in (texts(2, LENGTH, padded=True) | pictures(2)).items()},
+}
+SITES = ("output", "input")
+
+
+def loaded(folder: Path, replicas: int = 1, **fields: Any) -> LoadedModel:
+    return load(ModelSpec("m", f"transformers:{folder}", device="cpu", **fields), replicas)
+
+
+def refused(folder: Path | str, **fields: Any) -> str:
+    """What a refusal says, once it is sure that no directory is in it."""
+    with pytest.raises(LoadError) as caught:
+        load(ModelSpec("m", f"transformers:{folder}", device="cpu", **fields))
+    said = caught.value.detail + " | " + caught.value.hint
+    assert "/" not in said
+    return said
+
+
+def shapes(model: LoadedModel, rows: Rows) -> Any:
+    return model.catalog_for(tuple(tuple(rows[spec.name].shape[1:]) for spec in model.inputs))
+
+
+def extracted(
+    model: LoadedModel, rows: Rows, *names: str, changes: tuple[Intervention, ...] = (), goal: Objective | None = None
+) -> dict[str, Tensor]:
+    catalog = shapes(model, rows)
+    plan = resolve([parse(name) for name in names], catalog, changes, goal)
+    found = model.extract(rows, plan, catalog, 8)
+    return {result.key: found[result.capture].values for result in plan.results}
+
+
+def everything(model: LoadedModel, rows: Rows) -> dict[Key, Tensor]:
+    """Every tensor that enters or leaves any module, as the project sees it."""
+    catalog = shapes(model, rows)
+    captures = {
+        (layer.name, number, leaf.path, site): Capture(HookPoint(layer.name, number, leaf.path, site), leaf, REDUCTION)
+        for layer in catalog.layers.values()
+        for number, call in enumerate(layer.calls)
+        for site in SITES
+        for leaf in call.at(site).leaves  # type: ignore[arg-type]
+    }
+    share = Share(0, len(next(iter(rows.values()))), frozenset(captures.values()))
+    taken = model.run(model.replicas[0], [rows], [share]).of(share)
+    return {key: taken[capture].values for key, capture in captures.items()}
+
+
+REDUCTION = Reduction()
+
+
+@contextmanager
+def hooked(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# --- what hooks see -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layer(tmp_path: Path, name: str) -> None:
+    """Whatever enters or leaves any module has the bits that a plain hook sees in the library's own model."""
+    saved(name, tmp_path)
+    plain = getattr(transformers, json.loads((tmp_path / "config.json").read_text())["architectures"][0])
+    rows = FAMILIES[name]()
+    module = plain.from_pretrained(tmp_path).eval()
+    module.config.use_cache = False
+    expected = record(module, **rows)
+    found = everything(loaded(tmp_path), rows)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value if value.is_floating_point() else value.to(found[key].dtype)), key
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "gpt2", "clip_text"])
+def test_rows_without_padding(tmp_path: Path, name: str) -> None:
+    """Where nothing is padded the library leaves the mask out; layers here get it, and return the same bits."""
+    module = saved(name, tmp_path)
+    rows = texts(3, LENGTH, padded=False)
+    found = everything(loaded(tmp_path), rows)
+    expected = record(module, **rows)
+    outputs = [key for key in expected if key[-1] == "output"]
+    assert len(outputs) > 10
+    for key in outputs:
+        assert torch.equal(found[key], expected[key]), key
+
+
+def test_padding_of_a_neighbour(tmp_path: Path) -> None:
+    """What enters a layer has the same names whether rows of a batch are padded or not."""
+    saved("bert", tmp_path)
+    model = loaded(tmp_path)
+    full, padded = (texts(3, LENGTH, padded=padded) for padded in (False, True))
+    found = [extracted(model, rows, "encoder.layer.1:input") for rows in (full, padded)]
+    assert found[0].keys() == found[1].keys()
+    key = next(key for key in found[0] if "[0]" in key)
+    assert torch.equal(found[0][key][0], found[1][key][0])
+
+
+def test_nothing_beside_what_is_computed(tmp_path: Path) -> None:
+    """A model configured to return caches and hidden states, as tuples, returns what it computes, by name."""
+    saved("gpt2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"use_cache": True, "return_dict": False, "output_hidden_states": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = loaded(tmp_path)
+    assert {leaf.path for leaf in model.catalog.layers["."].calls[0].output.leaves} == {("logits",)}
+    assert model.module.training is False
+    assert (model.hooks, model.replicas[0].own_hooks) == (0, 0)
+
+
+def test_hooks_of_the_librarys_own(tmp_path: Path) -> None:
+    """Hooks that the library puts on at the first forward are the model's, on every replica."""
+    saved("depth", tmp_path)
+    model = loaded(tmp_path, 2)
+    assert len(model.replicas) == 2
+    assert [each.own_hooks > 0 for each in model.replicas] == [True, True]
+    assert model.hooks == 0
+
+
+def test_outputs_that_a_model_gathers(tmp_path: Path) -> None:
+    """What the library gathers for a later part of the forward counts in gradients, and is changed where a layer is."""
+    module = saved("depth", tmp_path)
+    rows = pictures(2)
+    layer = "dpt.encoder.layer.0"
+    kept: list[Tensor] = []
+    pixels = rows["pixel_values"].clone().requires_grad_()
+    with hooked(module.get_submodule(layer), lambda _, args, output: kept.append(output)):
+        depth = module(pixels).predicted_depth
+    (expected,) = torch.autograd.grad(depth.flatten(1).mean(1).sum(), kept[0])
+    model = loaded(tmp_path)
+    (found,) = extracted(model, rows, f"{layer}:grad_output", goal=Objective("mean")).values()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    fresh = net("depth")  # whose own hooks come after the one that changes
+    with hooked(fresh.get_submodule(layer), lambda _, args, output: _half(output)):
+        changed = fresh(**rows).predicted_depth
+    change = Intervention(parse(layer), Operation("scale", by=0.5, channels=(4,)))
+    (found,) = extracted(model, rows, ".[predicted_depth]", changes=(change,)).values()
+    assert torch.equal(found, changed)
+    assert not torch.equal(found, depth)
+
+
+def test_replicas(tmp_path: Path) -> None:
+    """Two threads run two trees over the same weights, each for layers of its own, and get what one tree gives."""
+    saved("bert", tmp_path)
+    model = loaded(tmp_path, 2)
+    rows = texts(2, LENGTH, padded=True)
+    wanted = ("encoder.layer.0.output", "encoder.layer.1.attention")
+    expected = [extracted(model, rows, name) for name in wanted]
+    wrong: list[str] = []
+
+    def work(place: int) -> None:
+        catalog = shapes(model, rows)
+        plan = resolve([parse(wanted[place])], catalog)
+        for _ in range(20):
+            share = Share(0, 2, plan.captures)
+            taken = model.run(model.replicas[place], [rows], [share]).of(share)
+            (value,) = expected[place].values()
+            if not all(torch.equal(each.values, value) for each in taken.values()):
+                wrong.append(wanted[place])
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(model.replicas) == 2
+    assert not wrong
+
+
+# --- gradients, attention, changed values ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1.attention.output"])
+def test_gradients(tmp_path: Path, layer: str) -> None:
+    """The gradient of a logit at a layer's output is autograd's on a graph that begins there."""
+    module = saved("classifier", tmp_path)
+    rows = texts(3, LENGTH, padded=True)
+    leaf: list[Tensor] = []
+
+    def begin(_: nn.Module, args: object, output: Tensor) -> Tensor:
+        leaf.append(output.detach().requires_grad_())
+        return leaf[0]
+
+    with hooked(module.get_submodule(layer), begin):
+        logits = module(**rows).logits
+    (expected,) = torch.autograd.grad(logits[:, 1].sum(), leaf[0])
+    (found,) = extracted(loaded(tmp_path), rows, f"{layer}:grad_output", goal=Objective("logit", 1)).values()
+    assert expected.abs().amax() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("classifier", "bert.encoder.layer.{}.attention.self"),
+        ("distilbert", "transformer.layer.{}.attention"),
+        ("gpt2", "transformer.h.{}.attn"),
+        ("vit", "vit.layers.{}.attention"),
+        ("clip_text", "text_model.encoder.layers.{}.self_attn"),
+    ],
+)
+def test_attention(tmp_path: Path, name: str, layers: str) -> None:
+    """Attention is what the library returns of the same model that was told to compute it in the open."""
+    saved(name, tmp_path)
+    rows = FAMILIES[name]()
+    twin = eager(tmp_path)
+    expected = twin(**rows, output_attentions=True).attentions
+    for number, weights in enumerate(expected):
+        (found,) = extracted(loaded(tmp_path), rows, f"{layers.format(number)}:attention").values()
+        torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-6)
+
+
+def eager(folder: Path) -> Any:
+    """The saved model with attention by the plain formula."""
+    plain = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    return plain.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("classifier", "bert.encoder.layer.{}.attention.self"), ("vit", "vit.layers.{}.attention")]
+)
+def test_attention_gradients(tmp_path: Path, name: str, layers: str) -> None:
+    """The gradient at the attention is autograd's on the same model that computes it in the open."""
+    saved(name, tmp_path)
+    rows = FAMILIES[name]()
+    out = eager(tmp_path)(**rows, output_attentions=True)
+    expected = torch.autograd.grad(out.logits[:, 2].sum(), out.attentions)
+    model = loaded(tmp_path)
+    for number, gradient in enumerate(expected):
+        text = f"{layers.format(number)}:attention_grad"
+        (found,) = extracted(model, rows, text, goal=Objective("logit", 2)).values()
+        assert gradient.abs().amax() > 1e-4
+        torch.testing.assert_close(found, gradient, rtol=1e-3, atol=1e-6)
+
+
+def _half(value: Tensor) -> Tensor:
+    changed = value.clone()
+    changed[..., 4] *= 0.5
+    return changed
+
+
+def test_changed_values(tmp_path: Path) -> None:
+    """A changed output of a layer, bare or in a structure, gives what a plain hook that changes it gives."""
+    module = saved("bert", tmp_path)
+    rows = texts(3, LENGTH, padded=True)
+
+    def bare(_: nn.Module, args: object, output: Tensor) -> Tensor:
+        return _half(output)
+
+    def wrapped(_: nn.Module, args: object, output: Any) -> Any:
+        return type(output)(last_hidden_state=_half(output.last_hidden_state))
+
+    model = loaded(tmp_path)
+    for layer, hook in (("encoder.layer.0", bare), ("encoder", wrapped)):
+        change = Intervention(parse(layer), Operation("scale", by=0.5, channels=(4,)))
+        found = extracted(model, rows, ".[last_hidden_state]", "pooler", changes=(change,))
+        with hooked(module.get_submodule(layer), hook):
+            expected = module(**rows)
+        assert torch.equal(found[".[last_hidden_state]"], expected.last_hidden_state)
+        assert torch.equal(found["pooler"], expected.pooler_output)
+        assert not torch.equal(expected.last_hidden_state, module(**rows).last_hidden_state)
+
+
+# --- what a directory says ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "prefix"),
+    [
+        ("bert", [("input_ids", (32,), (0, VOCABULARY), POSITIONS), ("attention_mask", (32,), (1, 2), POSITIONS)], 0),
+        ("roberta", [("input_ids", (32,), (0, VOCABULARY), 38), ("attention_mask", (32,), (1, 2), 38)], 0),
+        ("clip_picture", [("pixel_values", (3, 32, 32), None, None)], 1),
+        ("deit", [("pixel_values", (3, 32, 32), None, None)], 2),
+        ("registers", [("pixel_values", (3, 32, 32), None, None)], 4),
+    ],
+)
+def test_what_a_model_takes(tmp_path: Path, name: str, inputs: list[Any], prefix: int) -> None:
+    """Inputs follow from the class and its configuration, prefix tokens from the names of parameters."""
+    saved(name, tmp_path)
+    model = loaded(tmp_path)
+    assert [(spec.name, spec.shape, spec.values, spec.longest) for spec in model.inputs] == inputs
+    assert model.prefix_tokens == prefix
+    assert model.preprocess is None
+    assert (model.text is None) == (inputs[0][0] == "pixel_values")
+    assert model.weights == "as saved"
+
+
+def test_text_and_pictures_at_once(tmp_path: Path) -> None:
+    """A model of both takes tensors of both by name."""
+    saved("clip", tmp_path)
+    model = loaded(tmp_path)
+    assert [spec.name for spec in model.inputs] == ["input_ids", "attention_mask", "pixel_values"]
+    assert (model.text, model.preprocess) == (None, None)
+
+
+def test_class_token_of_a_tokenizer(tmp_path: Path) -> None:
+    """A tokenizer that puts a class token in front makes it a prefix token; threads get the library's ids, uncut."""
+    saved("bert", tmp_path)
+    whole = tokenizer(tmp_path, model_max_length=24)
+    file = str(tmp_path / "tokenizer.json")
+    kept = Tokenizer.from_file(file)
+    kept.enable_truncation(4)
+    kept.enable_padding(length=30)
+    kept.save(file)
+    model = loaded(tmp_path)
+    assert model.text is not None
+    encode = model.text.encode
+    assert encode is not None
+    assert (model.prefix_tokens, model.text.max_tokens, model.text.pad) == (1, 24, 0)
+    sentences = ["", "A cat", "the cat sat on the mat", "a bird", "a cat " * 30]
+    expected = [whole(sentence)["input_ids"] for sentence in sentences]
+    assert expected[0][0] == CLS
+    found: list[list[list[int]]] = []
+    threads = [threading.Thread(target=lambda: found.append([encode(each) for each in sentences])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+
+
+def test_pad_of_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    """Without a tokenizer the configuration says what pads."""
+    saved("roberta", tmp_path)
+    model = loaded(tmp_path)
+    assert model.text is not None
+    assert (model.text.pad, model.text.encode, model.text.mask) == (1, None, "attention_mask")
+
+
+def test_buckets(tmp_path: Path) -> None:
+    """Texts are padded to few lengths, none above the limit; without a mask they are not padded."""
+    saved("bert", tmp_path)
+    text = loaded(tmp_path).text
+    assert text is not None
+    assert [text.bucket(tokens) for tokens in (1, 8, 9, 16, 17, 32, 33, 40)] == [8, 8, 16, 16, 32, 32, 40, 40]
+
+
+PROCESSORS: dict[str, tuple[dict[str, Any], PreprocessSpec | None]] = {
+    "clip of old": (
+        {"feature_extractor_type": "CLIPFeatureExtractor", "size": 36, "crop_size": 32, "resample": 3},
+        PreprocessSpec(
+            36, (32, 32), (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), "bicubic"
+        ),
+    ),
+    "vit": (
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "resample": 2},
+        PreprocessSpec((32, 32), None, (0.5,) * 3, (0.5,) * 3, "bilinear"),
+    ),
+    "not normalised": (
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "do_normalize": False},
+        PreprocessSpec((32, 32), None, (0.0,) * 3, (1.0,) * 3, "bilinear"),
+    ),
+    "short side": (
+        {
+            "image_processor_type": "BitImageProcessor",
+            "size": {"shortest_edge": 40},
+            "crop_size": {"height": 32, "width": 32},
+            "image_mean": [0.1, 0.2, 0.3],
+            "image_std": [0.4, 0.5, 0.6],
+        },
+        PreprocessSpec(40, (32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic"),
+    ),
+    "crop by ratio": (
+        {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 32}, "crop_pct": 0.875},
+        None,
+    ),
+    "not rescaled": (
+        {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "do_rescale": False},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_preprocessing(tmp_path: Path, case: str) -> None:
+    """A processor's file becomes a preprocessing that gives the library's pixels; None where it can't be said."""
+    saved("vit", tmp_path)
+    written, expected = PROCESSORS[case]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    spec = loaded(tmp_path).preprocess
+    assert spec == expected
+    if spec is None:
+        return
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 60, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    wanted = theirs(image, return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(preprocess(image, spec), wanted, rtol=0, atol=1e-5)
+
+
+def test_size_of_a_picture(tmp_path: Path) -> None:
+    """Pictures are as large as the processor makes them, else as the configuration says, a pair too."""
+    saved("registers", tmp_path)
+    written = PROCESSORS["short side"][0] | {"crop_size": {"height": 24, "width": 40}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    assert loaded(tmp_path).inputs[0].shape == (3, 24, 40)
+    assert loaded(tmp_path, preprocess="none").inputs[0].shape == (3, 32, 32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"image_size": [16, 64]}))
+    assert loaded(tmp_path, weights="random:0", preprocess="none").inputs[0].shape == (3, 16, 64)
+
+
+def test_inputs_that_only_a_person_can_tell(tmp_path: Path) -> None:
+    """A model of sounds asks for its inputs, and takes them from the configuration."""
+    module = saved("wave", tmp_path)
+    assert "add inputs:" in refused(tmp_path)
+    model = loaded(tmp_path, inputs=(InputSpec("input_values", (400,)),))
+    sound = torch.randn(2, 400, generator=torch.Generator().manual_seed(0))
+    found = extracted(model, {"input_values": sound}, ".[last_hidden_state]")[".[last_hidden_state]"]
+    assert torch.equal(found, module(sound).last_hidden_state)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "clip"])
+def test_weights(tmp_path: Path, name: str) -> None:
+    """Saved weights in one file or several, a file of one's own, and a seed give the library's own parameters."""
+    module = saved(name, tmp_path / "one")
+    module.save_pretrained(tmp_path / "several", max_shard_size="20KB")
+    assert (tmp_path / "several" / "model.safetensors.index.json").is_file()
+    file = next((tmp_path / "one").glob("*.safetensors"))
+    shutil.copy(file, tmp_path / "mine.safetensors")
+    assert loaded(tmp_path / "one").digest == loaded(tmp_path / "several").digest == digest(module)
+    mine = loaded(tmp_path / "one", weights=str(tmp_path / "mine.safetensors"))
+    assert (mine.digest, mine.weights) == (digest(module), "mine.safetensors")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        drawn = type(module)(type(module.config).from_pretrained(tmp_path / "one"))
+    assert loaded(tmp_path / "one", weights="random:7").digest == digest(drawn)
+
+
+@pytest.mark.parametrize("change", ["missing", "of another shape"])
+def test_weights_that_do_not_fit(tmp_path: Path, change: str) -> None:
+    """Weights that the library would draw at random are refused, by name."""
+    saved("classifier", tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    value = state.pop("classifier.weight")
+    if change == "of another shape":
+        state["classifier.weight"] = value[:2].clone()
+    save_file(state, file, metadata={"format": "pt"})
+    assert f"{change}: 'classifier.weight'" in refused(tmp_path)
+
+
+def test_class_of_a_directory(tmp_path: Path) -> None:
+    """The class is the one that wrote the directory, else AutoModel's; code beside it is never run."""
+    saved("classifier", tmp_path)
+    assert type(loaded(tmp_path).module) is transformers.BertForSequenceClassification
+    marker = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["Own"], "auto_map": {"AutoModel": "own.Own", "AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert type(loaded(tmp_path, weights="random:0").module) is transformers.BertModel
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "own"}))
+    assert "could not be built" in refused(tmp_path, weights="random:0")
+    assert not marker.exists()
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory, nothing but pickled weights, an unknown name for weights, no library: each says what to do."""
+    folder = tmp_path / "net"
+    module = saved("bert", folder)
+    assert "no directory" in refused(tmp_path / "nowhere")
+    assert "random:SEED" in refused(folder, weights="IMAGENET1K_V1")
+    assert "'file.pth'" in refused(folder, weights=str(tmp_path / "file.pth"))
+    (folder / "model.safetensors").unlink()
+    torch.save(module.state_dict(), folder / "pytorch_model.bin")
+    assert "no model.safetensors" in refused(folder)
+    (folder / "model.safetensors").write_bytes(b"nonsense")
+    assert "could not be built" in refused(folder)
+    (folder / "config.json").write_text("{")
+    assert "could not be built" in refused(folder)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "layertap[transformers]" in refused(folder)
+
+
+# --- fingerprints ---------------------------------------------------------------------------------------------------
+
+
+def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model is the same wherever its directory is; another tokenizer or another setting makes it another."""
+    monkeypatch.chdir(tmp_path)
+    folder = Path("one")
+    saved("bert", folder)
+    before = loaded(folder)
+    tokenizer(folder)
+    known = loaded(folder)
+    shutil.copytree(folder, "two")
+    assert loaded(Path("two")).identity == known.identity
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 4.0}))
+    changed = loaded(folder)
+    assert len({before.identity, known.identity, changed.identity}) == 3
+    assert before.digest == known.digest == changed.digest
+
+
+def test_fingerprints_of_other_models() -> None:
+    """What rows a model is surveyed with, and how long others may be, makes no other model of it."""
+    plain, told = (
+        load(net_spec("Encoder", inputs=(InputSpec("x", (5, 8), **options),)))
+        for options in ({}, {"values": (0, 9), "longest": 7})
+    )
+    assert plain.identity == told.identity

@@ -1,0 +1,355 @@
+"""Texts and tokens over HTTP, against forwards of the transformers library with the same padding."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+
+from models.loaded import MAX_CATALOGS
+from models.spec import ModelSpec
+from service.logs import JsonFormatter
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, npy, npz, problem, raw, tensor
+from tests.transformers_nets import CLS, POSITIONS, SEP, VOCABULARY, WORDS, net, saved, tokenizer
+
+HIDDEN = ".[last_hidden_state]"
+SENTENCES = ("a cat", "the cat sat on the mat and the dog saw the cat", "a red dog", "", "a bird " * 12)
+LIMIT = 16 * POSITIONS
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A server of text models, and one of them offline."""
+
+    live: Live
+    module: Any
+
+    def post(self, *inputs: Json, **fields: Any) -> Any:
+        body = {"model": "bert", "layers": [HIDDEN], "encoding": "base64", "inputs": list(inputs), **fields}
+        return self.live.client.post("/extract", json=body, headers={"accept": "application/x-npz"})
+
+    def of(self, *inputs: Json, **fields: Any) -> Array:
+        """The only result of a good request."""
+        (found,) = arrays_of(self.post(*inputs, **fields)).values()
+        return found
+
+
+@pytest.fixture(scope="module")
+def texts(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Texts]:
+    folder = tmp_path_factory.mktemp("models")
+    module = saved("bert", folder / "bert")
+    tokenizer(folder / "bert")
+    saved("roberta", folder / "bare")
+    saved("gpt2", folder / "endless")
+    tokenizer(folder / "endless", cls_token=None, sep_token=None, pad_token=None)
+    _without_specials(folder / "endless" / "tokenizer.json")
+    saved("clip", folder / "both")
+    specs = (ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in MODELS)
+    with serve(configured(*specs)) as live:
+        yield Texts(live, module)
+
+
+MODELS = ("bert", "bare", "endless", "both")
+
+
+def _without_specials(file: Path) -> None:
+    """A tokenizer that puts nothing around a text."""
+    own = Tokenizer.from_file(str(file))
+    own.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    own.save(str(file))
+
+
+def ids_of(sentence: str) -> list[int]:
+    """Tokens of a sentence of known words, by hand."""
+    known = {word: place for place, word in enumerate(WORDS)}
+    return [CLS, *(known.get(word, 1) for word in sentence.lower().split()), SEP]
+
+
+def offline(module: Any, ids: list[list[int]], size: int | None = None) -> Array:
+    """The library's answer, each row padded to ``size``, or to nothing."""
+    size = size or len(ids[0])
+    rows = torch.tensor([row + [0] * (size - len(row)) for row in ids])
+    mask = torch.tensor([[1] * len(row) + [0] * (size - len(row)) for row in ids])
+    with torch.no_grad():
+        found: Array = module(input_ids=rows, attention_mask=mask).last_hidden_state.numpy()
+    return found
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_one_text(texts: Texts, sentence: str) -> None:
+    """A text, its tokens, and the text as a raw body give what the library gives for the same tokens and padding."""
+    ids = ids_of(sentence)
+    size = next(bucket for bucket in (8, 16, 32, POSITIONS) if bucket >= len(ids))
+    expected = offline(texts.module, [ids], size)
+    np.testing.assert_allclose(texts.of({"text": sentence}), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(texts.of({"tokens": ids}), texts.of({"text": sentence}))
+    request = raw(sentence.encode(), "text/plain; charset=UTF-8", model="bert", layers=HIDDEN, format="npz")
+    (found,) = arrays_of(texts.live.client.post("/extract", **request)).values()
+    np.testing.assert_array_equal(found, texts.of({"text": sentence}))
+    alone = offline(texts.module, [ids])
+    np.testing.assert_allclose(found[:, : len(ids)], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_several_texts(texts: Texts) -> None:
+    """All texts of a request have the length of the bucket that the longest one needs."""
+    sentences = SENTENCES[:3]
+    found = texts.of(*({"text": sentence} for sentence in sentences))
+    expected = offline(texts.module, [ids_of(sentence) for sentence in sentences], 16)
+    assert found.shape == expected.shape == (3, 16, 32)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_lengths_are_few(texts: Texts) -> None:
+    """Texts of all lengths make no more catalogues than there are buckets."""
+    for words in range(POSITIONS - 1):
+        assert texts.post({"text": "a " * words}).status_code == 200
+    model = texts.live.engine.fleet.registry.entry("bert").model
+    assert model is not None
+    assert {shapes[0][0] for shapes in model.catalogs} == {8, 16, 32, POSITIONS}
+    assert len(model.catalogs) < MAX_CATALOGS
+
+
+def test_at_the_same_time(texts: Texts) -> None:
+    """Requests of several lengths at the same time each get their own values."""
+    expected = {
+        sentence: offline(texts.module, [ids_of(sentence)])[0] for sentence in (*SENTENCES, "cat dog", "the red mat")
+    }
+    wrong: list[str] = []
+
+    def work(sentence: str) -> None:
+        for _ in range(5):
+            (row,) = texts.of({"text": sentence})
+            wanted = expected[sentence]
+            if not np.allclose(row[: len(wanted)], wanted, rtol=1e-4, atol=1e-5):
+                wrong.append(sentence)
+
+    threads = [threading.Thread(target=work, args=(sentence,)) for sentence in expected for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_tensors(texts: Texts) -> None:
+    """Arrays keep their length: tokens alone, a batch of them, tokens and mask by name."""
+    ids = np.array([ids_of("a cat sat"), ids_of("the red dog")])
+    expected = offline(texts.module, ids.tolist())
+    assert expected.shape == (2, 5, 32)
+    np.testing.assert_allclose(texts.of(*(tensor(row) for row in ids)), expected, rtol=1e-4, atol=1e-5)
+    mask = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    for content, media_type, wanted in (
+        (npy(ids), "application/x-npy", expected),
+        (npz(input_ids=ids), "application/x-npz", expected),
+        (npz(input_ids=ids, attention_mask=mask), "application/x-npz", None),
+    ):
+        request = raw(content, media_type, model="bert", layers=HIDDEN, format="npz")
+        (found,) = arrays_of(texts.live.client.post("/extract", **request)).values()
+        if wanted is None:
+            short = offline(texts.module, [ids[1, :3].tolist()])
+            np.testing.assert_allclose(found[1, :3], short[0], rtol=1e-4, atol=1e-5)
+            wanted = expected[:1]
+        np.testing.assert_allclose(found[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_skipped(texts: Texts) -> None:
+    """A bad text is left out, and the others are no longer for it."""
+    reply = texts.post({"text": "a cat"}, {"text": "a " * 100}, {"tokens": [VOCABULARY]}, on_error="skip")
+    (found,) = arrays_of(reply).values()
+    np.testing.assert_array_equal(found, texts.of({"text": "a cat"}))
+    body = texts.live.client.post(
+        "/extract",
+        json={
+            "model": "bert",
+            "layers": [HIDDEN],
+            "on_error": "skip",
+            "inputs": [{"text": "a " * 100}, {"text": "a cat"}, {"tokens": [VOCABULARY]}],
+        },
+    ).json()
+    assert (body["rows"], [error["input"] for error in body["errors"]]) == (1, [0, 2])
+
+
+def test_without_mask_or_class_token(texts: Texts) -> None:
+    """A model without special tokens takes a text as it is; the receipt tells the shape."""
+    module = net("gpt2")
+    ids = [WORDS.index(word) for word in ("the", "cat", "sat")]
+    with torch.no_grad():
+        expected = module(input_ids=torch.tensor([ids])).logits.numpy()
+    found = texts.of({"text": "the cat sat"}, model="endless", layers=[".[logits]"])
+    np.testing.assert_allclose(found[:, :3], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_dry_run(texts: Texts) -> None:
+    """A dry run of a text says the shape of its bucket; one without inputs that of the configured length."""
+    body = {"model": "bert", "layers": [HIDDEN], "inputs": [{"text": "a cat"}]}
+    shapes = [
+        texts.live.client.post("/extract?dry_run=true", json=sent).json()["features"][HIDDEN]["shape"]
+        for sent in (body, body | {"inputs": []})
+    ]
+    assert shapes == [[1, 8, 32], [1, 32, 32]]
+
+
+def test_gradient_and_attention(texts: Texts) -> None:
+    """Attention of a padded text gives nothing to the padding; a gradient at the embeddings is there for its tokens."""
+    found = texts.of({"text": "a cat"}, layers=["encoder.layer.0.attention.self:attention"])
+    assert found.shape == (1, 4, 8, 8)
+    assert (found[..., 4:] == 0).all()
+    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    objective = {"kind": "layer", "layer": "pooler", "channel": 3}
+    gradient = texts.of({"text": "a cat"}, layers=["embeddings:grad_output"], objective=objective)
+    assert gradient.shape == (1, 8, 32)
+    assert (gradient[:, 4:] == 0).all()
+    assert (np.abs(gradient[:, :4]).max(-1) > 0).all()
+
+
+def test_models_say_how_they_take_text(texts: Texts) -> None:
+    """GET /models tells limits and whether there is a tokenizer, and of the source no directory."""
+    body = {model["name"]: model for model in texts.live.client.get("/models").json()["models"]}
+    assert body["bert"]["source"] == "transformers:bert"
+    said = {"max_tokens": POSITIONS, "vocabulary": VOCABULARY, "mask": "attention_mask"}
+    assert body["bert"]["text"] == said | {"takes": ["text", "tokens"]}
+    assert body["bare"]["text"] == said | {"takes": ["tokens"], "max_tokens": POSITIONS - 2}
+    assert not {"digits", "both"} & {name for name, model in body.items() if "text" in model}
+    assert {"name": "input_ids", "shape": [32], "dtype": "int64", "longest": POSITIONS} in body["bert"]["inputs"]
+
+
+REFUSED: dict[str, tuple[Json, str, str]] = {
+    "too long": ({"text": "a " * POSITIONS}, "bert", f"{POSITIONS + 2} tokens, the limit is {POSITIONS}"),
+    "too many tokens": ({"tokens": [4] * 41}, "bert", "41 tokens, the limit is 40"),
+    "too many characters": ({"text": "a" * (LIMIT + 1)}, "bert", f"{LIMIT + 1} characters, the limit is {LIMIT}"),
+    "no token": ({"text": ""}, "endless", "not empty"),
+    "nothing but space": ({"text": " \n"}, "endless", "not empty"),
+    "no tokenizer": ({"text": "a cat"}, "bare", '{"tokens": ['),
+    "outside of the vocabulary": ({"tokens": [CLS, VOCABULARY]}, "bert", f"from 0 to {VOCABULARY - 1}"),
+    "a picture": ({"image": "AAAA"}, "bert", '{"text": "a cat"}'),
+    "a picture without a tokenizer": ({"image": "AAAA"}, "bare", '{"tokens": ['),
+    "a text for both": ({"text": "a cat"}, "both", "pixel_values"),
+    "a tensor too long": (tensor(np.zeros(41, np.int64)), "bert", "from 1 to 40"),
+    "an empty tensor": (tensor(np.zeros(0, np.int64)), "bert", "from 1 to 40"),
+    "a tensor of floats": (tensor(np.zeros(8, np.float32)), "bert", "int64"),
+    "negative ids": (tensor(np.full(8, -1)), "bert", f"from 0 to {VOCABULARY - 1}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(texts: Texts, case: str) -> None:
+    """What a model does not take is refused with what to send instead, and the next request is answered."""
+    item, model, says = REFUSED[case]
+
+    found = problem(texts.post(item, model=model, layers=["."]), 422)
+
+    assert says in found["detail"] + found["errors"][0].get("hint", "")
+    assert found["errors"][0]["input"] == 0
+    assert texts.post({"text": "a cat"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"), [([1, 1, 1], "lengths"), ([0, 0, 0, 0], "no token"), ([1, 1, 2, 1], "from 0 to 1")]
+)
+def test_masks(texts: Texts, mask: list[int], says: str) -> None:
+    """A mask that does not belong to its tokens is refused."""
+    content = npz(input_ids=np.array(ids_of("a cat")), attention_mask=np.array(mask))
+    found = problem(
+        texts.live.client.post("/extract", **raw(content, "application/x-npz", model="bert", layers=HIDDEN)), 422
+    )
+    assert says in found["detail"] + found["errors"][0].get("hint", "")
+
+
+@pytest.mark.parametrize("content", ["a\0cat", "\ufeffa cat", "\U0001f984 cat", "käse \u202e", "[CLS] [SEP]"])
+def test_odd_characters(texts: Texts, content: str) -> None:
+    """Characters that no word has are unknown words, and nothing worse."""
+    assert np.isfinite(texts.of({"text": content})).all()
+
+
+def test_lone_surrogates(texts: Texts) -> None:
+    """What is no UTF-8 is no JSON."""
+    body = '{"model": "bert", "layers": ["."], "inputs": [{"text": "\\ud800"}]}'
+    problem(texts.live.client.post("/extract", content=body, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize("method", ["grad_cam", "saliency", "attention_rollout", "gradient_rollout"])
+def test_no_maps_of_texts(texts: Texts, method: str) -> None:
+    """Explanations are maps of pictures, which a model of texts has none of."""
+    body = {"model": "bert", "method": method, "inputs": [{"text": "a cat"}]}
+    found = problem(texts.live.client.post("/explain", json=body), 422)
+    assert "takes text" in found["detail"]
+    assert "attention" in found["errors"][0]["hint"]
+
+
+def test_no_directory_is_shown(texts: Texts, serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory that is not there, or is broken, fails without its place in a reply or in a log."""
+    saved("bert", tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"nonsense")
+    specs = [
+        ModelSpec(name, f"transformers:{tmp_path / name}", device="cpu", load="lazy") for name in ("nowhere", "broken")
+    ]
+    with serve(configured(*specs)) as live:
+        for spec in specs:
+            body = {"model": spec.name, "layers": ["."], "inputs": [{"text": "a cat"}]}
+            reply = live.client.post("/extract", json=body)
+            said = problem(reply, 503, seconds="retry-after" in reply.headers)["detail"]
+            listed = live.client.get(f"/models/{spec.name}").text
+            assert f"transformers:{spec.name}" in listed
+            assert "failed" in listed
+            assert str(tmp_path) not in said + listed
+    logged = "\n".join(JsonFormatter().format(record) for record in caplog.records)
+    assert logged.count("could not be loaded") == 2
+    assert str(tmp_path) not in logged
+
+
+def test_resumed_from_a_layer(texts: Texts) -> None:
+    """A forward that goes on from a layer takes that layer's output, and gives what follows from it without a mask."""
+    layers, given = ["encoder.layer.1.attention.self.query"], np.random.default_rng(0).standard_normal((32, 32))
+    found = texts.of(tensor(given.astype(np.float32)), layers=layers, resume="encoder.layer.0")
+    query = texts.module.encoder.layer[1].attention.self.query
+    expected = query(torch.tensor(given, dtype=torch.float32)[None]).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    for item in ({"text": "a cat"}, {"tokens": [CLS, SEP]}):
+        refused = texts.post(item, layers=layers, resume="encoder.layer.0")
+        assert "takes no text" in problem(refused, 422)["detail"]
+
+
+@pytest.mark.parametrize("pool", ["mean", "max", "gem", "stats"])
+def test_pools_leave_padding_out(texts: Texts, pool: str) -> None:
+    """A text is pooled as it would be without the texts that it is padded for; not over its class token either."""
+    sentences = [SENTENCES[place] for place in (1, 0, 2)]
+    how: Json = {"stats": ["mean", "max"]} if pool == "stats" else {"pool": pool}
+    layer = {"layer": ".", "path": "[last_hidden_state]", **how}
+    found = texts.of(*({"text": each} for each in sentences), layers=[layer])
+    for row, sentence in enumerate(sentences):
+        alone = offline(texts.module, [ids_of(sentence)])[0].astype(np.float64)
+        np.testing.assert_allclose(found[row], POOLED[pool](alone), rtol=1e-3, atol=1e-4)
+
+
+POOLED = {
+    "mean": lambda tokens: tokens[1:].mean(0),
+    "max": lambda tokens: tokens[1:].max(0),
+    "gem": lambda tokens: (tokens[1:].clip(1e-6) ** 3).mean(0) ** (1 / 3),
+    "stats": lambda tokens: np.array([tokens.mean(), tokens.max()]),
+}
+
+
+def test_pooled_beside_others(texts: Texts) -> None:
+    """Texts of other requests, of other lengths, change nothing of a pooled row."""
+    bodies = [[{"text": sentence}] for sentence in SENTENCES if sentence] * 4
+    alone = [texts.of(*inputs, pool="mean", isolated=True) for inputs in bodies[:4]]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda inputs: texts.of(*inputs, pool="mean"), bodies))
+    for place, value in enumerate(found):
+        np.testing.assert_allclose(value, alone[place % 4], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_to_pool(texts: Texts) -> None:
+    """A class token alone has no mean of the others, and says so."""
+    refused = problem(texts.post({"tokens": [CLS]}, pool="mean"), 422)
+    assert "nothing to pool" in refused["detail"]
