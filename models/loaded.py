@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from models import fingerprint, replica, sources, verification, warmup, weights
 from models.catalog import Catalog, Costs, Layer, Leaf
+from models.compiled import Compiled
 from models.dryrun import noise, same_course, survey
 from models.dtypes import DTYPES
 from models.errors import InputError, LoadError, OutOfMemoryError, quoted
@@ -56,6 +57,7 @@ class LoadedModel:
     text: Text | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
     resumptions: OrderedDict[HookPoint, Resumption] = field(default_factory=OrderedDict)
+    compiled: tuple[Compiled, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -194,16 +196,20 @@ class LoadedModel:
         shares: Sequence[Share],
         padded: int | None = None,
         resumption: Resumption | None = None,
+        compiled: Compiled | None = None,
     ) -> Taken:
         """One forward of a replica for the requests that share it, row after row; results are on the device.
 
         With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. With ``resumption``
-        it goes on from a layer, whose output the rows are. OutOfMemoryError, raised when everything that the forward
-        held is let go; InputError where the model does not take the values.
+        it goes on from a layer, whose output the rows are; with ``compiled`` a graph gives all captures that it has.
+        OutOfMemoryError, raised when everything that the forward held is let go; InputError where the model does not
+        take the values.
         """
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
         rows = max(count, padded or 0)
         try:
+            if compiled is not None:
+                return compiled.taken(self._assembled(pieces, rows - count), rows)
             # Anew for each forward: a model may write to its input.
             return own.extractor.shared(
                 lambda: self._forward(own, self._assembled(pieces, rows - count), resumption),

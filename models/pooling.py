@@ -10,7 +10,7 @@ for in place of a pool.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -27,7 +27,7 @@ GEM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Reduced:
-    """What is kept of a capture: ``values`` owns its memory and is contiguous; ``scale`` (axis 0) is there for int8."""
+    """What is kept of a capture: ``values`` is contiguous; ``scale`` (axis 0) is there for int8."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -41,6 +41,11 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None
     """
     if real is not None and _is_of_tokens(leaf, how, real):
         return _row_by_row(value, leaf, how, real)
+    return owned(reduced(value, leaf, how), value)
+
+
+def reduced(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
+    """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
     kept = _narrow(value, leaf.layout, how)
     if how.stats is not None:
         return Reduced(statistics.of(_floating(rows_first(kept, leaf).values.flatten(1)), how.stats))
@@ -52,10 +57,15 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None
         return _quantized(kept)
     if kept.is_floating_point():
         kept = kept.to(CASTS[how.dtype])
-    kept = kept.contiguous()
+    return Reduced(kept.contiguous())
+
+
+def owned(found: Reduced, value: Tensor) -> Reduced:
+    """The same in memory that holds nothing else, and that is not a captured tensor's."""
+    kept = found.values
     # A slice pins the whole storage that it looks into, and what the model owns may still change.
-    owned = kept.untyped_storage().nbytes() == kept.nbytes and not _shares(kept, value)
-    return Reduced(kept if owned else kept.clone())
+    alone = kept.untyped_storage().nbytes() == kept.nbytes and not _shares(kept, value)
+    return found if alone else replace(found, values=kept.clone())
 
 
 def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:

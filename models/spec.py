@@ -7,6 +7,8 @@ from math import isfinite
 from pathlib import PureWindowsPath
 from typing import Literal
 
+from models.points import Pool, ReplyDType
+
 Device = str
 DType = Literal["float32", "bfloat16", "float16"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
@@ -60,6 +62,21 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
+class WarmSpec:
+    """Layers that are asked for often, made ready before the model is: selectors, and what is done with all of them.
+
+    With ``compile`` as a graph of their own, which takes minutes the first time. Requests for these layers, or some of
+    them, reduced in the same way, are answered by it.
+    """
+
+    layers: tuple[str, ...]
+    pool: Pool = "none"
+    normalize: bool = False
+    dtype: ReplyDType = "float32"
+    compile: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One entry of the configuration.
 
@@ -78,6 +95,7 @@ class ModelSpec:
     embedding: str | None = None
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
     inputs: tuple[InputSpec, ...] | None = None
+    warm: tuple[WarmSpec, ...] = ()
 
     @property
     def shown_source(self) -> str:

@@ -1,0 +1,65 @@
+"""A plan's captures as compiled graphs: run in place of a hooked forward, with no hook on the model.
+
+Made by ``models.warm``; here they only run. One graph takes a single row, another any number of rows above that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.catalog import Costs
+from models.plan import Capture, Plan
+from models.pooling import Reduced, owned
+from models.union import Taken
+
+Rows = Mapping[str, Tensor]
+
+
+class Graph(Protocol):
+    """What runs a compiled graph; several threads may."""
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The graph's outputs for its inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own."""
+
+    captures: tuple[Capture, ...]
+    inputs: tuple[str, ...]
+    one: Graph
+    several: Graph
+    costs: Costs
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether it gives all that a plan wants."""
+        return not plan.edits and plan.goal is None and plan.captures <= frozenset(self.captures)
+
+    def taken(self, batch: Rows, rows: int) -> Taken:
+        """All captures of a batch of so many rows, on the device; raises what the graph does."""
+        graph = self.one if rows == 1 else self.several
+        with torch.no_grad():
+            tensors = iter(graph.run([batch[name] for name in self.inputs]))
+        return Taken({(capture, (0, rows)): _next(tensors, capture) for capture in self.captures})
+
+
+def _next(tensors: Iterator[Tensor], capture: Capture) -> Reduced:
+    values = next(tensors)
+    found = Reduced(values, next(tensors) if _is_scaled(capture) else None)
+    return owned(found, values.new_empty(0))
+
+
+def _is_scaled(capture: Capture) -> bool:
+    return capture.dtype == "int8" and capture.is_float
+
+
+def graph_for(known: Sequence[Compiled], plan: Plan) -> Compiled | None:
+    """The cheapest that gives what a plan wants; None where the model itself has to run."""
+    fitting = [each for each in known if each.covers(plan)]
+    return min(fitting, key=lambda each: each.costs.seconds(1), default=None)

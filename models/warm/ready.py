@@ -1,0 +1,130 @@
+"""A model's warm plans made ready: found on disk or compiled, compared with the hooked forward, measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models import loaded, warmup
+from models.catalog import Costs
+from models.compiled import Compiled
+from models.dryrun import noise
+from models.errors import LayertapError
+from models.loaded import LoadedModel
+from models.plan import Capture, Plan, resolve
+from models.points import Reduction, Selector
+from models.selectors import parse
+from models.spec import ModelSpec, WarmSpec
+from models.union import Share
+from models.warm.compiling import WarmError, compiled, folder, key, opened
+
+log = logging.getLogger("layertap")
+SITES = frozenset({"output", "input"})
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
+KINDS = ("one", "several")
+
+
+def made_ready(model: LoadedModel, place: Path) -> LoadedModel:
+    """The model with a compiled graph for each of its warm plans that has one; of the others one line says why not."""
+    found = []
+    for warm in model.spec.warm:
+        plan = plan_of(model, warm)
+        if warm.compile:
+            try:
+                found.append(_ready(model, plan, folder(place)))
+            except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
+                reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
+                log.warning(
+                    "a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}}
+                )
+    return replace(model, compiled=tuple(found))
+
+
+def plan_of(model: LoadedModel, warm: WarmSpec) -> Plan:
+    """The plan that an entry means; RequestError where there is no such layer."""
+    how = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
+    return resolve([_reduced(parse(text), how) for text in warm.layers], model.catalog)
+
+
+def build(spec: ModelSpec, place: Path, threads: int) -> None:
+    """Compile all graphs of a model that are not there yet; for a process of its own, which forgets the compiler."""
+    model = loaded.load(spec, 1, threads)
+    for warm in spec.warm:
+        if warm.compile:
+            _compiled(model, _captures(model, plan_of(model, warm)), place)
+
+
+def _ready(model: LoadedModel, plan: Plan, place: Path) -> Compiled:
+    captures = _captures(model, plan)
+    paths = [place / f"{key(model, captures, kind)}.pt2" for kind in KINDS]
+    if not all(path.exists() for path in paths):
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            pool.submit(build, model.spec, place, model.threads).result()
+    one, several = (opened(path, len(model.replicas)) for path in paths)
+    graphs = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
+    _check(model, plan, graphs)
+    return replace(graphs, costs=_costs(model, graphs))
+
+
+def _compiled(model: LoadedModel, captures: Sequence[Capture], place: Path) -> None:
+    from models.warm.exporting import exported
+
+    batch = noise(model.inputs, model.device, model.dtype)
+    for kind, rows in (("one", {name: value[:1] for name, value in batch.items()}), ("several", batch)):
+        path = place / f"{key(model, captures, kind)}.pt2"
+        if not path.exists():
+            compiled(exported(model, captures, rows), path)
+
+
+def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
+    """A plan's captures in order; WarmError where a graph can't give one."""
+    if not model.catalog.rowwise:
+        raise WarmError("rows of this model run one at a time")
+    for capture in plan.captures:
+        if capture.point.site not in SITES or capture.leaf.row_axis is None or capture.leaf.mixed:
+            raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
+    return tuple(dict.fromkeys(result.capture for result in plan.results))
+
+
+def _check(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+    """WarmError where a graph gives something else than hooks, for one row or several."""
+    batch = noise(model.inputs, model.device, model.dtype)
+    for rows in (1, 2, 3):
+        part = {name: value[:rows].clone() for name, value in batch.items()}
+        share = Share(0, rows, plan.captures)
+        wanted = model.run(model.replicas[0], [part], [share]).of(share)
+        found = graphs.taken(part, rows).of(share)
+        for capture in plan.captures:
+            if not _close(found[capture].values, wanted[capture].values, TOLERANCE[model.spec.dtype]):
+                raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")
+
+
+def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point():
+        return bool((found.int() - wanted.int()).abs().amax() <= 1)
+    largest = float(wanted.abs().amax())
+    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def _costs(model: LoadedModel, graphs: Compiled) -> Costs:
+    """What graphs take in time, measured; their memory is taken for that of the whole forward, which is no less."""
+    row = {name: value[:1] for name, value in noise(model.inputs, model.device, model.dtype).items()}
+
+    def forward(rows: Mapping[str, Tensor]) -> object:
+        return graphs.taken(rows, len(next(iter(rows.values()))))
+
+    found = warmup.measure(forward, row, model.module, model.device, True, model.threads)
+    return replace(found, row_bytes=model.catalog.costs.row_bytes)
+
+
+def _reduced(selector: Selector, how: Reduction) -> Selector:
+    return replace(selector, reduction=how)

@@ -1,0 +1,252 @@
+"""Warm plans: graphs exported with hooks on, compiled, kept on disk; each answer beside that of hooks and copies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.compiled import Compiled, graph_for
+from models.errors import RequestError
+from models.loaded import LoadedModel, load
+from models.plan import Capture, Plan, resolve
+from models.points import Objective, Reduction, Selector
+from models.selectors import parse
+from models.spec import WarmSpec
+from models.union import Share
+from models.warm.compiling import WarmError, folder, key
+from models.warm.exporting import exported
+from models.warm.ready import made_ready, plan_of
+from tests.conftest import net_spec
+from tests.nets import batch
+from tests.oracle import record
+
+WARM = WarmSpec(("conv", "relu#0", "relu", "head", "conv:input"), compile=True)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Callable[..., LoadedModel]:
+    """Each model once."""
+    return cache(lambda net: load(net_spec(net), 2, 1))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def warmed(place: Path) -> LoadedModel:
+    """A small model with a graph that was compiled in a process of its own."""
+    return made_ready(load(net_spec("Chain", warm=(WARM,)), 2, 1), place)
+
+
+def plan_for(model: LoadedModel, *texts: str, **how: Any) -> Plan:
+    return resolve([replace(parse(text), reduction=Reduction(**how)) for text in texts], model.catalog)
+
+
+def hooked(model: LoadedModel, rows: Mapping[str, Tensor], plan: Plan) -> dict[Capture, Any]:
+    return model.extract(rows, plan, model.catalog, 64)
+
+
+def graph(model: LoadedModel, plan: Plan, rows: int) -> tuple[Any, tuple[Capture, ...]]:
+    """A plan as an exported graph, run by PyTorch and not compiled."""
+    captures = tuple(result.capture for result in plan.results)
+    made = exported(model, captures, batch(model.inputs, max(rows, 1), seed=3))
+    return made, captures
+
+
+class Plain:
+    """An exported graph, as what runs a compiled one."""
+
+    def __init__(self, program: Any) -> None:
+        self._module = program.module()
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        return list(self._module(*inputs))
+
+
+CASES = [
+    ("resnet", ["layer1.0.bn2", "layer1.0.relu#0", "layer2", "layer2.0.conv1:input", "."], {}),
+    ("resnet", ["layer2", "layer4"], {"pool": "mean", "normalize": True}),
+    ("bottlenecks", ["layer1.0.relu#0", "layer1.0.relu#1", "layer1.0.relu#2", "layer1.0.bn3"], {"pool": "flatten"}),
+    ("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
+    ("vit", ["encoder.layers.encoder_layer_1"], {"pool": "mean", "dtype": "float16"}),
+    ("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
+    ("swin", ["features.1.0"], {"pool": "gem"}),
+    ("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
+    ("Structured", ["nested[card][value]"], {"pool": "flatten", "dtype": "int8"}),
+    ("Keywords", ["gate#0", "gate#1", "gate#0[gate]:input"], {}),
+    ("Tied", ["encode#0", "decode#1", "act"], {}),
+    ("TimeFirst", ["norm", "attention[0]"], {"pool": "mean"}),
+]
+
+
+@pytest.mark.parametrize(("net", "layers", "how"), CASES)
+def test_exported(loaded: Callable[..., LoadedModel], net: str, layers: list[str], how: dict[str, Any]) -> None:
+    """A graph gives what hooks give, for any number of rows; it holds no row count of its own."""
+    model = loaded(net)
+    plan = plan_for(model, *layers, **how)
+    several, captures = graph(model, plan, 3)
+    one, _ = graph(model, plan, 1)
+    names = tuple(spec.name for spec in model.inputs)
+    made = Compiled(captures, names, Plain(one), Plain(several), model.catalog.costs)
+    for count in (1, 2, 5):
+        rows = batch(model.inputs, count, seed=4)
+        share = Share(0, count, plan.captures)
+        found = made.taken({name: value.clone() for name, value in rows.items()}, count).of(share)
+        for capture, wanted in hooked(model, rows, plan).items():
+            torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
+            if wanted.scale is not None:
+                torch.testing.assert_close(found[capture].scale, wanted.scale, rtol=1e-4, atol=1e-6)
+    assert model.hooks == 0
+
+
+def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
+    """Nothing that only later layers need is in the graph."""
+    model = loaded("resnet")
+
+    def convolutions(*layers: str) -> int:
+        made, _ = graph(model, plan_for(model, *layers), 2)
+        return sum("conv" in str(node.target) for node in made.graph.nodes if node.op == "call_function")
+
+    assert (convolutions("conv1"), convolutions("layer1"), convolutions("layer2"), convolutions(".")) == (1, 3, 6, 12)
+
+
+def test_compiled(warmed: LoadedModel) -> None:
+    """The compiled graph gives each layer as it left its module, in-place writes or not; alone and beside others."""
+    (made,) = warmed.compiled
+    plan = plan_of(warmed, WARM)
+    for count in (1, 2, 7):
+        rows = batch(warmed.inputs, count, seed=9)
+        wanted = record(warmed.module, *rows.values())
+        share = Share(0, count, plan.captures)
+        taken = warmed.run(warmed.replicas[0], [rows], [share], None, None, made).of(share)
+        for capture in made.captures:
+            point = capture.point
+            expected = wanted[point.layer, point.call, point.path, point.site]
+            torch.testing.assert_close(taken[capture].values, expected, rtol=1e-4, atol=1e-5)
+    assert warmed.hooks == 0
+
+
+def test_rows_of_several_requests(warmed: LoadedModel) -> None:
+    """Each gets its own rows, and only what it asked for."""
+    (made,) = warmed.compiled
+    pieces = [batch(warmed.inputs, count, seed=count) for count in (1, 3, 2)]
+    plans = [plan_for(warmed, text) for text in ("conv", "head", "relu#0")]
+    shares, at = [], 0
+    for piece, plan in zip(pieces, plans, strict=True):
+        count = len(next(iter(piece.values())))
+        shares.append(Share(at, at + count, plan.captures))
+        at += count
+    taken = warmed.run(warmed.replicas[1], pieces, shares, 8, None, made)
+    for piece, plan, share in zip(pieces, plans, shares, strict=True):
+        found = taken.of(share)
+        assert set(found) == plan.captures
+        for capture, wanted in hooked(warmed, piece, plan).items():
+            torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
+
+
+def test_second_start(warmed: LoadedModel, place: Path) -> None:
+    """What is on disk is not compiled again; it is found by what it is made of, in any process."""
+    before = {path.name: path.stat().st_mtime_ns for path in place.iterdir()}
+    again = made_ready(load(warmed.spec, 1, 1), place)
+    assert len(again.compiled) == 1
+    assert {path.name: path.stat().st_mtime_ns for path in place.iterdir()} == before
+    assert len([name for name in before if name.endswith(".pt2")]) == 2
+
+
+def test_keys(loaded: Callable[..., LoadedModel]) -> None:
+    """Another layer, reduction, or number of rows is another graph."""
+    model = loaded("Chain")
+    captures = [
+        tuple(plan_for(model, *layers, **how).captures)
+        for layers, how in ((["conv"], {}), (["relu"], {}), (["conv"], {"pool": "mean"}), (["relu#0"], {}))
+    ]
+    keys = {key(model, each, kind) for each in captures for kind in ("one", "several")}
+    assert len(keys) == 8
+
+
+def test_what_it_answers(warmed: LoadedModel) -> None:
+    """Any part of its layers, reduced as they are there; nothing that is changed or differentiated."""
+    known = warmed.compiled
+    assert graph_for(known, plan_for(warmed, "conv", "head")) is known[0]
+    assert graph_for(known, plan_for(warmed, ".")) is None
+    assert graph_for(known, plan_for(warmed, "conv", pool="mean")) is None
+    graded = resolve([Selector(**vars(parse("conv:grad_output")))], warmed.catalog, (), Objective("sum"))
+    assert graph_for(known, graded) is None
+    cheap = replace(known[0], costs=replace(known[0].costs, base=0.0, per_row=1e-9))
+    assert graph_for((known[0], cheap), plan_for(warmed, "conv")) is cheap
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(vars(record).get("fields"))
+
+
+@pytest.fixture
+def lines() -> Any:
+    handler = Lines()
+    logging.getLogger("layertap").addHandler(handler)
+    yield handler.told
+    logging.getLogger("layertap").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("net", "layers", "says"),
+    [
+        ("vit", ("encoder.layers.encoder_layer_0.self_attention:attention",), "does not give"),
+        ("BatchCentred", (".",), "one at a time"),
+    ],
+)
+def test_runs_with_hooks(
+    loaded: Callable[..., LoadedModel], tmp_path: Path, lines: list[Any], net: str, layers: tuple[str, ...], says: str
+) -> None:
+    """What no graph gives is answered as ever, and one line says so."""
+    model = loaded(net)
+    spec = replace(model.spec, warm=(WarmSpec(layers, compile=True), WarmSpec(layers)))
+    found = made_ready(replace(model, spec=spec), tmp_path)
+    assert found.compiled == ()
+    assert len(lines) == 1
+    assert says in lines[0]["reason"]
+
+
+def test_damaged_file(warmed: LoadedModel, place: Path, tmp_path: Path, lines: list[Any]) -> None:
+    """A graph that does not load, or is another's, is not run."""
+    for path in place.glob("*.pt2"):
+        (tmp_path / path.name).write_bytes(b"no graph")
+    tmp_path.chmod(0o700)
+    assert made_ready(load(warmed.spec, 1, 1), tmp_path).compiled == ()
+    assert "does not load" in lines[0]["reason"]
+
+
+def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    """A layer that is not there is the operator's mistake, and is told as such."""
+    model = loaded("Chain")
+    with pytest.raises(RequestError, match="no layer 'cnv'"):
+        made_ready(replace(model, spec=replace(model.spec, warm=(WarmSpec(("cnv",)),))), tmp_path)
+
+
+def test_folder(tmp_path: Path) -> None:
+    """Files in it are run: nobody else may write there."""
+    place = tmp_path / "new"
+    assert folder(place).stat().st_mode & 0o777 == 0o700
+    place.chmod(0o770)
+    with pytest.raises(WarmError, match="chmod 700"):
+        folder(place)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WarmError, match="can't be used"):
+        folder(tmp_path / "file" / "below")
