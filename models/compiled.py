@@ -5,7 +5,7 @@ Made by ``models.warm``; here they only run. One graph takes a single row, anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,7 +59,7 @@ def _is_scaled(capture: Capture) -> bool:
     return capture.dtype == "int8" and capture.is_float
 
 
-def graph_for(known: Sequence[Compiled], plan: Plan) -> Compiled | None:
+def graph_for(known: Iterable[Compiled | None], plan: Plan) -> Compiled | None:
     """The cheapest that gives what a plan wants; None where the model itself has to run."""
-    fitting = [each for each in known if each.covers(plan)]
+    fitting = [each for each in known if each is not None and each.covers(plan)]
     return min(fitting, key=lambda each: each.costs.seconds(1), default=None)

@@ -41,7 +41,8 @@ class LoadedModel:
     """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
 
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint. Surveys run on
-    the first replica, on a CPU with so many ``threads``.
+    the first replica, on a CPU with so many ``threads``. ``compiled`` has a graph for each of its warm plans, None for
+    those that run with hooks.
     """
 
     spec: ModelSpec
@@ -57,7 +58,7 @@ class LoadedModel:
     text: Text | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
     resumptions: OrderedDict[HookPoint, Resumption] = field(default_factory=OrderedDict)
-    compiled: tuple[Compiled, ...] = ()
+    compiled: tuple[Compiled | None, ...] = ()
 
     @property
     def module(self) -> nn.Module:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from models.errors import LoadError, UnknownModelError, near, quoted
 from models.loaded import LoadedModel, load
 from models.spec import ModelSpec
+from models.warm.ready import made_ready
 
 State = Literal["available", "loading", "ready", "failed"]
 
@@ -27,10 +29,14 @@ class Entry:
 class Registry:
     """All configured models by name; on a CPU each is loaded with so many replicas and threads.
 
+    Graphs of warm plans are kept in ``plans``; without it they run with hooks.
     ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], replicas: int = 1, threads: int | None = None) -> None:
+    def __init__(
+        self, specs: Iterable[ModelSpec], replicas: int = 1, threads: int | None = None, plans: Path | None = None
+    ) -> None:
+        self._plans = plans
         self._replicas = replicas
         self._threads = threads
         self._entries: dict[str, Entry] = {}
@@ -57,7 +63,8 @@ class Registry:
             return entry.model
         entry.state, entry.reason = "loading", ""
         try:
-            entry.model = load(entry.spec, self._replicas, self._threads)
+            model = load(entry.spec, self._replicas, self._threads)
+            entry.model = made_ready(model, self._plans) if self._plans and entry.spec.warm else model
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
             raise

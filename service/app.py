@@ -47,13 +47,17 @@ def create_app(settings: Settings | None = None, configuration: Configuration | 
     return app
 
 
-def create_engine(settings: Settings, configuration: Configuration | None = None) -> Engine:
-    """The engine for a configuration: the given one, the one in the settings' file, or the embedded one."""
+def create_engine(settings: Settings, configuration: Configuration | None = None, *, warm: bool = True) -> Engine:
+    """The engine for a configuration: the given one, the one in the settings' file, or the embedded one.
+
+    Without ``warm`` all its models run with hooks.
+    """
     if configuration is None:
         configuration = config.read(settings.config) if settings.config else config.embedded()
     figures = Metrics()
+    plans = settings.cache_dir / "plans" if warm else None
     fleet = Fleet(
-        Registry(configuration.models, settings.replicas, settings.cpu_threads),
+        Registry(configuration.models, settings.replicas, settings.cpu_threads, plans),
         configuration.default,
         settings,
         figures,

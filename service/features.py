@@ -23,7 +23,7 @@ class Receipt:
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
     ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
-    place of the model's inputs.
+    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
     """
 
     layer: str
@@ -41,19 +41,23 @@ class Receipt:
     stats: tuple[str, ...] | None = None
     how: str = ""
     resumed: str = ""
+    forward: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
-        silent = {
-            "path": "",
-            "layout": None,
-            "normalize": False,
-            "row_axis": 0,
-            "stats": None,
-            "how": "",
-            "resumed": "",
-        }
-        return {key: value for key, value in asdict(self).items() if key not in silent or value != silent[key]}
+        return {key: value for key, value in asdict(self).items() if key not in SILENT or value != SILENT[key]}
+
+
+SILENT: dict[str, object] = {
+    "path": "",
+    "layout": None,
+    "normalize": False,
+    "row_axis": 0,
+    "stats": None,
+    "how": "",
+    "resumed": "",
+    "forward": "",
+}
 
 
 @dataclass(frozen=True)

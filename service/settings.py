@@ -46,6 +46,7 @@ class Settings(BaseSettings):
     max_batch_rows: int = Field(32, gt=0)
     fixed_batch_rows: int | None = Field(None, gt=0)
     batch_memory_bytes: int | None = Field(None, gt=0)
+    cache_dir: Path = Field(Path("~/.cache/layertap"), validate_default=True)
     max_loaded_models: int = Field(8, gt=0)
     cpu_threads: int = Field(default_factory=_cores, gt=0, le=512)
     replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0, le=64)
@@ -57,6 +58,11 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(key.strip() for key in value.split(",") if key.strip())
         return value
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _at_home(cls, value: Path) -> Path:
+        return value.expanduser()
 
     @property
     def guarded(self) -> bool:

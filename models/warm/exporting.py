@@ -34,7 +34,8 @@ def exported(model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str,
             _Tapped(model, captures).eval(), batch, dynamic_shapes=(dynamic,) if dynamic else None, strict=False
         )
         # Without writes in place it is plain what nobody needs, and that goes.
-        return program.run_decompositions({})
+        pruned: ExportedProgram = program.run_decompositions({})
+        return pruned
 
 
 class _Tapped(nn.Module):

@@ -16,7 +16,7 @@ from models import loaded, warmup
 from models.catalog import Costs
 from models.compiled import Compiled
 from models.dryrun import noise
-from models.errors import LayertapError
+from models.errors import LayertapError, LoadError, RequestError
 from models.loaded import LoadedModel
 from models.plan import Capture, Plan, resolve
 from models.points import Reduction, Selector
@@ -32,19 +32,26 @@ KINDS = ("one", "several")
 
 
 def made_ready(model: LoadedModel, place: Path) -> LoadedModel:
-    """The model with a compiled graph for each of its warm plans that has one; of the others one line says why not."""
-    found = []
-    for warm in model.spec.warm:
+    """The model with compiled graphs for its warm plans; of those that have none one line says why.
+
+    LoadError where a plan names what is not there.
+    """
+    return replace(model, compiled=tuple(_made_ready(model, warm, place) for warm in model.spec.warm))
+
+
+def _made_ready(model: LoadedModel, warm: WarmSpec, place: Path) -> Compiled | None:
+    try:
         plan = plan_of(model, warm)
-        if warm.compile:
-            try:
-                found.append(_ready(model, plan, folder(place)))
-            except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
-                reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
-                log.warning(
-                    "a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}}
-                )
-    return replace(model, compiled=tuple(found))
+    except RequestError as error:
+        raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
+    if not warm.compile:
+        return None
+    try:
+        return _ready(model, plan, folder(place))
+    except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
+        reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
+        log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
+        return None
 
 
 def plan_of(model: LoadedModel, warm: WarmSpec) -> Plan:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from models import statistics, union, verification
 from models.catalog import Catalog
+from models.compiled import Compiled, graph_for
 from models.dtypes import DTYPES
 from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from models.loaded import LoadedModel, Shapes, check_together
@@ -82,7 +83,7 @@ class Engine:
         reserved = plan.plan.nbytes(count) + count * _row_bytes(takes.inputs)
         ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
-        faults, rows = ask.faults, 1
+        faults, rows, compiled = ask.faults, 1, None
         if ask.items:
             inputs, faults = await self._decode(ask, takes)
             rows = len(next(iter(inputs.values())))
@@ -94,7 +95,8 @@ class Engine:
                 catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
                 plan = await self._planned(ask, model, catalog)
             fits(plan.plan, rows)
-            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph)
+            compiled = _compiled(ask, model, plan.plan, shape_of(inputs))
+            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph, compiled)
             _check_graph(plan.plan, lane)
             check_together(plan.plan, catalog, rows, lane.ceiling)
             held = plan.plan.nbytes(rows) + sum(value.nbytes for value in inputs.values())
@@ -113,6 +115,7 @@ class Engine:
             ask.priority,
             ask.verify,
             resumption,
+            compiled,
         )
 
     async def run(self, job: Job) -> Features:
@@ -127,10 +130,10 @@ class Engine:
         resident = self.fleet.resident(job.model)
         extra = verification.wanted(job.plan, job.catalog) if job.verify else frozenset()
         return Work(
-            lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph),
+            lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph, job.compiled),
             rows=job.rows,
-            depth=1.0 if job.verify else job.plan.cost,
-            row_bytes=job.plan.nbytes(1) + 2 * sum(each.nbytes(1) for each in extra),
+            depth=1.0 if job.verify or job.compiled else job.plan.cost,
+            row_bytes=_kept_bytes(job) + 2 * sum(each.nbytes(1) for each in extra),
             priority=job.priority,
             deadline=job.deadline,
             alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
@@ -208,6 +211,20 @@ def _misfit(inputs: Rows, takes: LoadedModel) -> RequestError:
     hint = f"send shape {_shown(takes.shapes)}"
     detail = f"an output of {takes.inputs[0].name!r} has another shape than {_shown(shape_of(inputs))}"
     return RequestError(detail, hint=hint, faults=(Fault(detail, hint, input=0),))
+
+
+def _compiled(ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes) -> Compiled | None:
+    """The graph that answers a request, where one does."""
+    if ask.verify or ask.resume is not None or shapes != model.shapes:
+        return None
+    return graph_for(model.compiled, plan)
+
+
+def _kept_bytes(job: Job) -> int:
+    """What is kept of a row's forward: a graph gives all its captures, whoever wants which."""
+    if job.compiled is None:
+        return job.plan.nbytes(1)
+    return sum(each.nbytes(1) for each in job.compiled.captures)
 
 
 def check_count(inputs: int, settings: Settings) -> None:
@@ -292,4 +309,5 @@ def _receipt(job: Job, result: Result) -> Receipt:
         stats=statistics.columns(how.stats) if how.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.how,
         resumed=job.catalog.start,
+        forward="compiled" if job.compiled else "",
     )

@@ -138,9 +138,9 @@ class Execution:
         ]
 
     def _taken(self, pieces: list[dict[str, Tensor]], shares: list[Share], first: Job) -> Taken:
-        resumption = first.resumption  # the same for all that wait in a lane
+        resumption = first.resumption  # the same for all that wait in a lane, and so is what is compiled
         if not first.verify:  # who asks for it is alone
-            return self._model.run(self._own, pieces, shares, self._padded, resumption)
+            return self._model.run(self._own, pieces, shares, self._padded, resumption, first.compiled)
         return self._model.verified(
             self._own, pieces[0], shares[0], first.plan, first.catalog, self._padded, resumption
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models import fingerprint
 from models.catalog import Catalog
+from models.compiled import Compiled
 from models.errors import Fault
 from models.loaded import LoadedModel
 from models.plan import Plan
@@ -92,6 +93,7 @@ class Job:
     priority: Priority = "interactive"
     verify: bool = False
     resumption: Resumption | None = None
+    compiled: Compiled | None = None
 
     @property
     def fingerprint(self) -> str:

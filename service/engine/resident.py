@@ -12,6 +12,7 @@ import torch
 
 from models import warmup
 from models.catalog import Catalog, Costs
+from models.compiled import Compiled
 from models.errors import LayertapError, LoadError
 from models.loaded import MAX_CATALOGS, LoadedModel, Shapes
 from service.engine.planning import Plans
@@ -21,7 +22,7 @@ from service.engine.worker import Worker
 from service.settings import Settings
 
 log = logging.getLogger("layertap")
-MAX_LANES = 2 * MAX_CATALOGS  # with a graph and without
+MAX_LANES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
 SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free when a model is loaded: what its forwards may take
 
 
@@ -53,7 +54,7 @@ class Resident:
         self._empty: asyncio.Event | None = None
         self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
-        self._lanes: dict[tuple[Shapes, bool, str], tuple[Catalog, Lane]] = {}
+        self._lanes: dict[tuple[Shapes, bool, str, Compiled | None], tuple[Catalog, Lane]] = {}
         self._workers = [Worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
@@ -85,15 +86,19 @@ class Resident:
         """Whether every request must have its forwards for itself, so that its bits are always the same."""
         return self._moves
 
-    def lane(self, catalog: Catalog, shapes: Shapes, graph: bool) -> Lane:
-        """What rows of a shape wait in; those whose forward keeps its graph, or begins in the middle, wait apart."""
-        key = shapes, graph, catalog.start
+    def lane(self, catalog: Catalog, shapes: Shapes, graph: bool, compiled: Compiled | None = None) -> Lane:
+        """What rows of a shape wait in.
+
+        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart.
+        """
+        key = shapes, graph, catalog.start, compiled
         known = self._lanes.get(key)
         if known is not None and known[0] is catalog:
             return known[1]
         while len(self._lanes) >= MAX_LANES:
             del self._lanes[next(iter(self._lanes))]
-        lane = self._new_lane(self.loaded.result(), catalog, catalog.graph_costs if graph else catalog.costs)
+        costs = compiled.costs if compiled else catalog.graph_costs if graph else catalog.costs
+        lane = self._new_lane(self.loaded.result(), catalog, costs)
         self._lanes[key] = catalog, lane
         return lane
 
