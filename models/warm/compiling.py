@@ -40,7 +40,7 @@ def folder(path: Path) -> Path:
         found = path.stat()
     except OSError as error:
         raise WarmError(f"the folder for compiled plans can't be used ({type(error).__name__})") from error
-    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if (hasattr(os, "getuid") and found.st_uid != os.getuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise WarmError("the folder for compiled plans must belong to this user alone: chmod 700")
     return path
 
