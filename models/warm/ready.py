@@ -94,6 +94,8 @@ def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     """A plan's captures in order; WarmError where a graph can't give one."""
     if not model.catalog.rowwise:
         raise WarmError("rows of this model run one at a time")
+    if model.text is not None:
+        raise WarmError("texts come in many lengths")
     for capture in plan.captures:
         if capture.point.site not in SITES or capture.leaf.row_axis is None or capture.leaf.mixed:
             raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")

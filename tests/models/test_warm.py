@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def warmed(place: Path) -> LoadedModel:
+def warmed(place: Path, compiler: str) -> LoadedModel:
     """A small model with a graph that was compiled in a process of its own."""
     return made_ready(load(net_spec("Chain", warm=(WARM,)), 2, 1), place)
 
@@ -238,6 +238,15 @@ def test_damaged_file(warmed: LoadedModel, place: Path, tmp_path: Path, lines: l
     tmp_path.chmod(0o700)
     assert made_ready(load(warmed.spec, 1, 1), tmp_path).compiled == (None,)
     assert "does not load" in lines[0]["reason"]
+
+
+def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled, and everything is answered."""
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    found = made_ready(load(net_spec("Tied", warm=(WarmSpec(("act",), compile=True),)), 1, 1), tmp_path)
+    assert found.compiled == (None,)
+    assert len(lines) == 1
+    assert not list(tmp_path.glob("*.pt2"))
 
 
 def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:

@@ -255,3 +255,19 @@ def test_sigterm(tmp_path: Path) -> None:
         assert running.wait(60) == 0
         assert running.stdout is not None
         assert running.stdout.read() == ""
+
+
+def test_plan(command: Command, tmp_path: Path) -> None:
+    """``plan`` lists every warm plan, what answers it, and what a row costs; a bad one is told in a line."""
+    file = tmp_path / "models.yaml"
+    file.write_text(f"{CONFIG}    warm: [{{layers: ['.'], pool: flatten}}]\n")
+    done = command("plan", "--config", file)
+    assert done.status == 0
+    line = next(line for line in done.out.splitlines() if "far" in line)
+    assert "hooks" in line
+    assert "." in line
+    file.write_text(f"{CONFIG}    warm: [{{layers: [nowhere]}}]\n")
+    bad = command("plan", "--config", file)
+    assert bad.status == 2
+    assert "nowhere" in bad.notes
+    assert "Traceback" not in bad.notes

@@ -22,7 +22,7 @@ WARM = WarmSpec(("block2", "block3"), pool="mean", compile=True)
 
 
 @pytest.fixture(scope="module")
-def warm(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def warm(serve: Serve, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     spec = replace(digits(), warm=(WARM, WarmSpec(("head",))))
     with serve(Configuration((spec,), "digits"), cache_dir=tmp_path_factory.mktemp("cache")) as live:
         yield live
