@@ -24,14 +24,14 @@ from bench.serving.pictures import written
 from bench.serving.report import summary, tables
 from bench.serving.server import OVERRIDDEN, serving
 
-WITH_WRK = {"server", "mixed"}
+WITH_WRK = {"server", "warm", "mixed"}
 
 
 def rounds(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Lines]]:
     """The figures of each round, by model and line; one server for all of them."""
     found: list[dict[str, Lines]] = [{model: {} for model in chosen.models} for _ in range(chosen.rounds)]
     pictures = written(folder)
-    with serving(chosen.models, folder) as server:
+    with serving(chosen.models, folder, warm="warm" in chosen.only) as server:
         bench = Bench(server, pictures, chosen.connections, chosen.seconds)
         turns = list(product(found, chosen.models, (name for name in KINDS if name in chosen.only)))
         for one, model, name in track(turns, "measuring", console=Console(stderr=True), transient=True):

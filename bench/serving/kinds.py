@@ -17,7 +17,7 @@ import numpy as np
 
 from bench.serving.client import Answer, Ask, Figures, Line, loaded
 from bench.serving.plain import LAYER
-from bench.serving.server import Server
+from bench.serving.server import WARM, Server
 from bench.startup import LIMIT_S
 
 Lines = dict[str, Figures]
@@ -41,11 +41,20 @@ def loop(bench: Bench, model: str, lines: Lines) -> Lines:
 
 def server(bench: Bench, model: str, lines: Lines) -> Lines:
     """One raw JPEG per request, at each number of connections; ``ratio`` is to the loop of the same round."""
+    return _served("server", bench, model, lines)
+
+
+def warm(bench: Bench, model: str, lines: Lines) -> Lines:
+    """The same, answered by a compiled graph."""
+    return _served("warm", bench, model + WARM, lines)
+
+
+def _served(name: str, bench: Bench, model: str, lines: Lines) -> Lines:
     found = {}
     for connections in bench.connections:
         path = _path(model, (LAYER,), "flatten", "npy")
         figures = loaded(bench.server, [path], bench.pictures, connections, bench.seconds)
-        found[f"server {connections}"] = figures | _ratio(figures, lines.get("loop"))
+        found[f"{name} {connections}"] = figures | _ratio(figures, lines.get("loop"))
     return found
 
 
@@ -172,6 +181,7 @@ EARLY: dict[str, tuple[str, ...]] = {"resnet50": ("layer1", "layer2", "layer3", 
 KINDS: dict[str, Callable[[Bench, str, Lines], Lines]] = {
     "loop": loop,
     "server": server,
+    "warm": warm,
     "mixed": mixed,
     "one": one,
     "early": early,

@@ -68,7 +68,7 @@ def _text(figure: dict[str, float] | None) -> str:
 SHOWN = (
     Shown(
         "under load",
-        frozenset({"loop", "server", "uniform", "mixed"}),
+        frozenset({"loop", "server", "warm", "uniform", "mixed"}),
         {
             "per_s": "images/s",
             "ratio": "ratio",
