@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -60,8 +61,42 @@ def plan_of(model: LoadedModel, warm: WarmSpec) -> Plan:
     return resolve([_reduced(parse(text), how) for text in warm.layers], model.catalog)
 
 
+def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
+    """Compile graphs in a process of its own, which takes the compiler's memory with it; WarmError where it fails.
+
+    It ends with this process, if that is sooner.
+    """
+    context = get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_build_and_tell, args=(theirs, spec, place, threads), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        reason = ours.recv()
+    except EOFError:
+        reason = "the compiler's process ended"
+    process.join()
+    if reason:
+        raise WarmError(reason)
+
+
+def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: int) -> None:
+    """Compile, and tell what went wrong, if anything did; nothing is printed, for a server's log has a form."""
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        build(spec, place, threads)
+    except LayertapError as error:
+        theirs.send(error.detail)
+    except Exception as error:
+        theirs.send(f"it can't be compiled ({type(error).__name__})")
+    else:
+        theirs.send("")
+
+
 def build(spec: ModelSpec, place: Path, threads: int) -> None:
-    """Compile all graphs of a model that are not there yet; for a process of its own, which forgets the compiler."""
+    """Compile all graphs of a model that are not there yet; raises whatever an export or a compiler does."""
     model = loaded.load(spec, 1, threads)
     for warm in spec.warm:
         if warm.compile:
@@ -72,8 +107,7 @@ def _ready(model: LoadedModel, plan: Plan, place: Path) -> Compiled:
     captures = _captures(model, plan)
     paths = [place / f"{key(model, captures, kind)}.pt2" for kind in KINDS]
     if not all(path.exists() for path in paths):
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            pool.submit(build, model.spec, place, model.threads).result()
+        _build_elsewhere(model.spec, place, model.threads)
     one, several = (opened(path, len(model.replicas)) for path in paths)
     graphs = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
     _check(model, plan, graphs)
