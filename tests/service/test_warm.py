@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from models.digits import spec as digits
+from models.loaded import load
 from models.spec import WarmSpec
+from models.warm.ready import made_ready
 from service.config import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -23,8 +25,11 @@ WARM = WarmSpec(("block2", "block3"), pool="mean", compile=True)
 
 @pytest.fixture(scope="module")
 def warm(serve: Serve, compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that finds its graphs on disk, as on every start but the first."""
     spec = replace(digits(), warm=(WARM, WarmSpec(("head",))))
-    with serve(Configuration((spec,), "digits"), cache_dir=tmp_path_factory.mktemp("cache")) as live:
+    place = tmp_path_factory.mktemp("cache")
+    made_ready(load(spec, 1, 1), place / "plans")
+    with serve(Configuration((spec,), "digits"), cache_dir=place) as live:
         yield live
 
 
