@@ -13,7 +13,7 @@ from torch import nn
 from models.hooks import ATTACH, Changes
 from models.points import HookPoint
 from models.structure import leaves
-from models.warmup import is_out_of_memory
+from models.warmup import is_of_device
 
 
 class _Told(BaseException):
@@ -61,7 +61,7 @@ def cut(
             with suppress(_Told), torch.enable_grad():
                 forward()
         except RuntimeError as error:
-            if is_out_of_memory(error):
+            if is_of_device(error):
                 raise
             return list(points)  # what can't be computed with a graph is computed without one
     return [point for point, is_linked in linked.items() if begun and not is_linked]

@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from models.errors import InputError
 from models.structure import Path
-from models.warmup import is_out_of_memory
+from models.warmup import is_of_device
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf
 
@@ -64,7 +64,7 @@ class Tape:
         try:
             found = torch.autograd.grad(totals, anchors, allow_unused=True)
         except RuntimeError as error:
-            if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            if is_of_device(error):
                 raise
             raise InputError(
                 f"the model can't be differentiated there ({type(error).__name__})",

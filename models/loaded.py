@@ -15,13 +15,13 @@ from models.catalog import Catalog, Costs, Layer, Leaf
 from models.compiled import Compiled
 from models.dryrun import noise, same_course, survey
 from models.dtypes import DTYPES
-from models.errors import InputError, LoadError, OutOfMemoryError, quoted
+from models.errors import InputError, LoadError, OutOfMemoryError, SelectorError, quoted
 from models.extractor import FeatureExtractor
 from models.plan import Capture, Plan
 from models.points import HookPoint
 from models.pooling import Reduced
 from models.replica import Replica
-from models.resuming import Resumption
+from models.resuming import Resumption, refusal
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
 from models.structure import leaves
 from models.text import Text
@@ -32,7 +32,7 @@ Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]
 PATIENCE_S = 30.0  # weights may have to be downloaded
 _loading = Lock()
-MAX_CATALOGS = 8  # one for each shape of input that was asked for lately
+MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
 MAX_RESUMPTIONS = 8  # one for each layer that forwards went on from lately
 
 
@@ -57,7 +57,7 @@ class LoadedModel:
     threads: int = 1
     text: Text | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
-    resumptions: OrderedDict[HookPoint, Resumption] = field(default_factory=OrderedDict)
+    resumptions: OrderedDict[HookPoint, Resumption | None] = field(default_factory=OrderedDict)
     compiled: tuple[Compiled | None, ...] = ()
 
     @property
@@ -108,17 +108,31 @@ class LoadedModel:
     def resumption(self, point: HookPoint, leaf: Leaf) -> Resumption:
         """Forwards of rows of the configured shape that go on from a point, tried out when first asked for.
 
-        SelectorError where the model has none.
+        SelectorError where the model has none, OutOfMemoryError.
         """
         if point not in self.resumptions:
-            rows = noise(self.inputs, self.device, self.dtype)
-            with warmup.threads(self.threads):
-                found = prove(self.module, (point, leaf), self.catalog, self.inputs, self.forward, rows, self.dtype)
+            found = self._proven(point, leaf)
             while len(self.resumptions) >= MAX_RESUMPTIONS:
                 self.resumptions.popitem(last=False)
             self.resumptions[point] = found
         self.resumptions.move_to_end(point)
-        return self.resumptions[point]
+        known = self.resumptions[point]
+        if known is None:
+            raise refusal(point)
+        return known
+
+    def _proven(self, point: HookPoint, leaf: Leaf) -> Resumption | None:
+        """None where the model has none: kept too, or who asks again and again would have it tried each time."""
+        rows = noise(self.inputs, self.device, self.dtype)
+        try:
+            with warmup.threads(self.threads):
+                return prove(self.module, (point, leaf), self.catalog, self.inputs, self.forward, rows, self.dtype)
+        except SelectorError:
+            return None
+        except RuntimeError as error:
+            if not warmup.is_out_of_memory(error):
+                raise
+        raise out_of_memory(len(next(iter(rows.values()))))
 
     def taking(self, given: InputSpec) -> LoadedModel:
         """The model as one that takes something else than it was configured for: the output of a layer of its own."""

@@ -126,10 +126,15 @@ def refusal(point: HookPoint) -> SelectorError:
     )
 
 
-def told(point: HookPoint) -> str:
-    """An output as a request would name it, safe to show."""
+def spelled(point: HookPoint) -> str:
+    """An output as a request would name it, however long: what tells one from another."""
     call = f"#{point.call}" if point.call else ""
-    return quoted(f"{point.layer}{call}{path_text(point.path)}")[1:-1]
+    return f"{point.layer}{call}{path_text(point.path)}"
+
+
+def told(point: HookPoint) -> str:
+    """The same, safe to show."""
+    return quoted(spelled(point))[1:-1]
 
 
 def _stand_still(

@@ -1,7 +1,8 @@
 """Whether forwards can go on from a layer's output: tried once, before anybody gets an answer.
 
 A whole forward is compared with one that goes on from what left the layer in it, tensor by tensor. The modules that
-stand still in the second one were seen with another row: whatever of theirs comes through makes a difference.
+stand still in the second one were seen with another row: whatever of theirs comes through makes a difference. Whole
+numbers and masks have no NaN, and may happen to be the same in both forwards: what is computed from them is followed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from models.catalog import Call, Catalog, Layer, Leaf, Moment
 from models.points import HookPoint
-from models.resuming import Calls, Forward, Hollow, Resumption, Rows, refusal, told
+from models.resuming import Calls, Forward, Hollow, Resumption, Rows, refusal, spelled
 from models.sketch import Sketch
 from models.spec import InputSpec
 from models.structure import Path, leaves, with_leaf
+from models.taint import Taint
+from models.warmup import is_of_device
 from models.watching import Hooked
 
 Side = tuple[nn.Module, int, str]  # of a call of a module: "input" or "output"
@@ -38,7 +41,8 @@ def prove(
 ) -> Resumption:
     """Forwards that go on from a point, after a trial of three; SelectorError where the model has none.
 
-    ``rows`` are a few, in ``dtype`` where they are floating. Of the first one only structures are kept.
+    ``rows`` are a few, in ``dtype`` where they are floating. Of the first one only structures are kept. What a device
+    raises for want of memory, or for good, goes through: it says nothing of the model.
     """
     point, leaf = start
     numbers = _still(module, point, catalog)
@@ -50,10 +54,15 @@ def prove(
             shapes = _Shapes(module, numbers, catalog)
             shapes.watch(lambda rows: run(rows, module), first)
             draft = Resumption(point, leaf, catalog, inputs, dtype, shapes.still)
-            whole, resumed = _Marked(module, point), _Marked(module, point)
+            whole = _Marked(module, point)
             whole.watch(lambda rows: run(rows, module), others)
-            resumed.watch(lambda rows: draft.forward(run, module, rows["given"]), {"given": whole.given()})
+            resumed = _Resumed(module, point, numbers)
+            resumed.watch(
+                lambda rows: draft.forward(resumed.followed(run), module, rows["given"]), {"given": whole.given()}
+            )
     except Exception as error:  # whatever a model raises where it finds NaN, it means the same
+        if is_of_device(error):
+            raise
         raise refusal(point) from error
     finally:
         written = _restored(module, buffers)
@@ -144,18 +153,18 @@ class Mark:
     """What tells whether a tensor is the same as another."""
 
     sketch: Sketch
-    nan: int
     infinite: int
+    hollow: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Mark:
-        """The mark of a tensor of any dtype."""
-        return cls(Sketch.of(tensor), int(tensor.isnan().sum()), int(tensor.isinf().sum()))
+    def of(cls, tensor: Tensor, hollow: bool = False) -> Mark:
+        """The mark of a tensor of any dtype; ``hollow`` is one that hangs on what stands in for a value."""
+        return cls(Sketch.of(tensor), int(tensor.isinf().sum()), hollow or bool(tensor.isnan().any()))
 
     def like(self, other: Mark) -> bool:
-        """Never where there is a NaN: it is what must not show."""
+        """Never where there is a NaN, or what stands in for one: it is what must not show."""
         same = self.infinite == other.infinite and self.sketch.like(other.sketch)
-        return same and not self.nan and not other.nan
+        return same and not self.hollow and not other.hollow
 
 
 class _Marked(Hooked):
@@ -176,13 +185,47 @@ class _Marked(Hooked):
 
     def enter(self, module: nn.Module, call: int, value: object) -> None:
         """Mark what a call takes."""
-        self.marks[module, call, "input"] = {path: Mark.of(tensor) for path, tensor in leaves(value)}
+        self.marks[module, call, "input"] = self._marks(value)
 
     def leave(self, module: nn.Module, call: int, value: object) -> None:
         """Mark what a call returns."""
-        self.marks[module, call, "output"] = {path: Mark.of(tensor) for path, tensor in leaves(value)}
+        self.marks[module, call, "output"] = self._marks(value)
         if module is self._target and call == self._point.call:
             self._given = dict(leaves(value))[self._point.path].clone()
+
+    def _marks(self, value: object) -> Marks:
+        return {path: Mark.of(tensor) for path, tensor in leaves(value)}
+
+
+class _Resumed(_Marked):
+    """Marks those of a resumed forward, in which what follows from hollow tensors without NaN is known too."""
+
+    def __init__(self, module: nn.Module, point: HookPoint, numbers: Mapping[str, Numbers]) -> None:
+        super().__init__(module, point)
+        self._taint = Taint()
+        self._met = {module.get_submodule(name): met for name, met in numbers.items()}
+
+    def followed(self, run: Forward) -> Forward:
+        """A forward that begins with hollow inputs."""
+
+        def begin(rows: Rows, module: nn.Module) -> object:
+            self._taint.mark(_without_nan(rows.values()))
+            with self._taint:
+                return run(rows, module)
+
+        return begin
+
+    def leave(self, module: nn.Module, call: int, value: object) -> None:
+        """Mark what a call returns; all of one that stands still is hollow, but what was given."""
+        met = self._met.get(module, ())
+        if call < len(met) and met[call] is not None:
+            own = self._point.path if module is self._target and call == len(met) - 1 else None
+            self._taint.mark(_without_nan(tensor for path, tensor in leaves(value) if path != own))
+        super().leave(module, call, value)
+
+    def _marks(self, value: object) -> Marks:
+        with self._taint.aside():
+            return {path: Mark.of(tensor, self._taint.reaches(tensor)) for path, tensor in leaves(value)}
 
 
 @dataclass(frozen=True)
@@ -219,7 +262,7 @@ class _Trial:
 
         costs = replace(known.costs, base=known.costs.base * left, per_row=known.costs.per_row * left)
         layers = {name: layer(each) for name, each in known.layers.items()}
-        return replace(known, layers=layers, seconds=known.seconds * left, costs=costs, start=told(self.point))
+        return replace(known, layers=layers, seconds=known.seconds * left, costs=costs, start=spelled(self.point))
 
     @cached_property
     def _stood(self) -> set[tuple[nn.Module, int | None]]:
@@ -239,6 +282,10 @@ class _Trial:
     @staticmethod
     def _all(found: Moment, known: Moment) -> bool:
         return len(found.leaves) == len(known.leaves)
+
+
+def _without_nan(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex())
 
 
 def _restored(module: nn.Module, buffers: Sequence[Tensor]) -> bool:

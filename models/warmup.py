@@ -70,6 +70,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or told
 
 
+def is_of_device(error: BaseException) -> bool:
+    """Whether an error says something of the device, and nothing of the model that ran there."""
+    return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+
+
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -411,3 +411,20 @@ def test_recurrent(kind: str) -> None:
         same(ours(net, catalog, x, text)[text], wanted)
     if kind == "lstm":  # nothing hangs on the cell's own state
         assert not ours(net, catalog, x, "cell[1][1]:grad_output")["cell[1][1]:grad_output"].any()
+
+
+class Lost(Cut):
+    """Lets go of its graph, and meets a device that is gone where a forward has one from its input on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            raise torch.AcceleratorError("gone")
+        return super().forward(x)
+
+
+def test_a_lost_device_is_no_cut_graph() -> None:
+    """What the device raises where the graph is looked for is not said to be the model's doing."""
+    net, catalog = known(Lost(detach=True), 4)
+    with pytest.raises(torch.AcceleratorError):
+        ours(net, catalog, drawn(2, 4), "first:grad_output")
+    assert hooks.count(net) == 0

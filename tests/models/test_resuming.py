@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.errors import InputError, RequestError, SelectorError
+from models import fingerprint
+from models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
 from models.loaded import LoadedModel, load
 from models.plan import Plan, resolve
 from models.points import Objective, Selector
@@ -239,8 +240,8 @@ def test_what_hangs_on_more_is_refused(loaded: Callable[[str], LoadedModel]) -> 
     assert names == {"layer3.0.conv1", "layer3.0.bn1", "layer3.0.conv2", "layer3.0.bn2"}
 
 
-def own(factory: str) -> ModelSpec:
-    return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=(ROW,), device="cpu")
+def own(factory: str, row: InputSpec = ROW) -> ModelSpec:
+    return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=(row,), device="cpu")
 
 
 class Counts(nn.Module):
@@ -279,19 +280,13 @@ class Look(nn.Module):
 
 def test_numbers_outside_of_tensors() -> None:
     """What a standing module returned beside tensors is of another input: what hangs on it is not offered."""
-    spec = ModelSpec(
-        "peeks", "python:tests.models.test_resuming:Peeks", weights="random:0", inputs=(ROW,), device="cpu"
-    )
-    known = resumed(load(spec), "first")
+    known = resumed(load(own("Peeks")), "first")
     assert {layer for layer, *_ in points(known)} == {"first", "second"}
 
 
 def test_buffers_are_left_alone() -> None:
     """A model that writes to its buffers as it runs would keep what is no number: it is refused, and restored."""
-    spec = ModelSpec(
-        "counts", "python:tests.models.test_resuming:Counts", weights="random:0", inputs=(ROW,), device="cpu"
-    )
-    model = load(spec)
+    model = load(own("Counts"))
     before = model.module.get_buffer("seen").clone()
     with pytest.raises(SelectorError, match="can't be resumed"):
         resumed(model, "first")
@@ -317,3 +312,133 @@ def test_zero_where_nothing_flows() -> None:
     objective = Objective("layer", selector=parse("main"))
     found = ours(model, known, torch.ones(2, 4), plan_of(known, "side:grad_output", objective=objective))
     assert torch.equal(found["side:grad_output"], torch.zeros(2, 4))
+
+
+class Large(nn.Module):
+    """Whether a row is very large: False for any that a trial is made with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs().amax(-1, keepdim=True) > 1e4
+
+
+class Masks(nn.Module):
+    """Leaves out what a part's mask says, in four ways; a mask has no NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.first, self.plain = Large(), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.filled, self.written, self.chosen, self.read = (nn.Linear(4, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        mask = self.large(x)
+        x = self.first(x)
+        filled = self.filled(x.masked_fill(mask, 0.0))
+        written = x.clone()
+        written[:, :1] *= ~mask
+        chosen = self.chosen(torch.where(mask, 0.0, x))
+        like = torch.zeros_like(mask, dtype=torch.float32)  # only its shape counts
+        return self.plain(x + like), filled, self.written(written), chosen, self.read(x * 2 if mask.any() else x)
+
+
+def test_masks_and_whole_numbers_are_no_answer() -> None:
+    """What hangs on a mask that is false in every trial is not offered; what hangs on its shape only, is."""
+    model = load(own("Masks"))
+    known = resumed(model, "first")
+    large, plain = torch.full((1, 4), 2e4), torch.ones(1, 4)
+    given = model.module.get_submodule("first")(plain)
+    found = []
+    for x in (plain, large):
+        with put(model.module, "first", 0, given):
+            found.append(record(model.module, x))
+    one, other = found
+    differ = {key[0] for key in one if key[3] == "output" and not torch.equal(one[key], other[key])}
+    assert differ == {"large", ".", "filled", "written", "chosen", "read"}
+    offered = {layer for layer, _, _, site in points(known) if site == "output"}
+    assert offered == {"first", "plain"}
+
+
+class EndOfText(nn.Module):
+    """Takes a text's last hidden state, where a token says so that a trial may never have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.head = nn.Embedding(50_000, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.first(self.embed(ids))
+        ends = (ids == 49_407).int().argmax(-1)
+        out: Tensor = self.head(hidden[torch.arange(len(ids)), ends])
+        return out
+
+
+def test_tokens_are_no_answer() -> None:
+    """The model's inputs are hollow too: what is looked up by them is not offered."""
+    known = resumed(load(own("EndOfText", InputSpec("ids", (6,), "int64", (0, 50_000)))), "first")
+    assert {layer for layer, *_ in points(known)} == {"first"}
+
+
+class Long(nn.Module):
+    """Layers whose names are the same up to far beyond what is shown of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({f"{'part' * 30}{place}": nn.Linear(4, 4) for place in range(2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def test_starts_differ_however_long_their_names() -> None:
+    """Fingerprints hang on where a forward began: on the whole name, not on what of it is shown."""
+    model = load(own("Long"))
+    one, other = (
+        fingerprint.of_changes((), resumed(model, name).catalog.start) for name in sorted(model.catalog.layers)[-2:]
+    )
+    assert one is not None
+    assert one != other
+
+
+class Fussy(nn.Module):
+    """Does not run where there is a NaN, for a reason that may be the device's."""
+
+    ran = 0
+    error: type[Exception] = ValueError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran += 1
+        if x.isnan().any():
+            raise self.error
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+class Crowded(Fussy):
+    error = torch.OutOfMemoryError
+
+
+def test_tried_once() -> None:
+    """A layer that can't be resumed from is not tried again and again."""
+    model = load(own("Fussy"))
+    with pytest.raises(SelectorError, match="can't be resumed from 'first'"):
+        resumed(model, "first")
+    ran = model.module.ran
+    with pytest.raises(SelectorError, match="can't be resumed from 'first'"):
+        resumed(model, "first")
+    assert model.module.ran == ran
+
+
+def test_want_of_memory_is_no_refusal() -> None:
+    """It says nothing of the layer, so it is tried again."""
+    model = load(own("Crowded"))
+    with pytest.raises(OutOfMemoryError):
+        resumed(model, "first")
+    ran = model.module.ran
+    with pytest.raises(OutOfMemoryError):
+        resumed(model, "first")
+    assert model.module.ran != ran
