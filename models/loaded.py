@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from models.points import HookPoint
 from models.pooling import Reduced
 from models.replica import Replica
 from models.resuming import Resumption, refusal
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from models.spec import DType, InputSpec, ModelSpec, PreprocessSpec
 from models.structure import leaves
 from models.text import Text
 from models.trial import prove
@@ -136,7 +137,9 @@ class LoadedModel:
 
     def taking(self, given: InputSpec) -> LoadedModel:
         """The model as one that takes something else than it was configured for: the output of a layer of its own."""
-        return replace(self, inputs=(given,), preprocess=None, text=None)
+        floating = DTYPES[given.dtype].is_floating_point
+        spec = replace(self.spec, dtype=cast("DType", given.dtype)) if floating else self.spec
+        return replace(self, spec=spec, inputs=(given,), preprocess=None, text=None)
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
         with warmup.threads(self.threads):  # a new thread has as many as any other set last
@@ -224,10 +227,10 @@ class LoadedModel:
         rows = max(count, padded or 0)
         try:
             if compiled is not None:
-                return compiled.taken(self._assembled(pieces, rows - count), rows)
+                return compiled.taken(self._assembled(pieces, rows - count, None), rows)
             # Anew for each forward: a model may write to its input.
             return own.extractor.shared(
-                lambda: self._forward(own, self._assembled(pieces, rows - count), resumption),
+                lambda: self._forward(own, self._assembled(pieces, rows - count, resumption), resumption),
                 shares,
                 rows,
                 self._real(pieces, rows - count),
@@ -256,7 +259,7 @@ class LoadedModel:
         taken = self.run(own, [piece], [share, whole], padded, resumption)
 
         def again(values: verification.Values) -> verification.Values:
-            batch = self._assembled([piece], rows - count)  # anew: a model may have written to it
+            batch = self._assembled([piece], rows - count, resumption)  # anew: a model may have written to it
             return own.extractor.replaced(lambda: self._forward(own, batch, resumption), values)
 
         kept = {capture.point: reduced.values for capture, reduced in taken.of(whole).items()}
@@ -269,14 +272,16 @@ class LoadedModel:
         (given,) = batch.values()
         return resumption.forward(self.forward, own.module, given)
 
-    def _assembled(self, pieces: Sequence[Rows], padding: int) -> dict[str, Tensor]:
+    def _assembled(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
         batch = {}
+        floating = self.dtype if resumption is None else DTYPES[resumption.leaf.dtype]  # a layer may have its own
         for name, first in pieces[0].items():
             parts = [piece[name] for piece in pieces]
             if padding:
                 parts.append(first[:1].expand(padding, *first.shape[1:]))
-            batch[name] = self._placed(parts[0] if len(parts) == 1 else torch.cat(parts), copy=len(parts) == 1)
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            batch[name] = self._placed(whole, floating, copy=len(parts) == 1)
         return batch
 
     def _real(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
@@ -287,8 +292,8 @@ class LoadedModel:
         mask = torch.cat([piece[name] for piece in pieces]).to(self.device, torch.bool)
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
 
-    def _placed(self, value: Tensor, copy: bool) -> Tensor:
-        dtype = self.dtype if value.is_floating_point() else value.dtype
+    def _placed(self, value: Tensor, floating: torch.dtype, copy: bool) -> Tensor:
+        dtype = floating if value.is_floating_point() else value.dtype
         # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
         return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)
 

@@ -39,8 +39,9 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None
     ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out.
     InputError where nothing is left of a row.
     """
-    if real is not None and _is_of_tokens(leaf, how, real):
-        return _row_by_row(value, leaf, how, real)
+    axes = _tokens(leaf, real.shape[1]) if real is not None and how.tokens is None else []
+    if real is not None and axes and (how.pool in OF_ALL or how.stats is not None):
+        return _row_by_row(value, leaf, how, real, axes)
     return owned(reduced(value, leaf, how), value)
 
 
@@ -83,27 +84,24 @@ def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
     return (rows, shape[leaf.layout.index("C")] if leaf.layout and "C" in leaf.layout else 1)
 
 
-def _is_of_tokens(leaf: Leaf, how: Reduction, real: Tensor) -> bool:
-    """Whether a reduction makes something of all tokens of a row, and these are the ones that may be padded."""
-    makes = how.pool in ("mean", "max", "gem") or how.stats is not None
-    return makes and how.tokens is None and _tokens(leaf) == real.shape[1]
+def _tokens(leaf: Leaf, tokens: int) -> list[int]:
+    """The axes that have an entry for each token; attention has two, a layer that folds them into its rows that one."""
+    letters = "NHTT" if leaf.how else leaf.layout or ""
+    found = [axis for axis, letter in enumerate(letters) if letter in POSITIONS and leaf.shape[axis] == tokens]
+    return found or ([leaf.row_axis] if leaf.row_axis is not None and leaf.per_row == tokens > 1 else [])
 
 
-def _tokens(leaf: Leaf) -> int | None:
-    if leaf.layout not in ("NTC", "TNC") or leaf.per_row != 1:
-        return None
-    return leaf.shape[leaf.layout.index("T")]
-
-
-def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor) -> Reduced:
+def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor, axes: list[int]) -> Reduced:
     """Each row as it would be reduced without the tokens that pad it."""
-    rows, tokens = leaf.row_axis or 0, (leaf.layout or "").index("T")
     found = []
     for place, places in enumerate(real):
         own = places.nonzero().flatten()
         if len(own) <= leaf.prefix:
             raise InputError("an input has no token but its class token, so there is nothing to pool")
-        found.append(reduce(value.narrow(rows, place, 1).index_select(tokens, own), leaf, how))
+        row = value.narrow(leaf.row_axis or 0, place * leaf.per_row, leaf.per_row)
+        for axis in axes:
+            row = row.index_select(axis, own)
+        found.append(reduce(row, replace(leaf, shape=tuple(row.shape)), how))
     scales = [each.scale for each in found if each.scale is not None]
     return Reduced(torch.cat([each.values for each in found]), torch.cat(scales) if scales else None)
 
@@ -193,3 +191,5 @@ POOLS: dict[str, Callable[[Rows, int], Tensor]] = {
 }
 
 CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+OF_ALL = frozenset({"mean", "max", "gem"})  # pools that make one number of all tokens
+POSITIONS = frozenset("TLHW")  # letters of a layout that may stand for tokens

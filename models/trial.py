@@ -1,13 +1,14 @@
 """Whether forwards can go on from a layer's output: tried once, before anybody gets an answer.
 
 A whole forward is compared with one that goes on from what left the layer in it, tensor by tensor. The modules that
-stand still in the second one were seen with another row: whatever of theirs comes through makes a difference. Whole
-numbers and masks have no NaN, and may happen to be the same in both forwards: what is computed from them is followed.
+stand still in the second one were seen with another row: whatever of theirs comes through makes a difference. So does
+what a module kept of its last forward: that was the other row's. A comparison hides a NaN, masks and whole numbers have
+none, and all of these may happen to be the same in both forwards: what is computed from what stands still is followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,15 +49,14 @@ def prove(
     numbers = _still(module, point, catalog)
     first = {name: value[:1].clone() for name, value in rows.items()}
     others = {name: value[1:].clone() if catalog.rowwise else value[1:2].clone() for name, value in rows.items()}
-    buffers = [buffer.clone() for buffer in module.buffers()]
+    buffers = [_Buffers.of(part) for part in module.modules()]
+    whole, resumed = _Marked(module, point), _Resumed(module, point, numbers)
     try:
         with torch.no_grad():
+            whole.watch(lambda rows: run(rows, module), others)
             shapes = _Shapes(module, numbers, catalog)
             shapes.watch(lambda rows: run(rows, module), first)
             draft = Resumption(point, leaf, catalog, inputs, dtype, shapes.still)
-            whole = _Marked(module, point)
-            whole.watch(lambda rows: run(rows, module), others)
-            resumed = _Resumed(module, point, numbers)
             resumed.watch(
                 lambda rows: draft.forward(resumed.followed(run), module, rows["given"]), {"given": whole.given()}
             )
@@ -65,7 +65,7 @@ def prove(
             raise
         raise refusal(point) from error
     finally:
-        written = _restored(module, buffers)
+        written = [each for each in buffers if each.restored()]
     if written:
         raise refusal(point)
     return replace(draft, catalog=_Trial(module, point, numbers, whole.marks, resumed.marks).catalog(catalog))
@@ -198,7 +198,7 @@ class _Marked(Hooked):
 
 
 class _Resumed(_Marked):
-    """Marks those of a resumed forward, in which what follows from hollow tensors without NaN is known too."""
+    """Marks those of a resumed forward, in which it is known what follows from hollow tensors."""
 
     def __init__(self, module: nn.Module, point: HookPoint, numbers: Mapping[str, Numbers]) -> None:
         super().__init__(module, point)
@@ -209,7 +209,7 @@ class _Resumed(_Marked):
         """A forward that begins with hollow inputs."""
 
         def begin(rows: Rows, module: nn.Module) -> object:
-            self._taint.mark(_without_nan(rows.values()))
+            self._taint.mark(rows.values())
             with self._taint:
                 return run(rows, module)
 
@@ -220,7 +220,7 @@ class _Resumed(_Marked):
         met = self._met.get(module, ())
         if call < len(met) and met[call] is not None:
             own = self._point.path if module is self._target and call == len(met) - 1 else None
-            self._taint.mark(_without_nan(tensor for path, tensor in leaves(value) if path != own))
+            self._taint.mark(tensor for path, tensor in leaves(value) if path != own)
         super().leave(module, call, value)
 
     def _marks(self, value: object) -> Marks:
@@ -284,18 +284,35 @@ class _Trial:
         return len(found.leaves) == len(known.leaves)
 
 
-def _without_nan(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex())
+@dataclass(frozen=True)
+class _Buffers:
+    """A module's own buffers as they were, and copies of them."""
+
+    module: nn.Module
+    own: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Buffers:
+        """Those that a module has now."""
+        own = dict(module.named_buffers(recurse=False))
+        return cls(module, own, {name: buffer.clone() for name, buffer in own.items()})
+
+    def restored(self) -> bool:
+        """Put back what a forward wrote to, replaced or added; whether it did anything of that."""
+        now = dict(self.module.named_buffers(recurse=False))
+        if now.keys() == self.own.keys() and all(_equal(now[name], copy) for name, copy in self.copies.items()):
+            return False
+        for name in now.keys() - self.own.keys():
+            self.module._buffers[name] = None
+        for name, buffer in self.own.items():
+            buffer.copy_(self.copies[name])
+            self.module._buffers[name] = buffer
+        return True
 
 
-def _restored(module: nn.Module, buffers: Sequence[Tensor]) -> bool:
-    """Put buffers back where a forward wrote to them; whether one did."""
-    written = False
-    for buffer, before in zip(module.buffers(), buffers, strict=True):
-        if not torch.equal(_bytes(buffer), _bytes(before)):
-            written = True
-            buffer.copy_(before)
-    return written
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
 
 
 def _bytes(value: Tensor) -> Tensor:

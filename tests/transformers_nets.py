@@ -44,6 +44,9 @@ DISTIL = {
     "max_position_embeddings": POSITIONS,
 }
 GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+GROUPS = dict.fromkeys(
+    ("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups"), 2
+)
 
 
 def _made(model: str, config: str, **options: Any) -> Callable[[], Any]:
@@ -53,6 +56,8 @@ def _made(model: str, config: str, **options: Any) -> Callable[[], Any]:
 NETS: dict[str, Callable[[], Any]] = {
     "bert": _made("BertModel", "BertConfig", **TEXT),
     "classifier": _made("BertForSequenceClassification", "BertConfig", **TEXT, num_labels=3),
+    "convolving": _made("SqueezeBertModel", "SqueezeBertConfig", **TEXT, **GROUPS, embedding_size=32),
+    "mixing": _made("MixtralModel", "MixtralConfig", **TEXT, num_key_value_heads=2, num_local_experts=4),
     "roberta": _made("RobertaModel", "RobertaConfig", **TEXT),
     "distilbert": _made("DistilBertModel", "DistilBertConfig", **DISTIL),
     "gpt2": _made("GPT2LMHeadModel", "GPT2Config", **GPT),

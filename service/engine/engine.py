@@ -89,8 +89,6 @@ class Engine:
             rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
             if shape_of(inputs) != takes.shapes:
-                if resumption is not None:
-                    raise _misfit(inputs, takes)
                 fits(scaled(plan.plan, shape_of(inputs), model.shapes), rows)
                 catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
                 plan = await self._planned(ask, model, catalog)
@@ -186,6 +184,8 @@ class Engine:
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
                     raise TooLargeError(attempt.detail, hint=attempt.hint, faults=(faults[-1],))
+            elif ask.resume is not None and shape_of(attempt) != model.shapes:
+                faults.append(_misfit(attempt, model, place))
             elif parts and shape_of(attempt) != shape_of(parts[0]):
                 shapes = f"{_shown(shape_of(attempt))}, the first good one {_shown(shape_of(parts[0]))}"
                 faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
@@ -207,10 +207,9 @@ class Engine:
             return [error]
 
 
-def _misfit(inputs: Rows, takes: LoadedModel) -> RequestError:
-    hint = f"send shape {_shown(takes.shapes)}"
-    detail = f"an output of {takes.inputs[0].name!r} has another shape than {_shown(shape_of(inputs))}"
-    return RequestError(detail, hint=hint, faults=(Fault(detail, hint, input=0),))
+def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:
+    detail = f"an output of {takes.inputs[0].name!r} has another shape than {_shown(shape_of(rows))}"
+    return Fault(detail, f"send shape {_shown(takes.shapes)}", input=place)
 
 
 def _compiled(ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes) -> Compiled | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -442,3 +443,111 @@ def test_want_of_memory_is_no_refusal() -> None:
     with pytest.raises(OutOfMemoryError):
         resumed(model, "first")
     assert model.module.ran != ran
+
+
+class Keeps(nn.Module):
+    """Keeps what it returned last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x)
+        return self.kept
+
+
+class Remembers(nn.Module):
+    """Goes on with what parts kept on themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.first, self.second = Keeps(), Keeps(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.first(self.early(x))
+        x = self.second(x)
+        return x, x + self.early.kept, x + self.first.kept
+
+
+class Compares(nn.Module):
+    """Goes on with what it finds in its inputs, and in what a part finds there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.first, self.second = Larger(), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        absent, low, large = x == 0, x < -50, self.large(x)
+        x = self.second(self.first(x))
+        return x, x.masked_fill(absent, 7), x.masked_fill(low, 7), torch.where(large, 7, x)
+
+
+class Larger(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x > 50
+
+
+@pytest.mark.parametrize("factory", ["Remembers", "Compares"])
+def test_what_hides_in_a_forward(factory: str) -> None:
+    """What a part kept of its last forward, or a comparison that was false, is of other rows: it is not offered."""
+    known = resumed(load(own(factory)), "first")
+    assert {path for layer, _, path, _ in points(known) if layer == "."} == {("0",)}
+    assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
+
+
+class Replaces(nn.Module):
+    """Puts another tensor in place of a buffer in every forward, and another buffer for each number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("last", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.first(x)
+        self.register_buffer(f"rows{len(x)}", torch.zeros(1))
+        out: Tensor = self.second(self.last)
+        return out
+
+
+def test_buffers_are_put_back() -> None:
+    """Also where they are other tensors, of other shapes, or others than before."""
+    model = load(own("Replaces"))
+    before = dict(model.module.named_buffers())
+    copies = {name: buffer.clone() for name, buffer in before.items()}
+    with pytest.raises(SelectorError, match="can't be resumed"):
+        resumed(model, "first")
+    after = dict(model.module.named_buffers())
+    assert {name: id(buffer) for name, buffer in after.items()} == {name: id(buffer) for name, buffer in before.items()}
+    assert all(torch.equal(after[name], copy) for name, copy in copies.items())
+
+
+class Finer(nn.Module):
+    """Has a layer that is finer than the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first, self.second = nn.Linear(4, 4), Fine(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(self.linear(x)))
+        return out
+
+
+class Fine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() * 1.001
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_layer_finer_than_the_model(dtype: Any) -> None:
+    """What is sent is not rounded to the model's dtype."""
+    model = load(replace(own("Finer"), dtype=dtype))
+    known = resumed(model, "first")
+    given = torch.tensor([[1.0009, -0.30003, 1e6, 3e-9]])
+    found = ours(model, known, given, plan_of(known, "first", "second"))
+    assert all(torch.equal(value, given) for value in found.values())
+    takes = model.taking(known.takes)
+    assert takes.dtype is torch.float32

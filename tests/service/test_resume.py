@@ -136,3 +136,13 @@ def test_refused(live: Live, whole: dict[str, Array]) -> None:
     np.testing.assert_allclose(
         arrays_of(live.client.post("/extract", **batch))["head"], whole["head"], rtol=1e-4, atol=1e-5
     )
+
+
+def test_skipped(live: Live, whole: dict[str, Array]) -> None:
+    """An output of another height is left out, wherever it stands."""
+    good, bad = whole["block1"][0], whole["block1"][1][:, :-1]
+    for place, sent in enumerate([(bad, good), (good, bad)]):
+        inputs = [tensor(row) for row in sent]
+        reply = extract(live, inputs=inputs, layers=REST, resume="block1", on_error="skip")
+        check(arrays_of(reply), whole, slice(1))
+        assert [error["input"] for error in reply.json()["errors"]] == [place]

@@ -54,12 +54,15 @@ def texts(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Te
     tokenizer(folder / "endless", cls_token=None, sep_token=None, pad_token=None)
     _without_specials(folder / "endless" / "tokenizer.json")
     saved("clip", folder / "both")
+    for name in ("convolving", "mixing"):
+        saved(name, folder / name)
+        tokenizer(folder / name)
     specs = (ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in MODELS)
     with serve(configured(*specs)) as live:
         yield Texts(live, module)
 
 
-MODELS = ("bert", "bare", "endless", "both")
+MODELS = ("bert", "bare", "endless", "both", "convolving", "mixing")
 
 
 def _without_specials(file: Path) -> None:
@@ -353,3 +356,21 @@ def test_nothing_to_pool(texts: Texts) -> None:
     """A class token alone has no mean of the others, and says so."""
     refused = problem(texts.post({"tokens": [CLS]}, pool="mean"), 422)
     assert "nothing to pool" in refused["detail"]
+
+
+@pytest.mark.parametrize(
+    ("model", "layer"),
+    [
+        ("bert", {"layer": "encoder.layer.1.attention.self", "site": "attention", "stats": ["zeros", "mean"]}),
+        ("convolving", {"layer": "encoder.layers.1.attention.query", "pool": "mean"}),
+        ("convolving", {"layer": "encoder.layers.1.attention.query", "stats": ["max", "std"]}),
+        ("mixing", {"layer": "layers.1.mlp.gate", "path": "[0]", "pool": "mean"}),
+        ("mixing", {"layer": "layers.1.mlp.gate", "path": "[0]", "stats": True}),
+    ],
+)
+def test_pools_leave_padding_out_wherever_tokens_are(texts: Texts, model: str, layer: Json) -> None:
+    """In attention, behind channels, or folded into the rows: a text gives what it gives unpadded."""
+    short, long = ({"text": SENTENCES[place]} for place in (0, 1))
+    alone = texts.of(tensor(np.array(ids_of(SENTENCES[0]))), model=model, layers=[layer])
+    found = texts.of(short, long, model=model, layers=[layer])
+    np.testing.assert_allclose(found[:1], alone, rtol=1e-3, atol=1e-4)
