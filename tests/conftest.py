@@ -7,16 +7,18 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from models.loaded import LoadedModel, load
-from models.spec import ModelSpec
+from models.spec import ModelSpec, WarmSpec
 from tests.nets import INPUTS
 
 Loader = Callable[..., LoadedModel]
 TRIES, TRY_S = 50, 0.05
+WARM = WarmSpec(("conv", "relu#0", "relu", "head", "conv:input"), compile=True)  # of ``tests.nets.Chain``
 settings.register_profile("repeatable", deadline=None, database=None, derandomize=True)
 settings.load_profile("repeatable")
 
@@ -70,6 +72,12 @@ def compiler() -> str:
     """A C++ compiler; what needs one is left out where there is none."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     return found or pytest.skip("there is no C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def plans(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of compiled graphs that tests share: compiling takes long."""
+    return tmp_path_factory.mktemp("cache") / "plans"
 
 
 @pytest.fixture(scope="session", autouse=True)

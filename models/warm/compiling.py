@@ -98,15 +98,20 @@ def _load(place: Path) -> None:
     torch.classes.load_library(str(path))
 
 
-def _build(path: Path) -> None:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+def compiler() -> str:
+    """The C++ compiler; WarmError where there is none."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
         raise WarmError("there is no C++ compiler: install g++")
+    return found
+
+
+def _build(path: Path) -> None:
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place, path.name)
         command = [
-            *(compiler, "-O1", "-shared", "-fPIC", "-std=c++20", str(RUNNER), "-o", str(made)),
+            *(compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", str(RUNNER), "-o", str(made)),
             *(f"-I{root / 'include' / more}" for more in ("", "torch/csrc/api/include")),
             *(f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
         ]

@@ -24,7 +24,7 @@ from models.points import Reduction, Selector
 from models.selectors import parse
 from models.spec import ModelSpec, WarmSpec
 from models.union import Share
-from models.warm.compiling import WarmError, compiled, folder, key, opened
+from models.warm.compiling import WarmError, compiled, compiler, folder, key, opened
 
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
@@ -107,6 +107,7 @@ def _ready(model: LoadedModel, plan: Plan, place: Path) -> Compiled:
     captures = _captures(model, plan)
     paths = [place / f"{key(model, captures, kind)}.pt2" for kind in KINDS]
     if not all(path.exists() for path in paths):
+        compiler()
         _build_elsewhere(model.spec, place, model.threads)
     one, several = (opened(path, len(model.replicas)) for path in paths)
     graphs = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
