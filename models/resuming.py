@@ -111,6 +111,10 @@ def start_of(selector: Selector, catalog: Catalog) -> tuple[HookPoint, Leaf]:
     point, leaf = found[0].point, found[0].leaf
     if point.layer == ".":
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
+    if leaf.dtype not in DTYPES:
+        raise SelectorError(
+            f"'{told(point)}' is of dtype {leaf.dtype}, which can't be sent", hint="resume from a layer after it"
+        )
     if leaf.row_axis != 0 or leaf.per_row != 1 or leaf.mixed:
         raise SelectorError(
             f"'{told(point)}' does not return one entry for each input, so none can be sent",

@@ -220,6 +220,7 @@ def test_every_replica(loaded: Callable[[str], LoadedModel]) -> None:
         ("resnet", "layer*", "does not name the output"),
         ("Windows", "inner", "one entry for each input"),
         ("Structured", "nested", "does not name the output"),
+        ("Kinds", "kinds[complex]", "can't be sent"),
         ("TimeFirst", "norm", "one entry for each input"),
         ("Recursive", "down#1", "can't be resumed"),
     ],
