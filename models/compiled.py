@@ -51,12 +51,8 @@ class Compiled:
 
 def _next(tensors: Iterator[Tensor], capture: Capture) -> Reduced:
     values = next(tensors)
-    found = Reduced(values, next(tensors) if _is_scaled(capture) else None)
+    found = Reduced(values, next(tensors) if capture.is_scaled else None)
     return owned(found, values.new_empty(0))
-
-
-def _is_scaled(capture: Capture) -> bool:
-    return capture.dtype == "int8" and capture.is_float
 
 
 def graph_for(known: Iterable[Compiled | None], plan: Plan) -> Compiled | None:

@@ -51,10 +51,15 @@ class Capture:
         how = self.reduction
         return self.leaf.dtype in FLOATS or how.pool in AVERAGES or how.normalize or how.stats is not None
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the result is int8 made of floating values, with a scale beside it."""
+        return self.dtype == "int8" and self.is_float
+
     def nbytes(self, rows: int) -> int:
         """Bytes of the result as an array, the int8 scale included."""
         shape = self.shape(rows)
-        scale = 4 * (shape[0] if shape else 1) if self.dtype == "int8" and self.is_float else 0
+        scale = 4 * (shape[0] if shape else 1) if self.is_scaled else 0
         return prod(shape) * item_bytes(self.dtype) + scale
 
 

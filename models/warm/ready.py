@@ -20,7 +20,7 @@ from models.dryrun import noise
 from models.errors import LayertapError, LoadError, RequestError
 from models.loaded import LoadedModel
 from models.plan import Capture, Plan, resolve
-from models.points import Reduction, Selector
+from models.points import Reduction
 from models.selectors import parse
 from models.spec import ModelSpec, WarmSpec
 from models.union import Share
@@ -58,7 +58,7 @@ def _made_ready(model: LoadedModel, warm: WarmSpec, place: Path) -> Compiled | N
 def plan_of(model: LoadedModel, warm: WarmSpec) -> Plan:
     """The plan that an entry means; RequestError where there is no such layer."""
     how = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
-    return resolve([_reduced(parse(text), how) for text in warm.layers], model.catalog)
+    return resolve([replace(parse(text), reduction=how) for text in warm.layers], model.catalog)
 
 
 def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
@@ -109,7 +109,7 @@ def _ready(model: LoadedModel, plan: Plan, place: Path) -> Compiled:
     if not all(path.exists() for path in paths):
         compiler()
         _build_elsewhere(model.spec, place, model.threads)
-    one, several = (opened(path, len(model.replicas)) for path in paths)
+    one, several = (opened(path, len(model.replicas), model.device) for path in paths)
     graphs = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
     _check(model, plan, graphs)
     return replace(graphs, costs=_costs(model, graphs))
@@ -168,7 +168,3 @@ def _costs(model: LoadedModel, graphs: Compiled) -> Costs:
 
     found = warmup.measure(forward, row, model.module, model.device, True, model.threads)
     return replace(found, row_bytes=model.catalog.costs.row_bytes)
-
-
-def _reduced(selector: Selector, how: Reduction) -> Selector:
-    return replace(selector, reduction=how)

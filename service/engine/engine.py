@@ -143,7 +143,9 @@ class Engine:
         if ask.resume is None:
             return None
         try:
-            start = start_of(ask.resume, model.catalog)
+            start = await self.off_loop(
+                partial(start_of, ask.resume, model.catalog), ask.deadline
+            )  # a glob may take long
             return model.resumptions.get(start[0]) or await self.fleet.call(
                 model, lambda loaded: loaded.resumption(*start), ask.deadline
             )
