@@ -18,7 +18,7 @@ from torch import nn
 
 from models.edits import Edit, Goal
 from models.points import HookPoint, Reduction
-from models.spec import InputSpec, PreprocessSpec
+from models.spec import Decode, InputSpec, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it
@@ -47,9 +47,13 @@ def of_model(
     preprocess: PreprocessSpec | None,
     inputs: Iterable[InputSpec],
     tokenizer: str = "",
+    decode: Decode = "exact",
 ) -> str:
-    """The model's part of every fingerprint, from the digests of its weights, its architecture and its tokenizer."""
-    row = asdict(preprocess) if preprocess else [_meaning(spec) for spec in inputs]
+    """The model's part of every fingerprint, from the digests of its weights, its architecture and its tokenizer.
+
+    ``decode`` counts where it makes other numbers.
+    """
+    row = _picture(preprocess, decode) if preprocess else [_meaning(spec) for spec in inputs]
     return _digest([RECIPE, weights, structure, dtype, row, *([tokenizer] if tokenizer else [])])
 
 
@@ -78,6 +82,11 @@ def of_reply(results: Iterable[str]) -> str:
     """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
     several = sorted(set(results))
     return several[0] if len(several) == 1 else _digest(several)
+
+
+def _picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
+    """How a picture becomes a row; exact decoding is younger than the recipe and goes without saying."""
+    return asdict(how) | ({"decode": decode} if how.reducible and decode != "exact" else {})
 
 
 def _meaning(spec: InputSpec) -> dict[str, Any]:

@@ -338,7 +338,9 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
     module = CASTS[spec.dtype](built.module.to(device))
     module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
     tokenizer = built.text.digest if built.text else ""
-    identity = fingerprint.of_model(digest, structure, spec.dtype, built.preprocess, built.inputs, tokenizer)
+    identity = fingerprint.of_model(
+        digest, structure, spec.dtype, built.preprocess, built.inputs, tokenizer, spec.decode
+    )
     model = LoadedModel(
         spec=spec,
         replicas=(replica.of(module),),

@@ -14,21 +14,27 @@ from typing import Any, cast, get_args
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
 from models.spec import Interpolation, PreprocessSpec
 
+Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
+# The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
+# times as large (docs/fidelity.md).
+ENOUGH = 2
 
-def preprocess(image: Image.Image, spec: PreprocessSpec) -> Tensor:
+
+def preprocess(
+    image: Image.Image, spec: PreprocessSpec, size: tuple[int, int] | None = None, box: Box | None = None
+) -> Tensor:
     """One row for the model: resize, centre crop, scale to 0…1, normalise.
 
     ``image`` is upright and RGB; the result is float32, (3, height, width), contiguous, on the CPU.
-    An image smaller than the crop is padded with black, as torchvision does.
+    An image smaller than the crop is padded with black, as torchvision does. Of a picture that was decoded smaller,
+    ``size`` is the width and height it has in full, and ``box`` the part of ``image`` that is the picture.
     """
     if spec.resize is not None:
-        mode = InterpolationMode(spec.interpolation)
-        image = tvf.resize(image, _sides(spec.resize), interpolation=mode, antialias=True)
+        image = image.resize(resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
     if spec.crop is not None:
         image = tvf.center_crop(image, _sides(spec.crop))
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
@@ -47,17 +53,29 @@ def _constants(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor,
     return first, second
 
 
-def resized_pixels(spec: PreprocessSpec, width: int, height: int) -> int:
-    """Pixels of a ``width`` x ``height`` image after the resize step.
+def resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
+    """Width and height of a ``width`` x ``height`` image after the resize step.
 
     A thin image whose short side is made longer grows without bound, so this is worth asking first.
     """
     if spec.resize is None:
-        return width * height
+        return width, height
     if isinstance(spec.resize, tuple):
-        return spec.resize[0] * spec.resize[1]
+        return spec.resize[1], spec.resize[0]
     short, long = sorted((width, height))
-    return spec.resize * int(spec.resize * long / short)
+    longer = int(spec.resize * long / short)
+    return (spec.resize, longer) if width <= height else (longer, spec.resize)
+
+
+def enough(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int] | None:
+    """The least width and height at which a ``width`` x ``height`` picture may be decoded to be resized then.
+
+    None where it is to be decoded in full: nothing is resized, or not smoothly.
+    """
+    if not spec.reducible:
+        return None
+    wide, high = resized_size(spec, width, height)
+    return ENOUGH * wide, ENOUGH * high
 
 
 def output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
@@ -148,6 +166,15 @@ def _size(sides: list[int]) -> int | tuple[int, int]:
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
+PILLOWS: dict[Interpolation, Image.Resampling] = {
+    "nearest": Image.Resampling.NEAREST,
+    "nearest-exact": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
 RESAMPLINGS: dict[int, Interpolation] = {  # PIL's numbers
     0: "nearest",
     1: "lanczos",

@@ -13,7 +13,10 @@ Device = str
 DType = Literal["float32", "bfloat16", "float16"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
+Decode = Literal["exact", "fast"]
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+
+SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # others pick pixels, or cut between them
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class PreprocessSpec:
             raise ValueError("mean and std have a figure for each of three channels")
         if not all(isfinite(value) for value in self.mean) or not all(isfinite(value) and value for value in self.std):
             raise ValueError("mean and std are finite, and no std is 0")
+
+    @property
+    def reducible(self) -> bool:
+        """Whether the resize step is a smooth one, so that a large picture decoded smaller comes out nearly alike."""
+        return self.resize is not None and self.interpolation in SMOOTH
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ class ModelSpec:
     ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
     python:package.module:factory);
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
-    ``inputs`` is needed where the source can't tell (python:).
+    ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
+    a reduced scale before they are resized: other numbers, sooner.
     """
 
     name: str
@@ -96,6 +105,7 @@ class ModelSpec:
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
     inputs: tuple[InputSpec, ...] | None = None
     warm: tuple[WarmSpec, ...] = ()
+    decode: Decode = "exact"
 
     @property
     def shown_source(self) -> str:

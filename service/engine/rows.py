@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -13,14 +14,14 @@ from torch import Tensor
 from models.dtypes import DTYPES
 from models.errors import InputError, LayertapError, TooLargeError
 from models.loaded import LoadedModel
-from models.preprocess import preprocess, resized_pixels
-from models.spec import InputSpec
+from models.preprocess import enough, preprocess, resized_size
+from models.spec import Decode, InputSpec, PreprocessSpec
 from models.text import Text
 from service.engine import texts
 from service.features import Array
 from service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
 from service.inputs.arrays import require_finite
-from service.inputs.images import decode_image
+from service.inputs.images import Picture, decode_image, decode_reduced
 from service.settings import Settings
 
 Rows = Mapping[str, Tensor]
@@ -78,14 +79,21 @@ def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
         if model.text is not None:
             raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
         raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
-    image = decode_image(item.data, settings.max_pixels)
-    pixels = resized_pixels(model.preprocess, *image.size)
+    picture = _decoded(item.data, settings.max_pixels, model.preprocess, model.spec.decode)
+    pixels = prod(resized_size(model.preprocess, *picture.size))
     if pixels > settings.max_resized_pixels:
         raise TooLargeError(
             f"the picture would be resized to {pixels} pixels, the limit is {settings.max_resized_pixels}",
             hint="send a picture that is less long and narrow",
         )
-    return preprocess(image, model.preprocess).unsqueeze(0)
+    return preprocess(picture.image, model.preprocess, picture.size, picture.box).unsqueeze(0)
+
+
+def _decoded(data: bytes, max_pixels: int, how: PreprocessSpec, decode: Decode) -> Picture:
+    if decode == "fast":
+        return decode_reduced(data, max_pixels, partial(enough, how))
+    image = decode_image(data, max_pixels)
+    return Picture(image, image.size)
 
 
 def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:

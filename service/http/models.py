@@ -94,7 +94,7 @@ def _entry(entry: Entry) -> Json:
     return known | {
         "device": str(model.device),
         "inputs": [_input(each) for each in model.inputs],
-        "preprocess": asdict(model.preprocess) if model.preprocess else None,
+        "preprocess": asdict(model.preprocess) | {"decode": spec.decode} if model.preprocess else None,
         "weights": model.weights,
         "weights_digest": model.digest,
         "embedding": model.embedding,

@@ -6,7 +6,9 @@ decoder (EPS starts Ghostscript) has a say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from threading import Lock
 from typing import Any
@@ -28,6 +30,20 @@ _HINT = "send a complete JPEG, PNG, WebP, GIF, BMP or TIFF file"
 _SMALLER = "send a smaller picture"
 _CHUNK = 1 << 20
 _threshold = Lock()
+Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded picture, upright and RGB.
+
+    ``size`` is the width and height that it has in full. Where it was decoded smaller, ``box`` is the part of
+    ``image`` that they became: the last column and row of a reduced image may stand for less than a pixel's width.
+    """
+
+    image: Image.Image
+    size: tuple[int, int]
+    box: Box | None = None
 
 
 def decode_image(data: bytes, max_pixels: int) -> Image.Image:
@@ -38,6 +54,31 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     InputError: not one of the formats, damaged, cut short, or of a pixel type with no fixed scale (float, 32-bit).
     TooLargeError: more than ``max_pixels``, by the header and before anything is decoded.
     """
+    return _upright(_opened(data, max_pixels))
+
+
+def decode_reduced(data: bytes, max_pixels: int, enough: Callable[[int, int], tuple[int, int] | None]) -> Picture:
+    """The same, but a large JPEG at a half, a quarter or an eighth of its width and height.
+
+    libjpeg leaves out the higher frequencies of each block, which is less work than to decode and average them.
+    ``enough`` is told the upright picture's width and height and says the least ones that do, or None for all of it.
+
+    Errors as for ``decode_image``; ``max_pixels`` counts the picture in full.
+    """
+    image = _opened(data, max_pixels)
+    if not isinstance(image, JpegImageFile):
+        whole = _upright(image)
+        return Picture(whole, whole.size)
+    turn = _turn(image)  # asked once: for an EXIF block that is broken Pillow may answer otherwise the second time
+    size = _swapped(image.size, turn)
+    least = enough(*size)
+    margins = _reduce(image, _swapped(least, turn)) if least else None
+    with _refusing():
+        reduced = _turned(_rgb(image), turn)
+    return Picture(reduced, size, _box(reduced, margins, turn) if margins else None)
+
+
+def _opened(data: bytes, max_pixels: int) -> ImageFile:
     plugin = _plugin(data)
     _let_through(max_pixels)
     try:
@@ -51,7 +92,7 @@ def decode_image(data: bytes, max_pixels: int) -> Image.Image:
     if width * height > max_pixels:
         detail = f"the picture has {width * height} pixels ({width} by {height}); the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER)
-    return _upright_rgb(image)
+    return image
 
 
 def _plugin(data: bytes) -> type[ImageFile]:
@@ -69,15 +110,53 @@ def _let_through(max_pixels: int) -> None:
             Image.MAX_IMAGE_PIXELS = max_pixels
 
 
-def _upright_rgb(image: ImageFile) -> Image.Image:
+def _reduce(image: JpegImageFile, least: tuple[int, int]) -> Box | None:
+    """Have a picture decoded smaller; None where it is too small for that.
+
+    What is given is how far the image's sides then are beyond the picture's: the scales round sizes up.
+    """
+    full = image.size
+    drafted = image.draft(None, least)
+    if drafted is None or image.size == full:
+        return None
+    _, (left, upper, right, lower) = drafted
+    return left, upper, image.width - right, image.height - lower
+
+
+def _swapped(size: tuple[int, int], turn: Image.Transpose | None) -> tuple[int, int]:
+    """Width and height before a turn from those after it, or the other way round."""
+    width, height = size
+    return (height, width) if turn in _SIDEWAYS else (width, height)
+
+
+def _box(turned: Image.Image, margins: Box, turn: Image.Transpose | None) -> Box:
+    """The picture in a turned image, whose sides were so far beyond it before."""
+    left, upper, right, lower = (margins[side] for side in _SIDES[turn])
+    return left, upper, turned.width - right, turned.height - lower
+
+
+def _upright(image: ImageFile) -> Image.Image:
+    with _refusing():
+        # PNG may hold its EXIF after the pixels and TIFF turns itself while loading: the turn is asked for only then.
+        return _turned(_rgb(image), _turn(image))
+
+
+def _rgb(image: ImageFile) -> Image.Image:
+    image.load()
+    # A transparent colour is of no use for RGB, and Pillow warns where it can't carry it over.
+    image.info.pop("transparency", None)
+    return _RGB.get(image.mode, _from_any)(image)
+
+
+def _turned(image: Image.Image, turn: Image.Transpose | None) -> Image.Image:
+    return image if turn is None else image.transpose(turn)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Decode inside: whatever broken data leads a decoder to raise becomes an InputError."""
     try:
-        image.load()
-        # PNG may hold its EXIF after the pixels and TIFF turns itself while loading: ask only now.
-        turn = _TURNS.get(_orientation(image))
-        # A transparent colour is of no use for RGB, and Pillow warns where it can't carry it over.
-        image.info.pop("transparency", None)
-        rgb = _RGB.get(image.mode, _from_any)(image)
-        return rgb if turn is None else rgb.transpose(turn)
+        yield
     except InputError:
         raise
     except Exception as error:  # a decoder raises whatever broken data leads it to
@@ -88,12 +167,12 @@ def _damaged() -> InputError:
     return InputError("the picture can't be decoded: damaged, cut short, or of an unsupported kind", hint=_HINT)
 
 
-def _orientation(image: ImageFile) -> object:
+def _turn(image: ImageFile) -> Image.Transpose | None:
     try:
         value: object = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # whatever is wrong with the EXIF block, the picture itself is fine
         return None
-    return value if isinstance(value, int) else None
+    return _TURNS.get(value) if isinstance(value, int) else None
 
 
 def _from_any(image: Image.Image) -> Image.Image:
@@ -176,4 +255,16 @@ _TURNS: dict[object, Image.Transpose] = {
     6: Image.Transpose.ROTATE_270,
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
+}
+
+_SIDEWAYS = frozenset(_TURNS[orientation] for orientation in (5, 6, 7, 8))
+_SIDES: dict[Image.Transpose | None, tuple[int, int, int, int]] = {  # which side before is left, upper, right, lower
+    None: (0, 1, 2, 3),
+    Image.Transpose.FLIP_LEFT_RIGHT: (2, 1, 0, 3),
+    Image.Transpose.ROTATE_180: (2, 3, 0, 1),
+    Image.Transpose.FLIP_TOP_BOTTOM: (0, 3, 2, 1),
+    Image.Transpose.TRANSPOSE: (1, 0, 3, 2),
+    Image.Transpose.ROTATE_270: (3, 0, 1, 2),
+    Image.Transpose.TRANSVERSE: (3, 2, 1, 0),
+    Image.Transpose.ROTATE_90: (1, 2, 3, 0),
 }

@@ -32,6 +32,7 @@ MODEL = "0" * 32
 POINT = HookPoint("layer3", 0, (), "output")
 PREPROCESS = PreprocessSpec(resize=32, crop=28)
 INPUTS = (InputSpec("x", (4,)),)
+PICTURES = (InputSpec("image", (3, 28, 28)),)
 PROGRAM = """
 import json, sys
 from tests.models.test_fingerprint import several
@@ -111,6 +112,22 @@ def test_preprocess() -> None:
     digests = [of_model("w", "s", "float32", spec, INPUTS) for spec in specs]
     assert len(set(digests)) == len(digests)
     assert of_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]
+
+
+def test_decode() -> None:
+    """Reduced decoding counts where a resize step follows that averages, and nowhere else."""
+
+    def digests(spec: PreprocessSpec | None) -> list[str]:
+        return [of_model("w", "s", "float32", spec, INPUTS, decode=decode) for decode in ("exact", "fast")]
+
+    exact, fast = digests(PREPROCESS)
+    assert exact != fast
+    assert exact == of_model("w", "s", "float32", PREPROCESS, INPUTS)
+    for same in (None, replace(PREPROCESS, resize=None), replace(PREPROCESS, interpolation="nearest")):
+        assert len(set(digests(same))) == 1
+    assert identity(preprocess=PREPROCESS, inputs=PICTURES, decode="fast") != identity(
+        preprocess=PREPROCESS, inputs=PICTURES
+    )
 
 
 @pytest.mark.parametrize("at", range(3))
@@ -227,6 +244,8 @@ def test_digests_stay() -> None:
     leaf = Leaf((), (1, 3), "float32", layout="NC")
     goal = Goal(POINT, leaf, Objective("layer", selector=Selector("a", "a"), channel=1))
     how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
+    assert of_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
+    assert of_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
     assert of_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
     assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert of_result(MODEL, gradient, Reduction(), of_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"

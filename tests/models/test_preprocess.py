@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import timm
@@ -12,7 +14,7 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
-from models.preprocess import from_timm, from_torchvision, output_size, preprocess, resized_pixels
+from models.preprocess import enough, from_timm, from_torchvision, output_size, preprocess, resized_size
 from models.spec import PreprocessSpec
 
 
@@ -111,13 +113,29 @@ def test_no_steps_only_scale() -> None:
 
 @pytest.mark.parametrize("resize", [None, 7, 24, 64, (9, 30)])
 @pytest.mark.parametrize("size", [(301, 199), (40, 300), (10, 10), (1, 500), (500, 3)])
-def test_resized_pixels_are_counted_beforehand(resize: int | tuple[int, int] | None, size: tuple[int, int]) -> None:
-    """The pixel count said beforehand is that of the image the resize step makes."""
+def test_resized_size_is_known_beforehand(resize: int | tuple[int, int] | None, size: tuple[int, int]) -> None:
+    """The width and height said beforehand are those of the image the resize step makes."""
     spec = PreprocessSpec(resize=resize)
-    made = preprocess(noise(*size), spec)
-    assert resized_pixels(spec, *size) == made.shape[1] * made.shape[2]
+    assert resized_size(spec, *size) == tuple(preprocess(noise(*size), spec).shape[:0:-1])
 
 
 def test_thin_image_is_known_to_grow() -> None:
-    """A 1 x 20000 image is counted as the thousand million pixels that resizing its short side would make."""
-    assert resized_pixels(PreprocessSpec(resize=256), 1, 20_000) == 256 * 256 * 20_000
+    """A 1 x 20000 image is known to become a thousand million pixels if its short side were resized."""
+    assert resized_size(PreprocessSpec(resize=256), 1, 20_000) == (256, 256 * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("how", "least"),
+    [
+        ({"resize": 256}, (682, 512)),
+        ({"resize": (100, 300)}, (600, 200)),
+        ({"resize": 256, "crop": 224, "interpolation": "bicubic"}, (682, 512)),
+        ({"resize": None, "crop": 224}, None),
+        ({"resize": 256, "interpolation": "nearest"}, None),
+        ({"resize": 256, "interpolation": "nearest-exact"}, None),
+        ({"resize": 256, "interpolation": "box"}, None),
+    ],
+)
+def test_enough(how: dict[str, Any], least: tuple[int, int] | None) -> None:
+    """A picture may be decoded at twice what it is resized to; in full where it is not resized smoothly."""
+    assert enough(PreprocessSpec(**how), 4000, 3000) == least

@@ -27,6 +27,7 @@ models:
     dtype: float16
     load: lazy
     embedding: avgpool
+    decode: fast
     preprocess: {resize: [40, 32], crop: 32, mean: [0.1, 0.2, 0.3], std: [1, 1, 1], interpolation: bicubic}
   - name: two
     source: python:package.module:factory
@@ -63,6 +64,7 @@ BAD = {
     "models: [{name: b, source: 'a:b'}, {name: a, source: 'a:b', colour: red}]": "models.1.colour",
     MODEL.format("dtype: float8"): "models.0.dtype",
     MODEL.format("load: never"): "models.0.load",
+    MODEL.format("decode: quick"): "models.0.decode: Input should be 'exact' or 'fast'",
     MODEL.format("weights: 5"): "models.0.weights",
     MODEL.format("warm: all"): "models.0.warm",
     MODEL.format("warm: [{pool: mean}]"): "models.0.warm.0.layers",
@@ -89,6 +91,7 @@ def test_yaml(tmp_path: Path) -> None:
     assert configuration.default == "two"
     assert (one.name, one.source, one.weights, one.device) == ("one.A_b-1", "torchvision:resnet50", "random:7", "cpu")
     assert (one.dtype, one.load, one.embedding) == ("float16", "lazy", "avgpool")
+    assert (one.decode, two.decode) == ("fast", "exact")
     assert one.preprocess == PreprocessSpec((40, 32), 32, (0.1, 0.2, 0.3), (1, 1, 1), "bicubic")
     assert two.inputs == (InputSpec("x", (3, 32, 32)), InputSpec("kind", (), "int64"))
     assert (two.weights, two.device, two.dtype, two.load, two.preprocess) == (

@@ -40,6 +40,7 @@ def test_shown(live: Live) -> None:
             "mean": [0.5] * 3,
             "std": [0.5] * 3,
             "interpolation": "bilinear",
+            "decode": "exact",
         },
         "weights": WEIGHTS.name,
         "weights_digest": body["weights_digest"],

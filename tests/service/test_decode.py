@@ -1,0 +1,258 @@
+"""Large JPEGs decoded at a reduced scale: as far from the full decode as was measured, and otherwise just as before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from torchvision.transforms import functional as tvf
+
+from models.digits import spec as digits
+from models.errors import InputError, LayertapError, TooLargeError
+from models.preprocess import enough, preprocess
+from models.spec import PreprocessSpec
+from service.config import Configuration, read
+from service.inputs.images import Picture, decode_image, decode_reduced
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, arrays_of, image, problem, raw
+
+LIMIT = 20_000_000
+CHINA = Image.fromarray(load_sample_image("china.jpg"))
+PLAIN = PreprocessSpec(resize=120, crop=None, mean=(0, 0, 0), std=(1, 1, 1))
+# In steps of 8 bits. Measured on the pictures below: at most 18, and on average 1.0. Decoded at once the resized sides
+# instead of twice, the sharp ones have 26 to 45, and 1.1 to 3.1.
+MOST, MEAN = 24, 1.2
+ODD = [(4000, 3000), (4001, 2999), (3000, 1001), (1001, 3000), (2049, 2047)]
+
+
+def photo(size: tuple[int, int], mode: str = "RGB", **options: Any) -> bytes:
+    """The sample picture enlarged, with noise, as JPEG."""
+    pixels = np.asarray(CHINA.resize(size, Image.Resampling.BICUBIC), np.int16)
+    grain = np.random.default_rng(size[0]).integers(-8, 9, pixels.shape, dtype=np.int16)
+    stream = BytesIO()
+    noisy = Image.fromarray((pixels + grain).clip(0, 255).astype(np.uint8))
+    noisy.convert(mode).save(stream, "JPEG", quality=90, **options)
+    return stream.getvalue()
+
+
+def oriented(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def decoded(data: bytes, spec: PreprocessSpec = PLAIN, limit: int = LIMIT) -> Picture:
+    return decode_reduced(data, limit, partial(enough, spec))
+
+
+def fast(data: bytes, spec: PreprocessSpec = PLAIN) -> Array:
+    """What is made of a picture, in steps of 8 bits, by the code to judge."""
+    picture = decoded(data, spec)
+    return preprocess(picture.image, spec, picture.size, picture.box).numpy() * 255
+
+
+def exact(data: bytes, size: list[int], mode: str = "bilinear") -> Array:
+    """The same by Pillow and torchvision alone, of the upright picture in full, for a resize to ``size``."""
+    whole = Image.open(BytesIO(data))
+    turned = {6: Image.Transpose.ROTATE_270, 3: Image.Transpose.ROTATE_180}.get(whole.getexif().get(0x0112, 1))
+    upright = whole.convert("RGB") if turned is None else whole.convert("RGB").transpose(turned)
+    resized = tvf.resize(upright, size, tvf.InterpolationMode(mode))
+    return tvf.to_tensor(resized).numpy() * 255  # type: ignore[no-any-return]
+
+
+def assert_close(found: Array, expected: Array) -> None:
+    assert found.shape == expected.shape
+    apart = np.abs(found - expected)
+    assert apart.max() < MOST
+    assert 0 < apart.mean() < MEAN
+
+
+@pytest.mark.parametrize("size", ODD, ids=lambda size: "x".join(map(str, size)))
+def test_short_side(size: tuple[int, int]) -> None:
+    """A large photo resized by its short side has the full decode's shape, and its values within what was measured."""
+    data = photo(size)
+    picture = decoded(data)
+    assert picture.size == size
+    assert min(picture.image.size) >= 2 * 120
+    assert picture.image.width < size[0]
+    assert_close(fast(data), exact(data, [120]))
+
+
+@pytest.mark.parametrize("size", [(4000, 3000), (2999, 3001)], ids=str)
+@pytest.mark.parametrize("resize", [(256, 256), (100, 700), (300, 90)], ids=str)
+def test_height_and_width(resize: tuple[int, int], size: tuple[int, int]) -> None:
+    """Resized to a height and a width, neither side is decoded at less than twice what is asked for."""
+    data = photo(size)
+    picture = decoded(data, replace(PLAIN, resize=resize))
+    assert picture.image.height >= 2 * resize[0]
+    assert picture.image.width >= 2 * resize[1]
+    assert_close(fast(data, replace(PLAIN, resize=resize)), exact(data, list(resize)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGB", {"exif": oriented(6)}),
+        ("RGB", {"exif": oriented(3)}),
+        ("RGB", {"subsampling": 0}),
+        ("RGB", {"progressive": True}),
+        ("L", {}),
+        ("L", {"exif": oriented(6)}),
+        ("CMYK", {}),
+    ],
+    ids=["turned", "upside down", "full colour", "progressive", "gray", "gray turned", "cmyk"],
+)
+def test_kinds(mode: str, options: dict[str, Any]) -> None:
+    """JPEGs that are turned, gray, CMYK or progressive come out as from the full decode."""
+    data = photo((3001, 2003), mode, **options)
+    turned = options.get("exif", {}).get(0x0112) == 6
+    assert decoded(data).size == ((2003, 3001) if turned else (3001, 2003))
+    assert decoded(data).box is not None
+    assert_close(fast(data), exact(data, [120]))
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("side", [26, 53, 106])
+def test_sharp(side: int, mode: str) -> None:
+    """A picture with detail in every pixel, just large enough for each scale, stays within what was measured."""
+    stream = BytesIO()
+    CHINA.save(stream, "JPEG", quality=95)
+    spec = replace(PLAIN, resize=side, interpolation=mode)
+    assert_close(fast(stream.getvalue(), spec), exact(stream.getvalue(), [side], mode))
+
+
+UPRIGHT = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, 1),
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_orientation(orientation: int) -> None:
+    """However a picture is turned, its part of the reduced image is turned with it: 7 pixels beyond are left out."""
+    stored, (width, height) = photo((2049, 1537)), (257, 193)
+    turned = photo((2049, 1537), exif=oriented(orientation))
+    tall = orientation > 4
+    spec = replace(PLAIN, resize=(64, 48) if tall else (48, 64))
+    picture = decoded(turned, spec)
+    assert np.array_equal(np.asarray(picture.image), UPRIGHT[orientation](np.asarray(decoded(stored, PLAIN48).image)))
+    assert picture.image.size == ((height, width) if tall else (width, height))
+    # Marked where it is beyond the picture: an eighth of the last column and row is the picture's.
+    marks = np.zeros((height, width), bool)
+    marks[-1], marks[:, -1] = True, True
+    upright = UPRIGHT[orientation](marks[..., None])[..., 0]
+    left, upper, right, lower = picture.box or (0, 0, 0, 0)
+    for line, start, end in ((upright.all(0), left, right), (upright.all(1), upper, lower)):
+        assert (start, end) == ((0.875, len(line)) if line[0] else (0, len(line) - 0.875))
+
+
+PLAIN48 = replace(PLAIN, resize=(48, 64))
+
+
+def png(size: tuple[int, int]) -> bytes:
+    stream = BytesIO()
+    CHINA.resize(size).save(stream, "PNG", exif=oriented(6))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "spec"),
+    [
+        (photo((640, 427)), replace(PLAIN, resize=232)),
+        (photo((479, 479)), PLAIN),
+        (photo((640, 427), exif=oriented(6)), replace(PLAIN, resize=256, crop=224)),
+        (photo((1, 1)), replace(PLAIN, resize=8)),
+        (photo((4000, 3000)), replace(PLAIN, resize=None, crop=224)),
+        (photo((1600, 1200)), replace(PLAIN, interpolation="nearest")),
+        (photo((1600, 1200)), replace(PLAIN, interpolation="box")),
+        (png((1600, 1200)), PLAIN),
+    ],
+    ids=["small", "just too small", "small turned", "tiny", "no resize", "nearest", "box", "png"],
+)
+def test_bit_for_bit(data: bytes, spec: PreprocessSpec) -> None:
+    """Small pictures, other formats, and rows that need single pixels have the full decode's bits."""
+    picture = decoded(data, spec)
+    assert picture.box is None
+    row = preprocess(picture.image, spec, picture.size, picture.box)
+    assert torch.equal(row, preprocess(decode_image(data, LIMIT), spec))
+
+
+def test_large_enough() -> None:
+    """From four times the resized side on a photo is decoded smaller."""
+    assert decoded(photo((480, 480))).image.size == (240, 240)
+
+
+def test_limit_counts_in_full() -> None:
+    """The limit of pixels is that of the picture in full, as its header says."""
+    data = photo((2000, 1500))
+    with pytest.raises(TooLargeError, match=r"3000000 pixels \(2000 by 1500\); the limit is 2999999"):
+        decoded(data, limit=2_999_999)
+    assert decoded(data, limit=3_000_000).box is not None
+
+
+def refusal(data: bytes, *, reduce: bool) -> tuple[str, str]:
+    try:
+        decoded(data) if reduce else decode_image(data, LIMIT)
+    except LayertapError as error:
+        return type(error).__name__, error.detail
+    return "", ""
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}], ids=["baseline", "progressive"])
+def test_truncated(options: dict[str, Any]) -> None:
+    """A photo cut short anywhere is refused just where, and as, the full decode refuses it."""
+    data = photo((2000, 1500), **options)
+    for kept in (*(int(len(data) * part / 8) for part in range(8)), len(data) - 400, len(data) - 2, len(data) - 1):
+        assert refusal(data[:kept], reduce=True) == refusal(data[:kept], reduce=False)
+    with pytest.raises(InputError, match="cut short"):
+        decoded(data[: len(data) // 2])
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:PIL")
+def test_broken_orientation() -> None:
+    """An EXIF block that makes no sense is ignored as ever."""
+    for exif in (b"Exif\x00\x00garbage", b"Exif\x00\x00II*\x00\x08\x00\x00\x00\xff\xff"):
+        assert decoded(photo((2000, 1500), exif=exif)).size == (2000, 1500)
+
+
+def test_over_http(serve: Serve, tmp_path: Path) -> None:
+    """A model that is configured so gives other numbers of a large photo, says so, and has a fingerprint of its own."""
+    entry = "{{name: {0}, source: 'python:models.digits:digits', weights: 'random:0', device: cpu, decode: {0}, {1}}}"
+    how = "inputs: [{name: image, shape: [3, 32, 32]}], preprocess: {resize: 32, crop: 32}"
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('fast', how)}]", encoding="utf-8")
+    large, small = photo((1600, 1200)), photo((64, 48))
+    with serve(Configuration((digits(), *read(file).models), "exact")) as live:
+        one, other = asked(live, "exact", large, small), asked(live, "fast", large, small)
+        assert one["fingerprint"] != other["fingerprint"]
+        assert one["fingerprint"] == asked(live, "exact", small)["fingerprint"]
+        full, reduced = one["values"], other["values"]
+        assert np.array_equal(full[1], reduced[1])
+        assert not np.array_equal(full[0], reduced[0])
+        assert np.abs(full[0] - reduced[0]).max() < 6 / 255 / 0.224  # the same steps, normalised
+        shown = {name: live.client.get(f"/models/{name}").json()["preprocess"] for name in ("exact", "fast")}
+        assert {name: each.pop("decode") for name, each in shown.items()} == {"exact": "exact", "fast": "fast"}
+        assert shown["exact"] == shown["fast"]
+        refused = live.client.post("/extract", **raw(large[:9000], "image/jpeg", model="fast", layers="pool"))
+        assert "cut short" in problem(refused, 422)["errors"][0]["detail"]
+
+
+def asked(live: Live, model: str, *pictures: bytes) -> dict[str, Any]:
+    body = {"model": model, "layers": ["block1:input"], "inputs": [image(data) for data in pictures]}
+    reply = live.client.post("/extract", json=body)
+    return {"fingerprint": reply.json()["fingerprint"], "values": next(iter(arrays_of(reply).values()))}
