@@ -40,8 +40,13 @@ format: $(STAMP) ## Apply ruff's fixes and formatting
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-bench: $(STAMP) ## Run the start-up benchmark; its options in ARGS
-	$(BIN)/python -m bench.startup $(ARGS)
+bench: NOW := $(shell date +%Y-%m-%d-%H%M)
+bench: RESULTS := bench/results
+bench: $(STAMP) ## Measure start-up, then servers beside a plain loop (half an hour); the latter's options in ARGS
+	$(BIN)/python -m bench.startup --rounds 3 --json $(RESULTS)/startup-$(NOW).json
+	$(BIN)/python -m bench.serving --json $(RESULTS)/serving-$(NOW).json $(ARGS)
+	$(BIN)/python -m bench.table $(RESULTS)/serving-$(NOW).json
+	-$(BIN)/python -m bench.plot $(RESULTS)/serving-$(NOW).json --out $(RESULTS)/serving-$(NOW).svg
 
 lock: $(BIN)/uv ## Bring requirements.lock in line with pyproject.toml; ARGS=--upgrade for the newest versions
 	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \

@@ -12,6 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
+from bench.serving.loads import LAYER
 from bench.serving.plain import Plain, arguments, read
 
 WARM_S = 1.0
@@ -33,7 +34,7 @@ def main() -> None:
             taken.append(1000 * (end - start))
         if end >= begin + chosen.seconds and taken:
             break
-    print(json.dumps({"p50_ms": median(taken), "images": len(taken), "vector": plain(pictures[:1])[0].tolist()}))
+    print(json.dumps({"p50_ms": median(taken), "images": len(taken), "vector": plain(pictures[:1])[LAYER][0].tolist()}))
 
 
 if __name__ == "__main__":

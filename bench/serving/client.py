@@ -5,25 +5,31 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import math
+import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.serving.server import Server
+from bench.serving.server import Server, memory_mib
 from bench.startup import HOST, LIMIT_S
 
 SCRIPT = Path(__file__).with_name("load.lua")
 WARM_S = 2
 PATIENCE_S = 40  # longer than the server's own deadline; wrk keeps a counter for each microsecond of it
 FEWEST = 3  # answers on each connection: of fewer, most are of the quick beginning
+PLENTY = 4  # aimed at
+LONGEST = 3  # times as long as asked for, to come to that
+SAMPLE_S = 0.5  # between two looks at the memory
+RESTLESS = 1.25  # times what it used before
 FORWARD = re.compile(r"\bforward;dur=([\d.]+)")
 Figures = dict[str, Any]
 
@@ -50,22 +56,31 @@ class Answer:
         return np.asarray(np.load(io.BytesIO(self.body), allow_pickle=False))
 
 
-def loaded(server: Server, paths: Sequence[str], pictures: Sequence[Path], connections: int, seconds: int) -> Figures:
-    """Answers per second with that many connections, their latency, and what the server used for them."""
-    _wrk(server, paths, pictures, connections, WARM_S)
-    server.settle()
-    server.forget_peak()
+@dataclass(frozen=True)
+class Sending:
+    """A load of wrk: every picture to every path in turn, on so many connections, for so many seconds at least."""
+
+    paths: Sequence[str]
+    pictures: Sequence[Path]
+    connections: int
+    seconds: int
+
+
+def loaded(server: Server, sending: Sending, idle_cores: float = 0.0) -> Figures:
+    """Answers per second, their latency, and what the server used for them; it uses those cores when nobody asks."""
+    rest = RESTLESS * idle_cores
+    warm, _ = _wrk(server, replace(sending, seconds=WARM_S))
+    server.settle(rest)
     cpu = server.cpu_s()
-    told = _wrk(server, paths, pictures, connections, seconds)
+    told, peak = _wrk(server, replace(sending, seconds=enough(sending, warm["answers"] / warm["seconds"])))
     cpu = server.cpu_s() - cpu
-    peak = server.peak_mib()
-    server.settle()
+    server.settle(rest)
     good = told["answers"] - told["refused"]
     if good <= 0:
-        raise SystemExit(f"no answer to {paths[0]} within {seconds} s at {connections} connections: {told}")
-    if told["answers"] < FEWEST * connections:
-        note = f"{told['answers']} answers on {connections} connections in {seconds} s are too few for a true latency"
-        print(f"{paths[0]}: {note}: take more --seconds", file=sys.stderr)
+        raise SystemExit(f"no answer to {sending.paths[0]} at {sending.connections} connections: {told}")
+    if told["answers"] < FEWEST * sending.connections:
+        note = f"{told['answers']} answers on {sending.connections} connections are too few for a true latency"
+        print(f"{sending.paths[0]}: {note}: take more --seconds", file=sys.stderr)
     return {
         "per_s": good / told["seconds"],
         "p50_ms": told["p50_ms"],
@@ -78,16 +93,44 @@ def loaded(server: Server, paths: Sequence[str], pictures: Sequence[Path], conne
     }
 
 
-def _wrk(server: Server, paths: Sequence[str], pictures: Sequence[Path], connections: int, seconds: int) -> Figures:
-    """What load.lua says at the end; one thread of wrk is plenty for hundreds of requests per second."""
-    sent = [f"path={path}" for path in paths] + [f"picture={picture}" for picture in pictures]
-    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", f"{PATIENCE_S}s", "--latency"]
-    command += ["-s", str(SCRIPT), f"http://{HOST}:{server.port}", "--", *sent]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=seconds + LIMIT_S, check=False)
-    if told.returncode:
-        raise SystemExit(f"wrk ended with status {told.returncode}: {told.stdout}{told.stderr}")
-    found: Figures = json.loads(told.stdout.splitlines()[-1])
-    return found
+def enough(sending: Sending, per_s: float) -> int:
+    """Seconds in which each connection has a few answers at that rate; within bounds."""
+    needed = math.ceil(PLENTY * sending.connections / per_s) if per_s else sending.seconds
+    return max(sending.seconds, min(needed, LONGEST * sending.seconds))
+
+
+def _wrk(server: Server, sending: Sending) -> tuple[Figures, float]:
+    """What load.lua says at the end, and the most memory meanwhile; one thread of wrk is plenty for such loads."""
+    sent = [f"path={path}" for path in sending.paths] + [f"picture={picture}" for picture in sending.pictures]
+    command = ["wrk", "-t1", f"-c{sending.connections}", f"-d{sending.seconds}s", "--timeout", f"{PATIENCE_S}s"]
+    command += ["--latency", "-s", str(SCRIPT), f"http://{HOST}:{server.port}", "--", *sent]
+    told, peak = watched(command, sending.seconds + LIMIT_S, lambda _: server.memory_mib())
+    return json.loads(told), peak
+
+
+def watched(
+    command: Sequence[str],
+    limit_s: float,
+    held_mib: Callable[[int], float] = memory_mib,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[str, float]:
+    """The last line that a command prints, and the most memory meanwhile, by default of its own process."""
+    end, peak = time.monotonic() + limit_s, 0.0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | (environment or {})) as process:
+        try:
+            while True:
+                try:
+                    told, _ = process.communicate(timeout=SAMPLE_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > end:
+                        raise SystemExit(f"{command[0]} took longer than {limit_s:g} s") from None
+                    peak = max(peak, held_mib(process.pid))
+        finally:
+            process.kill()
+    if process.returncode or not told:
+        raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}: {told}")
+    return told.splitlines()[-1], peak
 
 
 class Line:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import tempfile
 import threading
 import time
@@ -76,11 +75,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pictures = read(chosen.pictures, Path(folder))
     torch.set_num_threads(1)
-    plain = Plain(chosen.model)
+    plain = Plain(chosen.model, chosen.layers, cut=chosen.cut)
     batch = best(plain, pictures)
     figures = rate(plain, pictures, batch, WARM_S, chosen.seconds)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps({**figures, "peak_mib": peak, "batch": batch}))
+    print(json.dumps({**figures, "batch": batch}))
 
 
 if __name__ == "__main__":

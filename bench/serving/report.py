@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -10,9 +10,12 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from bench.serving.client import Figures
+from bench.serving.contenders import CONTENDERS
 from bench.serving.kinds import Lines
 
-Results = dict[str, dict[str, dict[str, Any]]]  # by model, by line
+LOOP = "loop"
+Results = dict[str, dict[str, dict[str, Any]]]  # by load, by line
 
 
 @dataclass(frozen=True)
@@ -23,24 +26,73 @@ class Shown:
     lines: frozenset[str]
     columns: dict[str, str]
 
+    def holds(self, name: str) -> bool:
+        """Whether a line is of this table."""
+        return contender(name) in self.lines
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it is printed: its load, what it is about, headings, and figures by line."""
+
+    load: str
+    title: str
+    columns: tuple[str, ...]
+    rows: dict[str, list[dict[str, float] | None]]
+
+
+def contender(line: str) -> str:
+    """Whose line it is."""
+    return line.split()[0]
+
 
 def summary(rounds: Sequence[dict[str, Lines]]) -> Results:
     """Of each figure the median and the range, and the figures of all rounds."""
+    beside = [{load: related(lines) for load, lines in each.items()} for each in rounds]
     return {
-        model: {name: _summed([each[model][name] for each in rounds]) for name in lines}
-        for model, lines in rounds[0].items()
+        load: {name: _summed([each[load][name] for each in beside]) for name in lines}
+        for load, lines in beside[0].items()
     }
 
 
-def tables(results: Results) -> Iterator[Table]:
-    """For each model a table of each group of lines of which there are any."""
-    for (model, lines), shown in product(results.items(), SHOWN):
-        rows = {name: line["figures"] for name, line in lines.items() if name.split()[0] in shown.lines}
+def related(lines: Lines) -> Lines:
+    """Lines of a round, those under load with their images per second and CPU time beside the loop's of that round."""
+    loop = lines.get(LOOP)
+    if loop is None:
+        return lines
+    return {name: figures | _beside(name, figures, loop) for name, figures in lines.items()}
+
+
+def _beside(name: str, figures: Figures, loop: Figures) -> Figures:
+    if name == LOOP or "per_s" not in figures:
+        return {}
+    return {"ratio": figures["per_s"] / loop["per_s"], "beyond_cpu_ms": figures["cpu_ms"] - loop["cpu_ms"]}
+
+
+def grids(results: Results) -> Iterator[Grid]:
+    """For each load a table of each group of lines of which there are any."""
+    for (load, lines), shown in product(results.items(), SHOWN):
+        rows = {name: line["figures"] for name, line in lines.items() if shown.holds(name)}
+        columns = {
+            key: title for key, title in shown.columns.items() if any(key in figures for figures in rows.values())
+        }
         if rows:
-            table = Table(Column(no_wrap=True), *shown.columns.values(), title=f"{model}, {shown.title}")
-            for name, figures in rows.items():
-                table.add_row(name, *(_text(figures.get(column)) for column in shown.columns))
-            yield table
+            cells = {name: [figures.get(column) for column in columns] for name, figures in rows.items()}
+            yield Grid(load, shown.title, tuple(columns.values()), cells)
+
+
+def tables(results: Results, titles: Mapping[str, str]) -> Iterator[Table]:
+    """For people, in a terminal."""
+    for grid in grids(results):
+        table = Table(Column(no_wrap=True), *grid.columns, title=f"{titles.get(grid.load, grid.load)}: {grid.title}")
+        for name, cells in grid.rows.items():
+            table.add_row(name, *map(_text, cells))
+        yield table
+
+
+def short(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{float(f'{value:.3g}'):g}"
 
 
 def _summed(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -61,21 +113,23 @@ def _text(figure: dict[str, float] | None) -> str:
     """The median, and below it the range."""
     if figure is None:
         return ""
-    middle, least, most = (f"{float(f'{figure[key]:.3g}'):g}" for key in ("median", "min", "max"))
+    middle, least, most = (short(figure[key]) for key in ("median", "min", "max"))
     return middle if least == most else f"{middle}\n({least}-{most})"
 
 
 SHOWN = (
     Shown(
         "under load",
-        frozenset({"loop", "server", "warm", "uniform", "mixed"}),
+        frozenset({LOOP, *CONTENDERS, "uniform", "mixed"}),
         {
             "per_s": "images/s",
             "ratio": "ratio",
             "p50_ms": "p50 ms",
             "p99_ms": "p99 ms",
             "cpu_ms": "CPU-ms",
+            "beyond_cpu_ms": "beyond",
             "peak_mib": "MiB",
+            "start_s": "start s",
             "failed": "failed",
         },
     ),

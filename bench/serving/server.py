@@ -1,105 +1,134 @@
-"""A server in processes of its own, and what it has used of the machine."""
+"""A server in processes of its own, and what they have used of the machine."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from bench.serving.plain import LAYER, SEED
 from bench.startup import EXIT_S, HOST, LAYERTAP, free_port, status
 
+SEED = 0
 READY_S = 1200.0  # graphs are compiled the first time
-WARM = "-warm"  # behind the name of a model that has a compiled plan
-TRY_S = 0.1
+TRY_S = 0.05
 IDLE_S = 0.2  # this long without CPU time is idle
+SETTLE_S = 20.0
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 OVERRIDDEN = ("LAYERTAP_CONFIG", "LAYERTAP_API_KEYS", "LAYERTAP_ADMIN_KEYS")
+PARENT, GROUP, TIMES, BORN = 1, 2, slice(11, 15), 19  # fields of /proc/PID/stat, from the state on
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its port, its first process and all that came of it."""
+    """A running server: its port, its first process, where it logs, and when it was started."""
 
     port: int
-    pid: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    begun: float = field(default_factory=time.perf_counter)
 
     def cpu_s(self) -> float:
         """CPU seconds of all processes so far."""
-        return sum(sum(map(int, _stat(pid)[11:15])) for pid in self._pids()) * TICK_S
+        return sum(sum(map(int, stat[TIMES])) for stat in family(self.process.pid).values()) * TICK_S
 
-    def forget_peak(self) -> None:
-        """Count the peak from here."""
-        for pid in self._pids():
-            Path(f"/proc/{pid}/clear_refs").write_text("5")
+    def memory_mib(self) -> float:
+        """What all processes hold now."""
+        return memory_mib(self.process.pid)
 
-    def peak_mib(self) -> float:
-        """The most memory of each process, added up; what they share is counted in each."""
-        return sum(_high_water_kib(pid) for pid in self._pids()) / 1024
+    def idle_cores(self, seconds: float = 1.0) -> float:
+        """How many cores it keeps busy while nobody asks."""
+        before = self.cpu_s()
+        time.sleep(seconds)
+        return (self.cpu_s() - before) / seconds
 
-    def settle(self) -> None:
-        """Wait until the server idles: for work that a load left behind, or that it does unasked."""
-        for _ in range(round(READY_S / IDLE_S)):
-            before = self.cpu_s()
-            time.sleep(IDLE_S)
-            if self.cpu_s() - before <= TICK_S:
-                return
-        raise SystemExit(f"the server did not idle within {READY_S:g} s")
+    def settle(self, cores: float = 0.0, seconds: float = SETTLE_S) -> bool:
+        """Wait until it uses no more than that, after a load left work behind; whether it came to that in time."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.idle_cores(IDLE_S) <= cores + TICK_S / IDLE_S:
+                return True
+        return False
 
-    def _pids(self) -> list[int]:
-        """The first process and its descendants."""
-        parents = {int(path.name): int(_stat(int(path.name))[1]) for path in Path("/proc").glob("[0-9]*")}
-        found = [self.pid]
-        for pid in found:
-            found += [child for child, parent in parents.items() if parent == pid]
-        return found
+    def until(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> float:
+        """Seconds from the start until a request is answered with 200; it is tried till then."""
+        while time.perf_counter() < self.begun + READY_S:
+            if self.process.poll() is not None:
+                ended = f"the server ended while starting, with status {self.process.returncode}"
+                raise SystemExit(f"{ended}:\n{self.log.read_text()}")
+            if status(self.port, method, path, body, dict(headers or {})) == 200:
+                return time.perf_counter() - self.begun
+            time.sleep(TRY_S)
+        raise SystemExit(f"the server did not answer {path} with 200 within {READY_S:g} s:\n{self.log.read_text()}")
 
 
 @contextmanager
-def serving(models: Sequence[str], folder: Path, *, warm: bool = False) -> Iterator[Server]:
-    """A server with these models of torchvision, ready and idle, that ends with the block.
-
-    With ``warm`` each of them also under another name, with a compiled plan.
-    """
-    config, log = folder / "models.yaml", folder / "server.log"
-    entry = {"weights": f"random:{SEED}", "device": "cpu", "load": "startup"}
-    entries = [{"name": name, "source": f"torchvision:{name}", **entry} for name in models]
-    plans = [{"layers": [LAYER], "pool": "flatten", "compile": True}]
-    entries += [{**each, "name": each["name"] + WARM, "warm": plans} for each in entries if warm]
-    config.write_text(yaml.safe_dump({"models": entries}))
-    port = free_port()
-    command = [*LAYERTAP, "serve", "--host", HOST, "--port", str(port), "--config", str(config)]
+def running(command: Sequence[str], port: int, folder: Path) -> Iterator[Server]:
+    """A process group of its own that ends with the block, whatever it has started meanwhile."""
+    log = folder / "server.log"
     with log.open("w") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment())
+        process = subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment(), start_new_session=True)
     try:
-        _await(process, port, log)
-        server = Server(port, process.pid)
-        server.settle()
-        yield server
+        yield Server(port, process, log)
     finally:
-        process.terminate()
-        try:
-            process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
-def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + READY_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise SystemExit(f"the server ended while starting, with status {process.returncode}:\n{log.read_text()}")
-        if status(port, "GET", "/readyz", None, {}) == 200:
-            return
-        time.sleep(TRY_S)
-    raise SystemExit(f"the server was not ready within {READY_S:g} s")
+@contextmanager
+def serving(models: Sequence[str], folder: Path) -> Iterator[Server]:
+    """A layertap server with these models of torchvision, ready and idle, that ends with the block."""
+    port = free_port()
+    with running(layertap(models, port, folder), port, folder) as server:
+        server.until("GET", "/readyz")
+        if not server.settle():
+            raise SystemExit(f"the server did not idle within {SETTLE_S:g} s")
+        yield server
+
+
+def layertap(models: Sequence[str], port: int, folder: Path, warm: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """What starts a server with these models, each with the same warm plans."""
+    entry = {"weights": f"random:{SEED}", "device": "cpu", "load": "startup", **({"warm": list(warm)} if warm else {})}
+    entries = [{"name": name, "source": f"torchvision:{name}", **entry} for name in models]
+    config = folder / "models.yaml"
+    config.write_text(yaml.safe_dump({"models": entries}))
+    return [*LAYERTAP, "serve", "--host", HOST, "--port", str(port), "--config", str(config)]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process kindly, and then whatever is left of those it started."""
+    known = family(process.pid)
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(EXIT_S)
+    known |= family(process.pid)
+    for pid, stat in known.items():
+        if _stat(pid)[BORN] == stat[BORN]:  # still the same process
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def family(pid: int) -> dict[int, list[str]]:
+    """The fields of ``/proc/PID/stat`` of a process, of its group, and of all that descend from those."""
+    stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    found = [each for each, stat in stats.items() if each == pid or int(stat[GROUP]) == pid]
+    for one in found:
+        found += [each for each, stat in stats.items() if int(stat[PARENT]) == one and each not in found]
+    return {each: stats[each] for each in found if each in stats}
+
+
+def memory_mib(pid: int) -> float:
+    """What a process and all that came of it hold: a page that several share counts once (proportional set size)."""
+    return sum(_held_kib(each) for each in family(pid)) / 1024
 
 
 def _environment() -> dict[str, str]:
@@ -115,6 +144,10 @@ def _stat(pid: int) -> list[str]:
         return ["0"] * 50
 
 
-def _high_water_kib(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+def _held_kib(pid: int) -> int:
+    """Proportional set size; resident memory where a kernel does not tell it; 0 for a process that has gone."""
+    for name, field_ in (("smaps_rollup", "Pss:"), ("status", "VmRSS:")):
+        with suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{pid}/{name}").read_text().splitlines()
+            return next(int(line.split()[1]) for line in lines if line.startswith(field_))
+    return 0

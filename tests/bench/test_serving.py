@@ -1,0 +1,280 @@
+"""Servers beside a plain loop: what is made of figures, who is let into the comparison, what is left running."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from xml.etree import ElementTree
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from PIL import Image
+from torchvision.models import MobileNet_V3_Small_Weights, mobilenet_v3_small
+
+from bench import peers, plot, table
+from bench.peers.naive import app
+from bench.serving.client import Sending, enough
+from bench.serving.contenders import CONTENDERS, Contender, started
+from bench.serving.loads import LOADS, Load
+from bench.serving.plain import Plain
+from bench.serving.report import related, summary
+from bench.serving.server import family, running
+from tests.service.busy import until
+from tests.service.support import Json
+
+ROOT = Path(__file__).parents[2]
+LOCK = ROOT / "requirements.lock"
+MODEL = "mobilenet_v3_small"
+LOOP = {"per_s": 100.0, "cpu_ms": 10.0, "peak_mib": 500.0}
+SERVER = {"per_s": 90.0, "cpu_ms": 12.5, "peak_mib": 700.0, "p50_ms": 8.0}
+SPREAD = {"median": 0.9, "min": 0.85, "max": 1.1}
+EVEN = {"median": 250.4, "min": 250.4, "max": 250.4}
+TOLD: Json = {
+    "command": "python -m bench.serving",
+    "machine": {"date": "2026-01-01", "cores": 2, "cpu": "Abacus", "torch": "2"},
+    "loads": {"small": "Small, avgpool"},
+    "results": {
+        "small": {
+            "loop": {"figures": {"per_s": EVEN}},
+            "naive 1": {"figures": {"per_s": EVEN, "ratio": {"median": 0.25, "min": 0.25, "max": 0.25}}},
+            "server 1": {"figures": {"per_s": EVEN, "ratio": {"median": 0.5, "min": 0.5, "max": 0.5}}},
+            "server 16": {"figures": {"per_s": EVEN, "ratio": SPREAD}},
+        }
+    },
+}
+ANSWERING = """
+import http.server, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        body = sys.argv[2].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+PARENT = f"""
+import subprocess, sys, time
+for session in (False, True):
+    subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=session)
+time.sleep(600)
+"""
+
+
+# Figures
+
+
+def test_beside_the_loop() -> None:
+    """A server's figures are related to the loop's of the same round; what is no load stays as it is."""
+    one = {"p50_ms": 3.0, "ratio": 1.5}
+    found = related({"loop": LOOP, "server 16": SERVER, "one": one})
+    assert found["server 16"] == {**SERVER, "ratio": 0.9, "beyond_cpu_ms": 2.5}
+    assert (found["loop"], found["one"]) == (LOOP, one)
+    assert related({"server 16": SERVER}) == {"server 16": SERVER}
+
+
+def test_ratios_are_of_rounds_and_not_of_medians() -> None:
+    rounds = [
+        {"small": {"loop": {**LOOP, "per_s": loop}, "server 1": {**SERVER, "per_s": server}}}
+        for loop, server in ((100.0, 90.0), (200.0, 100.0), (50.0, 60.0))
+    ]
+    figures = summary(rounds)["small"]["server 1"]["figures"]
+    assert figures["ratio"] == {"median": 0.9, "min": 0.5, "max": 1.2}
+    assert figures["per_s"] == {"median": 90.0, "min": 60.0, "max": 100.0}
+
+
+@pytest.mark.parametrize(("per_s", "seconds"), [(100.0, 5), (20.0, 13), (1.0, 15), (0.0, 5)])
+def test_long_enough_for_latency(per_s: float, seconds: int) -> None:
+    """Four answers on each of 64 connections, but no more than three times the seconds asked for."""
+    assert enough(Sending([], [], 64, 5), per_s) == seconds
+
+
+# For people
+
+
+def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(TOLD))
+    table.main([str(file)])
+    assert capsys.readouterr().out.splitlines() == [
+        "**Small, avgpool: under load**",
+        "",
+        "|  | images/s | ratio |",
+        "| --- | ---: | ---: |",
+        "| `loop` | 250 |  |",
+        "| `naive 1` | 250 | 0.25 |",
+        "| `server 1` | 250 | 0.5 |",
+        "| `server 16` | 250 | 0.9 (0.85 to 1.1) |",
+        "",
+        "`python -m bench.serving`, 2026-01-01, 2 cores of Abacus, torch 2",
+    ]
+
+
+def test_plot(tmp_path: Path) -> None:
+    """A bar for each ratio, as long as it is; a line at the loop; words that can be read as words."""
+    (axis,) = plot.drawn(TOLD).axes
+    assert [bar.get_width() for bar in axis.patches] == [0.25, 0.5, 0.9]
+    assert [1.0, 1.0] in [list(line.get_xdata()) for line in axis.lines]
+    file, picture = tmp_path / "r.json", tmp_path / "r.svg"
+    file.write_text(json.dumps(TOLD))
+    plot.main([str(file), "--out", str(picture)])
+    words = {element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("}text")}
+    assert {"naive", "server", "0.90", "1 connection", "16 connections", "Small, avgpool"} <= words
+
+
+def test_nothing_to_draw() -> None:
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        plot.drawn({"results": {"small": {"loop": {"figures": {"per_s": EVEN}}}}})
+
+
+# The same work
+
+
+def jpeg() -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (240, 320, 3), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "JPEG", quality=95)
+    return encoded.getvalue()
+
+
+def forward(layers: tuple[str, ...], data: bytes) -> dict[str, np.ndarray]:
+    """Each layer's mean over space, by nothing but torchvision."""
+    torch.manual_seed(0)
+    model = mobilenet_v3_small(weights=None).eval()
+    kept: dict[str, np.ndarray] = {}
+    for layer in layers:
+        model.get_submodule(layer).register_forward_hook(
+            lambda module, inputs, output, layer=layer: kept.update({layer: output.numpy().mean((2, 3))[0]})
+        )
+    batch = MobileNet_V3_Small_Weights.DEFAULT.transforms()(Image.open(io.BytesIO(data)).convert("RGB"))[None]
+    with torch.no_grad():
+        model(batch)
+    return kept
+
+
+@contextmanager
+def naive(layers: tuple[str, ...]) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app(MODEL, layers), host="127.0.0.1", port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_naive_peer() -> None:
+    """It answers what a plain forward gives, by default and for the layers that a request names."""
+    data, layers = jpeg(), ("features.4.block.0.1", "avgpool")  # the first is overwritten in place
+    expected = forward(layers, data)
+    load = Load("", MODEL, (layers,))
+    contender = CONTENDERS["naive"]
+    with naive(("avgpool",)) as url:
+        for path, wanted in (("/extract", ("avgpool",)), (contender.path(load, layers), layers)):
+            reply = httpx.post(url + path, content=data, headers={"Content-Type": "image/jpeg"}, trust_env=False)
+            vector = np.concatenate([expected[layer] for layer in wanted])
+            np.testing.assert_allclose(contender.read(reply.content, wanted), vector, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "cut"), [("features.4", True), ("features.4", False), ("features.4.block.0.1", False)]
+)
+def test_plain(layer: str, cut: bool) -> None:
+    """Truncated by hand or hooked, the loop's forward gives the layer's mean."""
+    data = jpeg()
+    found = Plain(MODEL, (layer,), cut=cut)([data, data])[layer]
+    expected = forward((layer,), data)[layer]
+    np.testing.assert_allclose(found.numpy(), [expected, expected], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(b"bytes")
+    return path
+
+
+def answering(text: str) -> Contender:
+    """A server that answers everything with the same words."""
+
+    def command(load: Load, port: int, folder: Path) -> list[str]:
+        return [sys.executable, "-c", ANSWERING, str(port), text]
+
+    return Contender(command, lambda load, layers: "/", CONTENDERS["naive"].read)
+
+
+def test_right_vector_is_let_in(picture: Path, tmp_path: Path) -> None:
+    contender = answering('{"avgpool": [1.0, 2.0002]}')
+    with started(contender, LOADS["mobilenet"], picture, {"avgpool": [1.0, 2.0]}, tmp_path) as (server, figures):
+        assert figures["deviation"] == pytest.approx(1e-4)
+        assert figures["start_s"] > 0
+        pid = server.process.pid
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("vector", ["[1.0, 2.01]", "[1.0, NaN]", "[1.0, 2.0, 0.0]"])
+def test_other_vectors_are_kept_out(vector: str, picture: Path, tmp_path: Path) -> None:
+    contender = answering(f'{{"avgpool": {vector}}}')
+    with (
+        pytest.raises(SystemExit, match="vector"),
+        started(contender, LOADS["mobilenet"], picture, {"avgpool": [1.0, 2.0]}, tmp_path),
+    ):
+        pass
+
+
+def test_one_set_of_layers_for_those_that_know_no_other() -> None:
+    assert [name for name, each in CONTENDERS.items() if each.suits(LOADS["resnet50-mixed"])] == ["naive", "server"]
+    assert all(each.suits(LOADS["resnet50"]) for each in CONTENDERS.values())
+
+
+# Processes
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    """Children that ignore SIGTERM are ended too, in sessions of their own as well."""
+    with running([sys.executable, "-c", PARENT], 0, tmp_path) as server:
+        until(lambda: server.log.read_text().count("up") == 2)
+        pids = set(family(server.process.pid))
+        assert len(pids) == 3
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# Peers' environments
+
+
+def test_without_an_environment_a_line_says_how_to_make_it(tmp_path: Path) -> None:
+    assert peers.missing("litserve", tmp_path) == "litserve has no environment: python -m bench.peers litserve"
+    assert peers.missing("naive", tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])
+def test_peers_run_our_versions(name: str) -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", peers.requirements(name).read_text(), re.MULTILINE))
+    for package in ("torch", "torchvision", "pillow", "numpy"):
+        assert re.search(rf"^{package}=={re.escape(pinned[package])}[ ;]", LOCK.read_text(), re.MULTILINE)
+    assert name in pinned
