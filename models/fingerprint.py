@@ -2,7 +2,8 @@
 
 Equal fingerprints mean: the same weights, architecture, model dtype, preprocessing, layer, call, path, site,
 narrowing, statistics, pooling, normalisation and reply dtype. Nothing of the machine, the device, the time or the
-model's configured name goes in.
+model's configured name goes in, nor what only chooses between kernels of one precision, a memory format. ``tf32`` does
+go in, as configured, also where no GPU acts on it: what it lets through is a thousand times the error of float32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def architecture(module: nn.Module, source: str, settings: str = "") -> str:
 def of_model(
     weights: str,
     structure: str,
-    dtype: str,
+    precision: str,
     preprocess: PreprocessSpec | None,
     inputs: Iterable[InputSpec],
     tokenizer: str = "",
@@ -52,9 +53,10 @@ def of_model(
     """The model's part of every fingerprint, from the digests of its weights, its architecture and its tokenizer.
 
     ``decode`` counts where it makes other numbers.
+    ``precision`` is its dtype, or ``tf32`` where a GPU may read fewer bits than its float32 has.
     """
     row = _picture(preprocess, decode) if preprocess else [_meaning(spec) for spec in inputs]
-    return _digest([RECIPE, weights, structure, dtype, row, *([tokenizer] if tokenizer else [])])
+    return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
 
 
 def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,8 +11,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from models import fingerprint, replica, sources, verification, warmup, weights
+from models import fingerprint, replica, sources, transfer, verification, warmup, weights
 from models.catalog import Catalog, Costs, Layer, Leaf
 from models.compiled import Compiled
 from models.dryrun import noise, same_course, survey
@@ -266,6 +268,23 @@ class LoadedModel:
         verification.check(plan, catalog, kept, again)
         return Taken({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
 
+    def answers(self, own: Replica) -> bool:
+        """Whether its device still computes: False where a forward of noise meets an error of the device itself.
+
+        Memory that has run out is none: less may fit.
+        """
+        try:
+            with torch.no_grad():
+                row = {name: value[:1] for name, value in noise(self.inputs, self.device, self.dtype).items()}
+                self.forward(row, own.module)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
+        except torch.AcceleratorError as error:
+            return warmup.is_out_of_memory(error)
+        except Exception:  # the model's own
+            return True
+        return True
+
     def _forward(self, own: Replica, batch: Rows, resumption: Resumption | None) -> object:
         if resumption is None:
             return self.forward(batch, own.module)
@@ -280,6 +299,10 @@ class LoadedModel:
             parts = [piece[name] for piece in pieces]
             if padding:
                 parts.append(first[:1].expand(padding, *first.shape[1:]))
+            if self.device.type == "cuda" and first.device.type == "cpu":
+                dtype = floating if first.is_floating_point() else first.dtype
+                batch[name] = transfer.to_device(parts, dtype, self.device)
+                continue
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             batch[name] = self._placed(whole, floating, copy=len(parts) == 1)
         return batch
@@ -314,32 +337,37 @@ def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     return size
 
 
-def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None) -> LoadedModel:
+def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams: int = 1) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
     On a CPU it gets so many replicas, or one where its module can't be had twice, and surveys use so many threads:
-    all cores where nothing is said. Models that are loaded at once wait for each other, but not long: they would take
-    each other's time for their own.
+    all cores where nothing is said. On a GPU it gets one for each of so many streams. Models that are loaded at once
+    wait for each other, but not long: they would take each other's time for their own.
     """
     alone = _loading.acquire(timeout=PATIENCE_S)
     try:
-        return _loaded(spec, replicas, warmup.cores() if threads is None else threads)
+        return _loaded(spec, replicas, warmup.cores() if threads is None else threads, streams)
     finally:
         if alone:
             _loading.release()
 
 
-def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
+def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedModel:
     device = _device(spec.device)
+    if device.type == "cuda" and spec.dtype == "float32":
+        allow_tf32(spec.tf32)
     built = sources.build(spec)
     digest = weights.digest(built.module)
     structure = fingerprint.architecture(built.module, built.architecture, built.settings)
     # Not ``to(dtype)``, which makes complex buffers real.
     module = CASTS[spec.dtype](built.module.to(device))
+    if spec.memory_format == "channels_last":
+        # Only weights: a convolution goes by them whatever its input is like, and rows come the same way to all models.
+        convert_conv2d_weight_memory_format(module, torch.channels_last)
     module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
     tokenizer = built.text.digest if built.text else ""
     identity = fingerprint.of_model(
-        digest, structure, spec.dtype, built.preprocess, built.inputs, tokenizer, spec.decode
+        digest, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
     )
     model = LoadedModel(
         spec=spec,
@@ -360,7 +388,7 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int) -> LoadedModel:
         raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
     # Counted again: a model may put hooks of its own on its parts when it first runs.
     model = replace(model, replicas=(replica.of(module),))
-    return _replicated(model, replicas if device.type == "cpu" else 1)
+    return _replicated(model, replicas if device.type == "cpu" else streams)
 
 
 def _replicated(model: LoadedModel, count: int) -> LoadedModel:
@@ -388,9 +416,19 @@ def _device(name: str) -> torch.device:
         return torch.device("cpu")
     if int(index or 0) >= torch.cuda.device_count():
         raise LoadError(f"there is no device {quoted(name)} on this machine", hint="use auto or cpu")
-    # Convolutions in TF32, cuDNN's default, keep 10 bits of mantissa: not what an offline forward in float32 gives.
-    torch.backends.cudnn.allow_tf32 = False
     return torch.device("cuda", int(index or 0))
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Let products and convolutions of float32 on GPUs keep 10 bits of mantissa, or all: for the whole process.
+
+    By itself torch would let convolutions: not what an offline forward in float32 gives.
+    """
+    # These set the younger ``fp32_precision`` too; setting that would make reading these, as compilers do, an error.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # some versions say that there is a younger one
+        torch.backends.cudnn.allow_tf32 = allowed
+        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def _turned(value: Tensor, rows: int, place: int) -> Tensor:

@@ -27,15 +27,21 @@ class Entry:
 
 
 class Registry:
-    """All configured models by name; on a CPU each is loaded with so many replicas and threads.
+    """All configured models by name; on a CPU each is loaded with so many replicas and threads, on a GPU for streams.
 
     Graphs of warm plans are kept in ``plans``; without it they run with hooks.
     ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
     """
 
     def __init__(
-        self, specs: Iterable[ModelSpec], replicas: int = 1, threads: int | None = None, plans: Path | None = None
+        self,
+        specs: Iterable[ModelSpec],
+        replicas: int = 1,
+        threads: int | None = None,
+        plans: Path | None = None,
+        streams: int = 1,
     ) -> None:
+        self._streams = streams
         self._plans = plans
         self._replicas = replicas
         self._threads = threads
@@ -63,7 +69,7 @@ class Registry:
             return entry.model
         entry.state, entry.reason = "loading", ""
         try:
-            model = load(entry.spec, self._replicas, self._threads)
+            model = load(entry.spec, self._replicas, self._threads, self._streams)
             entry.model = made_ready(model, self._plans) if self._plans and entry.spec.warm else model
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail

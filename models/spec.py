@@ -11,6 +11,7 @@ from models.points import Pool, ReplyDType
 
 Device = str
 DType = Literal["float32", "bfloat16", "float16"]
+MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
 Decode = Literal["exact", "fast"]
@@ -93,6 +94,9 @@ class ModelSpec:
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
     a reduced scale before they are resized: other numbers, sooner.
+    ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one switch
+    for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions' weights,
+    and so of what they compute with.
     """
 
     name: str
@@ -100,12 +104,19 @@ class ModelSpec:
     weights: str = "DEFAULT"
     device: Device = "auto"
     dtype: DType = "float32"
+    tf32: bool = False
+    memory_format: MemoryFormat = "contiguous"
     load: Literal["startup", "lazy"] = "startup"
     embedding: str | None = None
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
     inputs: tuple[InputSpec, ...] | None = None
     warm: tuple[WarmSpec, ...] = ()
     decode: Decode = "exact"
+
+    @property
+    def precision(self) -> str:
+        """How exactly it computes, as fingerprints tell it: float32 of fewer bits is not float32."""
+        return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     @property
     def shown_source(self) -> str:

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from models import transfer
 from models.catalog import Leaf
 from models.edits import Edit, Goal
 from models.plan import Capture
@@ -112,7 +113,7 @@ def packed_copy(tensors: list[Tensor]) -> list[Tensor]:
     """Tensors of one device as tensors of the host: one copy for all of them, none where they are there already."""
     if not tensors or tensors[0].device.type == "cpu":
         return tensors
-    return unpacked(packed(tensors).cpu(), tensors)
+    return unpacked(transfer.to_host(packed(tensors)), tensors)
 
 
 def packed(tensors: list[Tensor]) -> Tensor:

@@ -23,7 +23,10 @@ SEVERAL = 4  # rows of the larger forward
 FEWEST, MOST, ENOUGH_S = 2, 8, 0.5  # rounds of forwards
 SINGLE = 5  # rounds of one row: whether all cores are worth it hangs on a small difference
 PATIENCE_S = 3.0  # a larger forward that is expected to take longer is not run
-NO_MEMORY = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+NO_MEMORY = (
+    *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
+)
 LEAST_S = 0.005  # a quicker forward has too little to share out
 WORTH = 1.15  # all threads must be that much quicker than one, or one does
 

@@ -57,7 +57,7 @@ def create_engine(settings: Settings, configuration: Configuration | None = None
     figures = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
     fleet = Fleet(
-        Registry(configuration.models, settings.replicas, settings.cpu_threads, plans),
+        Registry(configuration.models, settings.replicas, settings.cpu_threads, plans, settings.gpu_streams),
         configuration.default,
         settings,
         figures,

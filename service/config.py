@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,10 +92,22 @@ def _configuration(data: object, folder: Path) -> Configuration:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"two models are called {twice!r}")
+    _check_precision(specs)
     default = file.defaults.model or names[0]
     if default not in names:
         raise ConfigError(f"the default model {default!r} is not among {', '.join(names)}")
     return Configuration(tuple(specs), default)
+
+
+def _check_precision(specs: Sequence[ModelSpec]) -> None:
+    """ConfigError where ``tf32`` could not be kept: torch has one switch for all models of a process."""
+    low = next((spec for spec in specs if spec.tf32 and spec.dtype != "float32"), None)
+    if low is not None:
+        raise ConfigError(f"model {low.name!r}: tf32 is a way to compute in float32, not in {low.dtype}")
+    placed = [spec for spec in specs if spec.dtype == "float32" and spec.device != "cpu"]
+    if len({spec.tf32 for spec in placed}) > 1:
+        others = ", ".join(spec.name for spec in placed if not spec.tf32)
+        raise ConfigError(f"tf32 holds for all models in float32 that a GPU may run: set it for {others} too")
 
 
 def _beside(spec: ModelSpec, folder: Path) -> ModelSpec:

@@ -49,6 +49,7 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(Path("~/.cache/layertap"), validate_default=True)
     max_loaded_models: int = Field(8, gt=0)
     cpu_threads: int = Field(default_factory=_cores, gt=0, le=512)
+    gpu_streams: int = Field(1, gt=0, le=4)
     replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0, le=64)
 
     @field_validator("api_keys", "admin_keys", mode="before")

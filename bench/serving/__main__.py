@@ -27,7 +27,7 @@ from bench.serving.pictures import written
 from bench.serving.report import summary, tables
 from bench.serving.server import OVERRIDDEN
 
-TOLD = ("LAYERTAP_", "OMP_", "GOMP_", "KMP_", "MALLOC_")
+TOLD = ("BENCH_", "LAYERTAP_", "OMP_", "GOMP_", "KMP_", "MALLOC_")
 WIDTH = 110  # where there is no terminal
 
 

@@ -96,7 +96,12 @@ def serving(models: Sequence[str], folder: Path) -> Iterator[Server]:
 
 def layertap(models: Sequence[str], port: int, folder: Path, warm: Sequence[Mapping[str, Any]] = ()) -> list[str]:
     """What starts a server with these models, each with the same warm plans."""
-    entry = {"weights": f"random:{SEED}", "device": "cpu", "load": "startup", **({"warm": list(warm)} if warm else {})}
+    entry = {
+        "weights": f"random:{SEED}",
+        "device": os.environ.get("BENCH_DEVICE", "cpu"),
+        "load": "startup",
+        **({"warm": list(warm)} if warm else {}),
+    }
     entries = [{"name": name, "source": f"torchvision:{name}", **entry} for name in models]
     config = folder / "models.yaml"
     config.write_text(yaml.safe_dump({"models": entries}))

@@ -51,6 +51,7 @@ def key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
         *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, _processor(model.device)),
         [[spec.name, spec.shape, spec.dtype] for spec in model.inputs],
         [asdict(capture) for capture in captures],
+        model.spec.memory_format,  # a graph is made for weights as they lie
     ]
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

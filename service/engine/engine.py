@@ -9,7 +9,6 @@ from functools import partial
 from math import prod
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from models import statistics, union, verification
@@ -28,6 +27,7 @@ from service.engine.job import Ask, Job
 from service.engine.planning import Planned, planned, scaled
 from service.engine.policy import Lane, Work
 from service.engine.rows import Attempt, Items, Rows, count_rows, joined, padded, rows_of, shape_of
+from service.engine.worker import lone
 from service.features import Array, Features, Receipt
 from service.inputs import Item
 from service.metrics import Metrics
@@ -45,7 +45,7 @@ class Engine:
         self.fleet = fleet
         self.settings = settings
         self.metrics = metrics
-        self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=partial(torch.set_num_threads, 1))
+        self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=lone)
 
     async def close(self) -> None:
         """Finish what was submitted, then end all threads."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models import warmup
+from models import transfer, warmup
 from models.errors import LayertapError, OutOfMemoryError
 from models.loaded import LoadedModel, out_of_memory
 from models.plan import Capture
@@ -54,10 +54,11 @@ class Failures:
 
 
 class Execution:
-    """Runs one batch; made and used in the thread of its replica."""
+    """Runs one batch; made and used in the thread of its replica. ``lost``: its device computes nothing any more."""
 
     def __init__(self, model: LoadedModel, own: Replica, batch: Batch, jobs: Jobs, threads: int) -> None:
         self.failures = Failures()
+        self.lost = False
         self._model = model
         self._own = own
         self._batch = batch
@@ -81,7 +82,8 @@ class Execution:
         # Here, outside the except block, all that the failed forward held is let go.
         if isinstance(found, OutOfMemoryError):
             return self._smaller(parts, found)
-        halves = _by_request(parts)
+        self.lost = self.lost or is_lost(found, self._model, self._own)
+        halves = None if self.lost else _by_request(parts)
         if halves is None:
             return [Outcome(part, found, _rows(parts), len(parts)) for part in parts]
         del found  # its traceback holds what the forward held
@@ -128,7 +130,7 @@ class Execution:
         begun = time.perf_counter()
         taken = self._taken(pieces, shares, self._jobs[parts[0].work])
         if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+            transfer.wait(self._model.device)
         ran = time.perf_counter()
         taken = taken.on_host()
         copied = time.perf_counter()
@@ -155,6 +157,14 @@ def _kept(results: Results, part: Part) -> Results:
     if part.stop - part.start == part.work.rows:
         return results
     return {capture: replace(reduced, values=reduced.values.clone()) for capture, reduced in results.items()}
+
+
+def is_lost(error: BaseException, model: LoadedModel, own: Replica) -> bool:
+    """Whether an error that ``raised`` made tells of a device that answers with errors only, until the process ends.
+
+    A failed assertion in a kernel is such an error, an odd input that no kernel can be started for is none.
+    """
+    return isinstance(error.__cause__, torch.AcceleratorError) and not model.answers(own)
 
 
 def raised(error: BaseException) -> RuntimeError:

@@ -16,7 +16,7 @@ from models.loaded import LoadedModel
 from models.registry import Entry, Registry
 from service.engine.budget import Budget
 from service.engine.resident import Resident
-from service.engine.scheduler import Scheduler
+from service.engine.scheduler import Scheduler, lost
 from service.errors import DeadlineError, QueueFullError, UnavailableError
 from service.metrics import Metrics, Snapshot
 from service.settings import Settings
@@ -35,7 +35,7 @@ class Fleet:
         self.registry = registry
         self.default = default
         self.draining = False
-        self.scheduler = Scheduler(metrics, settings.cpu_threads)
+        self.scheduler = Scheduler(metrics, settings.cpu_threads, on_loss=self._lose, streams=settings.gpu_streams)
         self._settings = settings
         self._metrics = metrics
         self._residents: dict[str, Resident] = {}
@@ -59,8 +59,8 @@ class Fleet:
 
     @property
     def alive(self) -> bool:
-        """Whether the threads of every loaded model are."""
-        return not any(resident.dead for resident in self._residents.values())
+        """Whether the threads of every loaded model are, and no device is lost."""
+        return not self.scheduler.lost and not any(resident.dead for resident in self._residents.values())
 
     async def close(self) -> None:
         """Finish what was submitted, then end the threads."""
@@ -77,6 +77,8 @@ class Fleet:
         entry = self.registry.entry(self.default if name is None else name)
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+        if self.scheduler.lost:
+            raise lost()
         resident = self._residents.get(entry.spec.name) or self._start_one_more(entry)
         if resident.stopping:
             raise _unloaded(entry.spec.name)
@@ -155,6 +157,13 @@ class Fleet:
             hooks={name: model.hooks for name, model in models if model is not None},
             ceilings={name: resident.ceilings() for name, resident in residents.items() if resident.ceilings()},
         )
+
+    def _lose(self) -> None:
+        """No model can be relied on, as long as this process lasts."""
+        log.critical("a device gives nothing but errors: the server has to be restarted")
+        for entry in self.registry:
+            if entry.model is not None:
+                self.registry.fail(entry.spec.name, "a device gives nothing but errors")
 
     def _check_place(self, resident: Resident, rows: int, held: int, deadline: float) -> None:
         limit, others = self._settings.max_queue_rows, resident.rows - held

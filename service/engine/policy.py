@@ -1,8 +1,8 @@
 """Which waiting rows share the next forward, and when it starts: decisions only, on a clock that is passed in.
 
 Nothing here waits for more rows to come: batches grow while others run. A device has slots, a CPU one for each core, a
-GPU one in all; a batch takes one, or all of them for a single row that all cores compute together. Pictures are decoded
-on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
+GPU one in all, or one for each stream; a batch takes one, or all of them for a single row that all cores compute
+together. Pictures are decoded on the CPU's slots as well, ahead of forwards but only until a batch is worth its start.
 """
 
 from __future__ import annotations
@@ -116,7 +116,11 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Device:
-    """Slots for batches; ``parallel`` where batches in different slots run at the same time."""
+    """Slots for batches; ``parallel`` where batches in different slots run at the same time.
+
+    Where they only overlap, one's copies with another's forward, a batch starts beside another one only when more rows
+    would make it no cheaper.
+    """
 
     slots: int
     parallel: bool = True
@@ -240,7 +244,7 @@ class Policy:
 
     def _first(self, lanes: Iterable[Lane], kept: set[str], idle: Mapping[str, int]) -> Batch | None:
         for lane in lanes:
-            if lane.device in kept:
+            if lane.device in kept or not self._may_overlap(lane):
                 continue
             batch = self._formed(lane, idle[lane.model])
             if batch is not None:
@@ -319,6 +323,14 @@ class Policy:
         enough = lane.padded or lane.target
         waited = self._clock() - head.since
         return self._waiting[lane].rows >= enough or waited >= LONG * lane.seconds(enough, head.depth)
+
+    def _may_overlap(self, lane: Lane) -> bool:
+        """Whether a lane may start beside what runs on its device."""
+        device = self._devices[lane.device]
+        if device.parallel or self._free[lane.device] == device.slots:
+            return True
+        head = self._head(lane)
+        return head is not None and self._ripe(lane, head)
 
     def _overdue(self, lane: Lane) -> bool:
         """Whether a single row has waited for all slots for as long as its own forward takes."""

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from models import warmup
+from models import transfer, warmup
 from models.catalog import Catalog, Costs
 from models.compiled import Compiled
 from models.errors import LayertapError, LoadError
@@ -130,6 +130,8 @@ class Resident:
     def _load(self, load: Callable[[], LoadedModel]) -> None:
         try:
             model = load()
+            if model.device.type == "cuda":
+                transfer.settle(model.device)
             self._budget = self._measured(model)
             fixed = self._new_lane(model, model.catalog, model.catalog.costs).padded
             self._moves = fixed is not None and not model.steady(fixed)
@@ -151,6 +153,8 @@ class Resident:
         self._workers = [Worker(f"model-{self._name}-{number}") for number in range(len(model.replicas))]
         for worker in self._workers:
             worker.post(partial(torch.set_num_threads, 1))
+            if model.device.type == "cuda":
+                worker.post(partial(transfer.own_stream, model.device))
         self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / len(model.replicas)))
         self.loaded.set_result(model)
 

@@ -12,18 +12,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import torch
-
+from models import transfer
 from models.errors import LayertapError
 from models.loaded import LoadedModel
-from service.engine.execution import Execution, Interval, Outcome, Results, raised
+from service.engine.execution import Execution, Interval, Outcome, Results, is_lost, raised
 from service.engine.job import Job
 from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
-from service.engine.worker import Worker
+from service.engine.worker import Worker, lone
+from service.errors import UnavailableError
 from service.metrics import Metrics
 from service.terms import Priority
 
 T = TypeVar("T")
+LOST_RETRY_S = 60.0
 SMOOTHING = 0.2  # the newest batch's part in a mean
 EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
 
@@ -82,17 +83,31 @@ class _Pending:
 
 
 class Scheduler:
-    """One for a process. Its methods may be called from any thread unless they say otherwise."""
+    """One for a process. Its methods may be called from any thread unless they say otherwise.
 
-    def __init__(self, metrics: Metrics, slots: int, clock: Clock = time.monotonic) -> None:
+    ``lost``: a device answers with errors only. CUDA says that such a process must end: nothing is answered any more.
+    ``on_loss`` is called once, in any thread. ``streams``: forwards that a GPU may have begun at a time.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        slots: int,
+        clock: Clock = time.monotonic,
+        on_loss: Callable[[], None] = lambda: None,
+        streams: int = 1,
+    ) -> None:
+        self._streams = streams
         self.slots = slots
+        self.lost = False
+        self._on_loss = on_loss
         self._metrics = metrics
         self._policy = Policy({CPU: Device(slots)}, clock)
         self._lock = threading.RLock()
         self._crews: dict[str, Crew] = {}
         self._pending: dict[Work, _Pending] = {}
         self._decoding: dict[Preparation, Callable[[], None]] = {}
-        self._pool = ThreadPoolExecutor(slots, "decode", initializer=partial(torch.set_num_threads, 1))
+        self._pool = ThreadPoolExecutor(slots, "decode", initializer=lone)
 
     def enter(self, name: str, crew: Crew) -> None:
         """A model is loaded: its replicas take batches from now on."""
@@ -100,7 +115,7 @@ class Scheduler:
             crew.idle = list(range(len(crew.workers)))
             self._crews[name] = crew
             if crew.model.device.type != CPU:
-                self._policy.equip(str(crew.model.device), Device(1, parallel=False))
+                self._policy.equip(str(crew.model.device), Device(self._streams, parallel=False))
 
     def leave(self, name: str) -> Future[None]:
         """Take no more for a model; done when all that was given is, and its threads are told to end."""
@@ -171,6 +186,8 @@ class Scheduler:
         answer: asyncio.Future[list[Results]] = asyncio.get_running_loop().create_future()
         pending = _Pending(job, answer, work.rows, time.perf_counter())
         with self._lock:
+            if self.lost:
+                raise lost()
             self._pending[work] = pending
             self._policy.add(work)
             self._dispatch()
@@ -245,6 +262,8 @@ class Scheduler:
         outcomes = execution.outcomes()
         seconds = time.perf_counter() - begun
         with self._lock:
+            if execution.lost:
+                self._lose()
             if execution.failures.too_many is not None:
                 self._policy.lower(batch.lane, execution.failures.too_many)
             self._policy.done(batch, seconds)
@@ -279,6 +298,16 @@ class Scheduler:
         if ready:
             ready[0][0].get_loop().call_soon_threadsafe(_deliver, ready)
 
+    def _lose(self) -> None:
+        """A device is lost: whoever waits is told; under the lock."""
+        if not self.lost:
+            self.lost = True
+            self._on_loss()
+        for work, pending in self._pending.items():
+            self._policy.remove(work)
+            pending.answer.get_loop().call_soon_threadsafe(_deliver, [(pending.answer, lost())])
+        self._pending.clear()
+
     def _report(self, batch: Batch, execution: Execution, seconds: float) -> None:
         model, lane = batch.lane.model, batch.lane
         requests = len({part.work for part in batch.parts})
@@ -298,8 +327,12 @@ class Scheduler:
         (self._metrics.expired if late else self._metrics.cancelled)(work.lane.model)
 
     def _called(self, crew: Crew, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
-        _settle(future, partial(run, crew.model))
+        _settle(future, partial(_ended, run, crew.model))
+        error = None if future.cancelled() else future.exception()
+        gone = error is not None and is_lost(error, crew.model, crew.model.replicas[0])
         with self._lock:
+            if gone:
+                self._lose()
             crew.idle.append(0)
             self._dispatch()
 
@@ -322,6 +355,13 @@ class Scheduler:
         answer.get_loop().call_soon_threadsafe(_deliver, [(answer, found)])
 
 
+def lost() -> UnavailableError:
+    """The answer where a device is lost."""
+    return UnavailableError(
+        "a device gives nothing but errors", hint="the server has to be restarted", retry_after=LOST_RETRY_S
+    )
+
+
 def _covered(intervals: list[Interval]) -> float:
     """Seconds that lie in at least one of them."""
     seconds, reached = 0.0, 0.0
@@ -329,6 +369,14 @@ def _covered(intervals: list[Interval]) -> float:
         seconds += max(end - max(begin, reached), 0.0)
         reached = max(reached, end)
     return seconds
+
+
+def _ended(run: Callable[[LoadedModel], T], model: LoadedModel) -> T:
+    """What a function gives, once the device has done it: threads with other streams may use it."""
+    found = run(model)
+    if model.device.type == "cuda":
+        transfer.wait(model.device)
+    return found
 
 
 def _caught(run: Callable[[], T]) -> T | LayertapError | RuntimeError:

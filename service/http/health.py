@@ -13,10 +13,10 @@ router = APIRouter(tags=["health"])
 
 @router.get("/livez")
 async def livez(request: Request) -> dict[str, str]:
-    """Whether the process works: 503 once the thread of a loaded model has died."""
+    """Whether the process works: 503 once the thread of a loaded model has died, or a device gives errors only."""
     engine: Engine = request.app.state.engine
     if not engine.fleet.alive:
-        raise UnavailableError("a model's thread has died; restart the server", retry_after=5.0)
+        raise UnavailableError("a model's thread or a device has died; restart the server", retry_after=5.0)
     return {"status": "alive"}
 
 

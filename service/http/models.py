@@ -21,6 +21,7 @@ from service.http.auth import admin_only
 
 router = APIRouter(tags=["models"])
 Json = dict[str, Any]
+CHOSEN = {"tf32": True, "memory_format": "channels_last"}  # told where somebody has chosen it
 
 
 @router.get("/models")
@@ -87,6 +88,7 @@ def _listing(model: LoadedModel, match: str | None, kind: str | None, leaf: bool
 def _entry(entry: Entry) -> Json:
     spec, model = entry.spec, entry.model
     known: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source, "dtype": spec.dtype}
+    known |= {name: value for name, value in CHOSEN.items() if getattr(spec, name) == value}
     if entry.reason:
         known["reason"] = entry.reason
     if model is None:

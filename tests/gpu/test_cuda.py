@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
+import subprocess
+import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
 from models.spec import ModelSpec
+from models.transfer import MOST_BYTES, to_device, to_host
 from models.union import packed_copy
 from service.config import Configuration
 from tests.oracle import record, seeded
@@ -32,7 +37,7 @@ def test_every_layer_equals_an_offline_hook_on_the_device(arch: str, dtype: str,
     net = seeded(torchvision.models.get_model(arch, weights=None), 1).eval()
     save_file(net.state_dict(), tmp_path / "net.safetensors")
     rows = torch.randn((2, 3, 224, 224), generator=torch.Generator().manual_seed(2))
-    torch.backends.cudnn.allow_tf32 = False
+    tf32(False)
     seen = record(net.to("cuda", getattr(torch, dtype)), rows.to("cuda", getattr(torch, dtype)))
     spec = ModelSpec(
         "net", f"torchvision:{arch}", weights=str(tmp_path / "net.safetensors"), device="cuda", dtype=dtype
@@ -63,15 +68,19 @@ def test_the_same_request_gives_the_same_bits(tmp_path: Path) -> None:
     assert len(prints) == 1
 
 
-def test_many_at_once_each_get_their_own(tmp_path: Path) -> None:
-    """Requests for different layers that share forwards on the GPU get what each gets alone."""
+@pytest.mark.parametrize("streams", [1, 2])
+def test_many_at_once_each_get_their_own(streams: int) -> None:
+    """Requests for different layers that share forwards on the GPU, or overlap there, get what each gets alone."""
     spec = ModelSpec("net", "torchvision:resnet18", weights="random:5", device="cuda")
     generator = torch.Generator().manual_seed(6)
     wanted = [
         (torch.randn((1 + number % 3, 3, 224, 224), generator=generator), LAYERS[number % len(LAYERS)])
         for number in range(48)
     ]
-    with serving(Configuration((spec,), "net")) as live:
+    with serving(Configuration((spec,), "net"), gpu_streams=streams) as live:
+        model = live.engine.fleet.registry.entry("net").model
+        assert model is not None
+        assert len(model.replicas) == streams
         alone = [_extract(live.client, rows, layers) for rows, layers in wanted]
         with ThreadPoolExecutor(16) as pool:
             together = list(pool.map(lambda each: _extract(live.client, *each), wanted))
@@ -103,6 +112,72 @@ def test_packed_copy_on_the_device() -> None:
     for found, tensor in zip(packed_copy(tensors), tensors, strict=True):
         assert found.device.type == "cpu"
         assert found.equal(tensor.cpu())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(torch.float32, torch.bfloat16), (torch.int64, torch.int64)])
+@pytest.mark.parametrize("counts", [(1,), (3, 1, 4)])
+def test_batches_to_the_device(counts: tuple[int, ...], kind: torch.dtype, dtype: torch.dtype) -> None:
+    """Rows of several requests are one batch, the same as by a plain copy, also while memory is used again."""
+    generator = torch.Generator().manual_seed(8)
+    for _ in range(20):
+        parts = [torch.randint(-9, 9, (count, 3, 64, 64), generator=generator).to(kind) for count in counts]
+        found = to_device(parts, dtype, torch.device("cuda", 0))
+        assert (found.device.type, found.dtype) == ("cuda", dtype)
+        assert found.cpu().equal(torch.cat(parts).to(dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2**20, MOST_BYTES + 1])
+def test_results_from_the_device(size: int) -> None:
+    """What comes to the host is there at once and stays, whatever comes after it."""
+    data = torch.randint(0, 256, (2, size), dtype=torch.uint8, device="cuda")
+    one, other = to_host(data[0]), to_host(data[1])
+    assert one.equal(data[0].cpu())
+    assert other.equal(data[1].cpu())
+    assert one.is_pinned() == (size <= MOST_BYTES)
+
+
+@pytest.mark.parametrize("fields", [{"tf32": True}, {"dtype": "bfloat16", "memory_format": "channels_last"}], ids=str)
+def test_chosen_precision(fields: dict[str, object], tmp_path: Path) -> None:
+    """With TF32, or another memory format, features are those of an offline hook that computes in the same way."""
+    net = seeded(torchvision.models.resnet18(weights=None), 9).eval()
+    save_file(net.state_dict(), tmp_path / "net.safetensors")
+    rows = torch.randn((2, 3, 224, 224), generator=torch.Generator().manual_seed(10))
+    dtype, layout = getattr(torch, str(fields.get("dtype", "float32"))), torch.contiguous_format
+    if "memory_format" in fields:
+        layout = torch.channels_last
+    tf32("tf32" in fields)
+    seen = record(net.to("cuda", dtype, memory_format=layout), rows.to("cuda", dtype, memory_format=layout))
+    plain = ModelSpec("net", "torchvision:resnet18", weights=str(tmp_path / "net.safetensors"), device="cuda")
+    chosen = ModelSpec(plain.name, plain.source, weights=plain.weights, device="cuda", **fields)  # type: ignore[arg-type]
+    prints = []
+    for spec in (plain, chosen):
+        with serving(Configuration((spec,), "net")) as live:
+            reply = _post(live.client, rows, "layer4,avgpool")
+            prints.append(reply.headers["X-Layertap-Fingerprint"])
+    assert prints[0] != prints[1]
+    for name, found in read_safetensors(reply.content).items():
+        expected = seen[name, 0, (), "output"].float().cpu().numpy()
+        tolerance = 5e-3 if "tf32" in fields else TOLERANCE["bfloat16"]
+        assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max(), name
+
+
+def test_a_failed_assertion_on_the_device_ends_all_answers() -> None:
+    """After an index beyond a table, which poisons the process, nothing is answered; in a process of its own."""
+    command = [sys.executable, "-m", "tests.gpu.poisoned"]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=240, check=False)
+    assert json.loads(told.stdout.splitlines()[-1]) == {
+        "before": [200, 200],
+        "poisoned": 503,
+        "after": [503, 503, 503],
+        "state": "failed",
+    }
+
+
+def tf32(allowed: bool) -> None:
+    """How products of float32 are computed offline."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of torch name a successor of these
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def _post(client, rows: torch.Tensor, layers: str):

@@ -75,6 +75,7 @@ def saved(path: Path, change: bool = False) -> str:
         {"factory": "Again"},
         {"weights": "random:1"},
         {"dtype": "bfloat16"},
+        {"tf32": True},
         {"inputs": (InputSpec("image", (3, 8, 9)),)},
         {"preprocess": PreprocessSpec(crop=8)},
     ],
@@ -94,11 +95,12 @@ def test_weights_bit(tmp_path: Path) -> None:
 
 
 def test_not_model(tmp_path: Path) -> None:
-    """The configured name, the way to the device, the time of loading and the default embedding go in nowhere."""
+    """The name, the way to the device, the memory format, the time of loading, the default embedding go in nowhere."""
     first = identity()
     assert identity() == first
     assert identity(name="another") == first
     assert identity(load="lazy") == first
+    assert identity(memory_format="channels_last") == first
     assert identity(embedding="conv") == first
     if not torch.cuda.is_available():
         assert identity(device="auto") == first
@@ -240,6 +242,7 @@ def test_result() -> None:
 
 def test_digests_stay() -> None:
     """What was asked for before an option was there has the digest that it had, in whatever it stands."""
+    assert of_model(MODEL, MODEL, net_spec("Chain").precision, None, INPUTS) == "600bda1f6d6d74a38ba8ff16c7b90192"
     gradient = replace(POINT, site="grad_output")
     leaf = Leaf((), (1, 3), "float32", layout="NC")
     goal = Goal(POINT, leaf, Objective("layer", selector=Selector("a", "a"), channel=1))

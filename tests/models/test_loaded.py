@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models import digits, hooks
 from models.catalog import Leaf
+from models.dtypes import DTYPES
 from models.errors import InputError, LoadError
 from models.loaded import MAX_CATALOGS, LoadedModel, load
 from models.plan import Capture, Plan, Result, resolve
@@ -18,7 +19,7 @@ from models.points import HookPoint, Reduction
 from models.selectors import parse
 from models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
-from tests.nets import INPUTS, Chain, batch
+from tests.nets import INPUTS, Chain, batch, resnet
 from tests.oracle import record
 
 SMALL = PreprocessSpec(resize=48, crop=48)
@@ -322,3 +323,29 @@ def test_half_precision(load_net: Loader, dtype: str) -> None:
     assert set(leaves) == {dtype}
     assert model.digest == full.digest
     assert model.identity != full.identity
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2), ("float16", 1e-2)])
+def test_channels_last(load_net: Loader, dtype: str, tolerance: float) -> None:
+    """In another memory format every layer gives what hooks see offline in it, in the order that its shape says."""
+    model, plain = load_net("resnet", dtype=dtype, memory_format="channels_last"), load_net("resnet", dtype=dtype)
+    x = batch(model.inputs, 3)
+    offline = resnet()
+    offline.load_state_dict(load_net("resnet").module.state_dict())
+    offline.eval().to(DTYPES[dtype], memory_format=torch.channels_last)
+    seen = record(offline, x["x"].to(DTYPES[dtype], memory_format=torch.channels_last))
+    assert any(not value.is_contiguous() for value in seen.values())
+    for (name, call, _, site), value in seen.items():
+        (found,) = extract(model, x, f"{name}#{call}:{site}").values()
+        assert found.is_contiguous()
+        scale = max(float(value.float().abs().max()), 1e-6)
+        torch.testing.assert_close(found, value.float(), rtol=0, atol=tolerance * scale, msg=f"{name}#{call}:{site}")
+    outputs = [
+        [(layer.name, each.output.leaves) for layer in one.catalog.layers.values() for each in layer.calls]
+        for one in (model, plain)
+    ]
+    assert outputs[0] == outputs[1]
+    assert (model.digest, model.identity) == (plain.digest, plain.identity)
+    weights = [part.weight for part in model.module.modules() if isinstance(part, nn.Conv2d)]
+    assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+    assert not all(weight.is_contiguous() for weight in weights)

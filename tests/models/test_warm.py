@@ -164,14 +164,17 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
 
 
 def test_keys(loaded: Callable[..., LoadedModel]) -> None:
-    """Another layer, reduction, or number of rows is another graph."""
+    """Another layer, reduction, number of rows, precision or memory format is another graph."""
     model = loaded("Chain")
+    others = [load(net_spec("Chain", **how)) for how in ({"tf32": True}, {"memory_format": "channels_last"})]
     captures = [
         tuple(plan_for(model, *layers, **how).captures)
         for layers, how in ((["conv"], {}), (["relu"], {}), (["conv"], {"pool": "mean"}), (["relu#0"], {}))
     ]
     keys = {key(model, each, kind) for each in captures for kind in ("one", "several")}
     assert len(keys) == 8
+    keys |= {key(other, captures[0], "one") for other in others}
+    assert len(keys) == 10
 
 
 def test_what_it_answers(warmed: LoadedModel) -> None:

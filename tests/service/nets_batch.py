@@ -153,3 +153,23 @@ class Residual(ResNet):
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
         return super().forward(x)
+
+
+class Fragile(Gated):
+    """By a row's first number: no kernel can be started, the driver has no memory, or from then on nothing works."""
+
+    ODD, FULL, ASSERTS = (LIMIT + number for number in range(3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = set(x[:, 0].tolist())
+        out = super().forward(x)
+        self.broken = self.broken or self.ASSERTS in marks
+        if self.broken or self.ODD in marks:
+            raise torch.AcceleratorError("CUDA error: secret")
+        if self.FULL in marks:
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return out

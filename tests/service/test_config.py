@@ -25,6 +25,7 @@ models:
     weights: random:7
     device: cpu
     dtype: float16
+    memory_format: channels_last
     load: lazy
     embedding: avgpool
     decode: fast
@@ -63,6 +64,10 @@ BAD = {
     "models: [{name: 5, source: 'a:b'}]": "models.0.name",
     "models: [{name: b, source: 'a:b'}, {name: a, source: 'a:b', colour: red}]": "models.1.colour",
     MODEL.format("dtype: float8"): "models.0.dtype",
+    MODEL.format("memory_format: nhwc"): "models.0.memory_format",
+    MODEL.format("tf32: maybe"): "models.0.tf32",
+    MODEL.format("tf32: true, dtype: bfloat16"): "tf32 is a way to compute in float32",
+    "models: [{name: a, source: 'a:b', tf32: true}, {name: b, source: 'a:b', device: cuda}]": "set it for b too",
     MODEL.format("load: never"): "models.0.load",
     MODEL.format("decode: quick"): "models.0.decode: Input should be 'exact' or 'fast'",
     MODEL.format("weights: 5"): "models.0.weights",
@@ -92,11 +97,19 @@ def test_yaml(tmp_path: Path) -> None:
     assert (one.name, one.source, one.weights, one.device) == ("one.A_b-1", "torchvision:resnet50", "random:7", "cpu")
     assert (one.dtype, one.load, one.embedding) == ("float16", "lazy", "avgpool")
     assert (one.decode, two.decode) == ("fast", "exact")
+    assert (one.memory_format, two.memory_format, two.tf32) == ("channels_last", "contiguous", False)
     assert one.preprocess == PreprocessSpec((40, 32), 32, (0.1, 0.2, 0.3), (1, 1, 1), "bicubic")
     assert two.inputs == (InputSpec("x", (3, 32, 32)), InputSpec("kind", (), "int64"))
     assert (two.weights, two.device, two.dtype, two.load, two.preprocess) == (
         *("DEFAULT", "auto", "float32", "startup", "preset"),
     )
+
+
+def test_tf32(tmp_path: Path) -> None:
+    """Models that no GPU runs in float32 need not agree with those that one may."""
+    others = "{name: b, source: 'a:b', device: cpu}, {name: c, source: 'a:b', dtype: bfloat16}"
+    configuration = read(written(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]"))
+    assert [spec.tf32 for spec in configuration.models] == [True, False, False]
 
 
 def test_json(tmp_path: Path) -> None:

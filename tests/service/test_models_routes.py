@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from models.digits import WEIGHTS
+from models.digits import spec as digits
 from models.weights import digest
+from service.config import Configuration
 from tests.server import Live, serving
 from tests.service.busy import ask
 from tests.service.support import Json, problem
@@ -52,6 +55,14 @@ def test_shown(live: Live) -> None:
     assert model is not None
     assert body["weights_digest"] == digest(model.module)
     assert live.client.get("/models").json()["models"][0] == body
+
+
+def test_chosen() -> None:
+    """How it computes is told where that was chosen."""
+    spec = replace(digits(), name="fast", device="cpu", tf32=True, memory_format="channels_last")
+    with serving(Configuration((spec,), "fast")) as live:
+        body = live.client.get("/models/fast").json()
+    assert (body["dtype"], body["tf32"], body["memory_format"]) == ("float32", True, "channels_last")
 
 
 def test_failed(live: Live) -> None:

@@ -254,6 +254,34 @@ def test_not_split_where_slots_take_turns() -> None:
     assert [batch.rows for batch in desk.batches()] == [18]
 
 
+def test_beside_another_only_where_more_rows_gain_nothing() -> None:
+    """Where forwards only overlap, a few rows wait for the one that runs, in company; many do not."""
+    desk, one = Desk(gpu=Device(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
+    desk.add(one, 1)
+    first = desk.batch()
+    desk.add(one, 7)
+    assert desk.take() is None
+    desk.add(one, 2)
+    assert (desk.batch().rows, desk.take()) == (8, None)
+    assert len(desk.running) == 2
+    desk.done(first)
+    assert desk.take() is None  # the last row waits beside the eight
+    desk.done(desk.running[0])
+    assert desk.batch().rows == 1
+
+
+def test_beside_another_after_long() -> None:
+    """Nor do few rows wait for ever: no longer than two good batches take."""
+    desk, one = Desk(gpu=Device(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
+    desk.add(one, 1)
+    desk.batch()
+    desk.add(one, 1)
+    desk.now = 15.9
+    assert desk.take() is None
+    desk.now = 16.0
+    assert desk.batch().rows == 1
+
+
 def test_single_rows_on_all_cores() -> None:
     """Few rows of a model that gains by all cores run one after the other, each on all of them and so much quicker."""
     desk, one = Desk(), lane("cpu", SOLO)
@@ -914,13 +942,23 @@ class Events(RuleBasedStateMachine):
     def could(self, idle: Mapping[str, int]) -> list[Lane]:
         """Lanes of which something can start now, whatever it is."""
         ready = [lane for lane in self.lanes if idle[lane.model] > 0 and self.free(lane.device) > 0 and self.live(lane)]
-        return [lane for lane in ready if not self.lone(lane)]
+        return [lane for lane in ready if not self.lone(lane) and (not self.beside(lane) or self.surely_ripe(lane))]
 
-    def ripe(self, lane: Lane, first: Waiting) -> bool:
+    def beside(self, lane: Lane) -> bool:
+        """Whether a forward of a lane would begin beside others, on a device where they only overlap."""
+        device = DEVICES[lane.device]
+        return not device.parallel and self.free(lane.device) < device.slots
+
+    def surely_ripe(self, lane: Lane) -> bool:
+        """As ``ripe``, whether or not what is past its deadline still counts."""
+        gone = [each for each in self.known if each.lane is lane and each.work.deadline <= self.now]
+        return self.ripe(lane, self.live(lane)[0], sum(each.left for each in gone if not each.removed))
+
+    def ripe(self, lane: Lane, first: Waiting, expired: int = 0) -> bool:
         enough = self.limits[lane].padded or min(
             max(8, math.ceil(10 * lane.costs.base / lane.costs.per_row)), self.limits[lane].ceiling
         )
-        waits = sum(each.left for each in self.known if each.lane is lane and not each.removed)
+        waits = sum(each.left for each in self.known if each.lane is lane and not each.removed) - expired
         takes = 2 * first.depth * (lane.costs.base + enough * lane.costs.per_row)
         return waits >= enough or self.now - first.since >= takes
 
@@ -965,6 +1003,7 @@ class Events(RuleBasedStateMachine):
         """The lane was allowed to run, had an idle replica, and nothing more urgent of its device could have run."""
         lane = batch.lane
         first = self.live(lane)[0]
+        assert not self.beside(lane) or self.ripe(lane, first)
         assert idle[lane.model] > 0
         assert not self.lone(lane)
         if first.late(self.now):
