@@ -54,6 +54,6 @@ def lone() -> None:
 
 
 def show_name() -> None:
-    """Have the system's tools (``top -H``) know this thread by its name, cut to 15 letters; Python 3.14 does it itself."""
+    """Have the system's tools (``top -H``) know this thread by its name, to 15 letters; Python 3.14 does so itself."""
     with suppress(OSError):  # other systems have no such file
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(threading.current_thread().name[:15])
