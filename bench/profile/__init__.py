@@ -1,0 +1,1 @@
+"""Where each millisecond of a request goes: ``python -m bench.profile``."""

@@ -1,0 +1,48 @@
+"""What a server's threads have used, and what it says of its requests itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.serving.server import TICK_S, TIMES, Server
+from bench.startup import HOST
+
+LOOP, OTHERS = "event loop", "others"
+ROLES = {"decode": "decoding", "model-": "forwards", "side": "side pool"}  # by how a thread's name begins
+Samples = dict[tuple[str, str], float]  # by name and the label that tells series apart
+
+
+def used(server: Server) -> Counter[str]:
+    """CPU seconds so far, by what threads are for."""
+    found: Counter[str] = Counter()
+    for task in Path(f"/proc/{server.process.pid}/task").iterdir():
+        name, stat = _named(task)
+        found[_role(task, server, name)] += sum(map(int, stat[TIMES])) * TICK_S
+    return found
+
+
+def samples(server: Server) -> Samples:
+    """Sums and counts of ``GET /metrics``."""
+    with urlopen(f"http://{HOST}:{server.port}/metrics") as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return {
+        (sample.name, sample.labels.get("step", "")): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.endswith(("_sum", "_count"))
+    }
+
+
+def _named(task: Path) -> tuple[str, list[str]]:
+    name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+    return name, rest.split()
+
+
+def _role(task: Path, server: Server, name: str) -> str:
+    if task.name == str(server.process.pid):
+        return LOOP
+    return next((role for start, role in ROLES.items() if name.startswith(start)), OTHERS)
