@@ -45,7 +45,8 @@ step "ceilings" "$PYTHON" -m bench.gpu --json "$out/gpu-ceilings-$day.json" --te
 
 # The server's models are placed by this; without wrk what needs no load generator is measured.
 export BENCH_DEVICE=cuda
-only=; command -v wrk >/dev/null || { say "wrk is missing: one connection only"; only="--only one early"; }
+only="--only server early"  # the plain loop and the peers compute on the CPU, which would be no comparison
+command -v wrk >/dev/null || { say "wrk is missing: one connection only"; only="--only early"; }
 for streams in 1 2; do
     # shellcheck disable=SC2086
     step "serving, $streams stream(s)" env LAYERTAP_GPU_STREAMS="$streams" "$PYTHON" -m bench.serving --rounds 2 \

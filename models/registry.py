@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from models.errors import LoadError, UnknownModelError, near, quoted
-from models.loaded import LoadedModel, load
+from models.loaded import LoadedModel, allow_tf32, load
 from models.spec import ModelSpec
 from models.warm.ready import made_ready
 
@@ -42,6 +42,8 @@ class Registry:
         streams: int = 1,
     ) -> None:
         self._streams = streams
+        specs = tuple(specs)
+        allow_tf32(any(spec.tf32 for spec in specs))  # also where no model is in float32: parts of one may be
         self._plans = plans
         self._replicas = replicas
         self._threads = threads

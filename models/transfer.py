@@ -1,7 +1,8 @@
 """Batches to a GPU and results from it, in the order of the stream of the thread that asks; for no other device.
 
 Pinned memory is read and written by the GPU itself, while threads go on. torch keeps what was pinned once and hands it
-out again, but not as long as a copy from or to it is under way; to the system it never goes back, hence ``MOST_BYTES``.
+out again, but not as long as a copy from or to it is under way; to the system it never goes back. Hence ``MOST_BYTES``
+for each piece; how many there are at a time hangs on the requests whose results wait to be sent.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def serve(
     allocator.keep_large_blocks()
     asgi = create_app(settings)
     logs.configure(settings.log_level)
-    # What was imported stays: a collector that looks through it again stops all threads for up to a tenth of a second.
+    # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
     # uvicorn drains on SIGTERM and then raises it again: a server that was asked to end and did so exits with 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -94,7 +94,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,
+        proxy_headers=False,  # nobody asks where a client is
         timeout_graceful_shutdown=math.ceil(settings.deadline_s),
         timeout_keep_alive=KEEP_ALIVE_S,
     )

@@ -52,7 +52,7 @@ def profiled(case: Case, connections: int, seconds: int, folder: Path) -> dict[s
     work = _alone(case, rows, seconds, pictures)
     spent = {role: 1000 * taken / images for role, taken in cpu.most_common()}
     return {
-        **{key: figures[key] for key in ("per_s", "p50_ms", "p99_ms")},
+        **{key: figures[key] for key in ("per_s", "p50_ms", "p99_ms", "failed")},
         "rows": rows,
         "cpu": spent,
         "alone": work,
@@ -110,6 +110,7 @@ def main() -> None:
         Console().print(table(name, results[name]))
     Console().print(waits(results))
     if chosen.json:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
         words = f"--cases {' '.join(chosen.cases)} --connections {chosen.connections} --seconds {chosen.seconds}"
         told = {"command": f"python -m bench.profile {words}", "machine": machine, "results": results}
         chosen.json.write_text(json.dumps(told, indent=2) + "\n")

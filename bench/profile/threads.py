@@ -8,11 +8,12 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.serving.server import TICK_S, TIMES, Server
+from bench.serving.server import TICK_S, Server
 from bench.startup import HOST
 
 LOOP, OTHERS = "event loop", "others"
 ROLES = {"decode": "decoding", "model-": "forwards", "side": "side pool"}  # by how a thread's name begins
+TIMES = slice(11, 13)  # user and system; what follows in a thread's stat is of the whole process's children
 Samples = dict[tuple[str, str], float]  # by name and the label that tells series apart
 
 

@@ -28,7 +28,7 @@ from models.warm.compiling import WarmError, compiled, compiler, folder, key, op
 
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
-TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
+TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
 KINDS = ("one", "several")
 
 
@@ -146,7 +146,7 @@ def _check(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
         wanted = model.run(model.replicas[0], [part], [share]).of(share)
         found = graphs.taken(part, rows).of(share)
         for capture in plan.captures:
-            if not _close(found[capture].values, wanted[capture].values, TOLERANCE[model.spec.dtype]):
+            if not _close(found[capture].values, wanted[capture].values, TOLERANCE[model.spec.precision]):
                 raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")
 
 

@@ -72,7 +72,9 @@ class Execution:
             with warmup.threads(self._threads):
                 return self._attempt(self._batch.parts)
         except BaseException as error:  # not of a forward: a device that is lost, for one
-            return [Outcome(part, raised(error), self._batch.rows, 1) for part in self._batch.parts]
+            found = raised(error)
+            self.lost = self.lost or is_lost(found, self._model, self._own)
+            return [Outcome(part, found, self._batch.rows, 1) for part in self._batch.parts]
 
     def _attempt(self, parts: Sequence[Part]) -> list[Outcome]:
         """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""

@@ -164,9 +164,10 @@ class Policy:
         if name not in self._devices:
             self._devices[name], self._free[name] = device, device.slots
 
-    def slots(self, device: str) -> int:
-        """How many slots a device has."""
-        return self._devices[device].slots
+    def sides(self, device: str, width: int) -> int:
+        """How many batches of so many slots a device computes at the same time."""
+        known = self._devices[device]
+        return known.slots // width if known.parallel else 1
 
     def add(self, work: Work) -> None:
         """Let a request wait for its forward."""

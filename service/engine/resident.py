@@ -135,6 +135,8 @@ class Resident:
             self._budget = self._measured(model)
             fixed = self._new_lane(model, model.catalog, model.catalog.costs).padded
             self._moves = fixed is not None and not model.steady(fixed)
+            if model.device.type == "cuda":
+                transfer.settle(model.device)
         except LayertapError as error:
             self._workers[0].stop()
             self.loaded.set_exception(error)
@@ -150,12 +152,13 @@ class Resident:
         # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of
         # these than cores, which makes every other model's rows on all cores slower.
         self._workers[0].stop()
-        self._workers = [Worker(f"model-{self._name}-{number}") for number in range(len(model.replicas))]
+        self._workers = [Worker(f"model-{number}-{self._name}") for number in range(len(model.replicas))]
         for worker in self._workers:
             worker.post(partial(torch.set_num_threads, 1))
             if model.device.type == "cuda":
                 worker.post(partial(transfer.own_stream, model.device))
-        self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / len(model.replicas)))
+        sides = len(model.replicas) if model.device.type == "cpu" else 1  # on a GPU they only overlap
+        self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / sides))
         self.loaded.set_result(model)
 
     def _measured(self, model: LoadedModel) -> int:

@@ -267,7 +267,7 @@ class Scheduler:
             if execution.failures.too_many is not None:
                 self._policy.lower(batch.lane, execution.failures.too_many)
             self._policy.done(batch, seconds)
-            beside = min(self._policy.slots(batch.lane.device) // batch.slots, len(crew.workers))
+            beside = min(self._policy.sides(batch.lane.device, batch.slots), len(crew.workers))
             # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
             weight = batch.lane.costs.per_row / crew.model.catalog.costs.per_row
             spent = seconds / beside / batch.rows / weight
@@ -327,12 +327,14 @@ class Scheduler:
         (self._metrics.expired if late else self._metrics.cancelled)(work.lane.model)
 
     def _called(self, crew: Crew, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
-        _settle(future, partial(_ended, run, crew.model))
-        error = None if future.cancelled() else future.exception()
-        gone = error is not None and is_lost(error, crew.model, crew.model.replicas[0])
+        if future.set_running_or_notify_cancel():
+            found = _caught(partial(_ended, run, crew.model))
+            if isinstance(found, Exception) and is_lost(found, crew.model, crew.model.replicas[0]):
+                with self._lock:
+                    self._lose()
+                found = lost()
+            _settle(future, found)
         with self._lock:
-            if gone:
-                self._lose()
             crew.idle.append(0)
             self._dispatch()
 
@@ -389,11 +391,7 @@ def _caught(run: Callable[[], T]) -> T | LayertapError | RuntimeError:
         return raised(error)
 
 
-def _settle(future: Future[T], run: Callable[[], T]) -> None:
-    """Run something unless nobody waits for it any more."""
-    if not future.set_running_or_notify_cancel():
-        return
-    found = _caught(run)
+def _settle(future: Future[T], found: T | LayertapError | RuntimeError) -> None:
     if isinstance(found, Exception):
         future.set_exception(found)
     else:

@@ -16,7 +16,7 @@ async def livez(request: Request) -> dict[str, str]:
     """Whether the process works: 503 once the thread of a loaded model has died, or a device gives errors only."""
     engine: Engine = request.app.state.engine
     if not engine.fleet.alive:
-        raise UnavailableError("a model's thread or a device has died; restart the server", retry_after=5.0)
+        raise _dead()
     return {"status": "alive"}
 
 
@@ -24,7 +24,9 @@ async def livez(request: Request) -> dict[str, str]:
 async def readyz(request: Request) -> dict[str, str]:
     """Whether requests are welcome: 503 until the models wanted from the start are loaded, and while draining."""
     engine: Engine = request.app.state.engine
-    if not engine.fleet.ready or not engine.fleet.alive:
+    if not engine.fleet.alive:
+        raise _dead()
+    if not engine.fleet.ready:
         raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
     return {"status": "ready"}
 
@@ -33,3 +35,7 @@ async def readyz(request: Request) -> dict[str, str]:
 async def root() -> RedirectResponse:
     """The documentation, until there is a page to look at."""
     return RedirectResponse("docs")
+
+
+def _dead() -> UnavailableError:
+    return UnavailableError("a model's thread or a device has died; restart the server", retry_after=5.0)

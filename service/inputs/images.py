@@ -73,8 +73,15 @@ def decode_reduced(data: bytes, max_pixels: int, enough: Callable[[int, int], tu
     size = _swapped(image.size, turn)
     least = enough(*size)
     margins = _reduce(image, _swapped(least, turn)) if least else None
-    with _refusing():
-        reduced = _turned(_rgb(image), turn)
+    try:
+        with _refusing():
+            reduced = _turned(_rgb(image), turn)
+    except InputError:
+        if margins is None:
+            raise
+        # A lossless JPEG has no scales. What is broken is refused here, by what refuses it in full.
+        whole = decode_image(data, max_pixels)
+        return Picture(whole, whole.size)
     return Picture(reduced, size, _box(reduced, margins, turn) if margins else None)
 
 

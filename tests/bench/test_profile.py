@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from bench.profile.__main__ import CASES, table
+from bench.profile.__main__ import table
 from bench.profile.threads import LOOP, samples, used
 from bench.serving.client import Ask, Line
 from bench.serving.contenders import extract

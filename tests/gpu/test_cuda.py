@@ -117,11 +117,13 @@ def test_packed_copy_on_the_device() -> None:
 @pytest.mark.parametrize(("kind", "dtype"), [(torch.float32, torch.bfloat16), (torch.int64, torch.int64)])
 @pytest.mark.parametrize("counts", [(1,), (3, 1, 4)])
 def test_batches_to_the_device(counts: tuple[int, ...], kind: torch.dtype, dtype: torch.dtype) -> None:
-    """Rows of several requests are one batch, the same as by a plain copy, also while memory is used again."""
+    """Rows of several requests are one batch, the same as by a plain copy, also while other copies are under way."""
     generator = torch.Generator().manual_seed(8)
-    for _ in range(20):
-        parts = [torch.randint(-9, 9, (count, 3, 64, 64), generator=generator).to(kind) for count in counts]
-        found = to_device(parts, dtype, torch.device("cuda", 0))
+    sent = [
+        [torch.randint(-9, 9, (count, 3, 64, 64), generator=generator).to(kind) for count in counts] for _ in range(20)
+    ]
+    torch.cuda._sleep(100_000_000)  # all that follows waits on the device
+    for parts, found in [(parts, to_device(parts, dtype, torch.device("cuda", 0))) for parts in sent]:
         assert (found.device.type, found.dtype) == ("cuda", dtype)
         assert found.cpu().equal(torch.cat(parts).to(dtype))
 
@@ -149,13 +151,16 @@ def test_chosen_precision(fields: dict[str, object], tmp_path: Path) -> None:
     seen = record(net.to("cuda", dtype, memory_format=layout), rows.to("cuda", dtype, memory_format=layout))
     plain = ModelSpec("net", "torchvision:resnet18", weights=str(tmp_path / "net.safetensors"), device="cuda")
     chosen = ModelSpec(plain.name, plain.source, weights=plain.weights, device="cuda", **fields)  # type: ignore[arg-type]
-    prints = []
+    prints, replies = [], []
     for spec in (plain, chosen):
         with serving(Configuration((spec,), "net")) as live:
             reply = _post(live.client, rows, "layer4,avgpool")
             prints.append(reply.headers["X-Layertap-Fingerprint"])
+            replies.append(read_safetensors(reply.content))
     assert prints[0] != prints[1]
-    for name, found in read_safetensors(reply.content).items():
+    full = replies[0]["layer4"]
+    assert np.abs(replies[1]["layer4"] - full).max() > 1e-5 * np.abs(full).max()
+    for name, found in replies[1].items():
         expected = seen[name, 0, (), "output"].float().cpu().numpy()
         tolerance = 5e-3 if "tf32" in fields else TOLERANCE["bfloat16"]
         assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max(), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
@@ -170,9 +171,22 @@ def png(size: tuple[int, int]) -> bytes:
     return stream.getvalue()
 
 
+def lossless(width: int, height: int) -> bytes:
+    """A JPEG of predicted values in place of blocks (SOF3), all gray: no scale but the full one."""
+
+    def segment(mark: int, body: bytes) -> bytes:
+        return bytes([0xFF, mark]) + struct.pack(">H", len(body) + 2) + body
+
+    frame = struct.pack(">BHH", 8, height, width) + bytes([1, 1, 0x11, 0])
+    table, scan = bytes([0, 1, *[0] * 15, 0]), bytes([1, 1, 0, 1, 0, 0])
+    head = segment(0xC3, frame) + segment(0xC4, table) + segment(0xDA, scan)
+    return b"\xff\xd8" + head + bytes((width * height + 7) // 8) + b"\xff\xd9"
+
+
 @pytest.mark.parametrize(
     ("data", "spec"),
     [
+        (lossless(1600, 1200), PLAIN),
         (photo((640, 427)), replace(PLAIN, resize=232)),
         (photo((479, 479)), PLAIN),
         (photo((640, 427), exif=oriented(6)), replace(PLAIN, resize=256, crop=224)),
@@ -182,7 +196,7 @@ def png(size: tuple[int, int]) -> bytes:
         (photo((1600, 1200)), replace(PLAIN, interpolation="box")),
         (png((1600, 1200)), PLAIN),
     ],
-    ids=["small", "just too small", "small turned", "tiny", "no resize", "nearest", "box", "png"],
+    ids=["lossless", "small", "just too small", "small turned", "tiny", "no resize", "nearest", "box", "png"],
 )
 def test_bit_for_bit(data: bytes, spec: PreprocessSpec) -> None:
     """Small pictures, other formats, and rows that need single pixels have the full decode's bits."""

@@ -55,7 +55,7 @@ def test_threads(serve: Serve, maker: Maker) -> None:
             maker.gate.set()
             assert reply.result().status_code == 200
         until(lambda: "load-lazy" not in {thread.name for thread in threading.enumerate()})
-        assert {"model-lazy-0"} <= {thread.name for thread in threading.enumerate()}
+        assert {"model-0-lazy"} <= {thread.name for thread in threading.enumerate()}
 
 
 def state(live: Live, name: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from models.loaded import LoadedModel
+from service.errors import UnavailableError
 from tests.server import Live
 from tests.service.busy import gated, until
 from tests.service.conftest import Serve
@@ -87,5 +88,5 @@ def test_lost_in_a_call(fragile: Live) -> None:
         return model.module(torch.zeros(HELD, 4))
 
     error = fragile.engine.fleet.scheduler.call("fragile", survey).exception(60)
-    assert isinstance(error, RuntimeError)
+    assert isinstance(error, UnavailableError)
     check_lost(fragile)
