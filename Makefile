@@ -42,7 +42,7 @@ format: $(STAMP) ## Apply ruff's fixes and formatting
 
 bench: NOW := $(shell date +%Y-%m-%d-%H%M)
 bench: RESULTS := bench/results
-bench: $(STAMP) ## Measure start-up, then servers beside a plain loop (half an hour); the latter's options in ARGS
+bench: $(STAMP) ## Measure start-up, then servers beside a plain loop (half an hour and more); the latter's options in ARGS
 	$(BIN)/python -m bench.startup --rounds 3 --json $(RESULTS)/startup-$(NOW).json
 	$(BIN)/python -m bench.serving --json $(RESULTS)/serving-$(NOW).json $(ARGS)
 	$(BIN)/python -m bench.table $(RESULTS)/serving-$(NOW).json
