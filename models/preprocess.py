@@ -16,9 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import functional as tvf
 
-from models.spec import Interpolation, PreprocessSpec
+from models.spec import Box, Interpolation, PreprocessSpec
 
-Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
 # times as large (docs/fidelity.md).
 ENOUGH = 2
@@ -175,14 +174,7 @@ PILLOWS: dict[Interpolation, Image.Resampling] = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-RESAMPLINGS: dict[int, Interpolation] = {  # PIL's numbers
-    0: "nearest",
-    1: "lanczos",
-    2: "bilinear",
-    3: "bicubic",
-    4: "box",
-    5: "hamming",
-}
+RESAMPLINGS = {int(mode): name for name, mode in PILLOWS.items() if name != "nearest-exact"}  # by PIL's numbers
 PRESETS: dict[str, Callable[[Any], PreprocessSpec]] = {
     "ImageClassification": _classification,
     "SemanticSegmentation": _segmentation,

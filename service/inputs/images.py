@@ -25,12 +25,12 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from models.errors import InputError, TooLargeError
+from models.spec import Box
 
 _HINT = "send a complete JPEG, PNG, WebP, GIF, BMP or TIFF file"
 _SMALLER = "send a smaller picture"
 _CHUNK = 1 << 20
 _threshold = Lock()
-Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels
 
 
 @dataclass(frozen=True)

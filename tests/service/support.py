@@ -176,3 +176,16 @@ READERS: dict[str, Callable[[httpx.Response], dict[str, Array]]] = {
 }
 
 TITLES = {413: "Content Too Large", 422: "Unprocessable Content"}  # as RFC 9110 has them, newer than Python's
+
+
+# Stored pixels to upright ones by hand, by EXIF orientation.
+UPRIGHT: dict[int, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
+    8: lambda a: np.rot90(a, 1),
+}

@@ -24,7 +24,7 @@ from service.config import Configuration, read
 from service.inputs.images import Picture, decode_image, decode_reduced
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, arrays_of, image, problem, raw
+from tests.service.support import UPRIGHT, Array, arrays_of, image, problem, raw
 
 LIMIT = 20_000_000
 CHINA = Image.fromarray(load_sample_image("china.jpg"))
@@ -129,18 +129,6 @@ def test_sharp(side: int, mode: str) -> None:
     CHINA.save(stream, "JPEG", quality=95)
     spec = replace(PLAIN, resize=side, interpolation=mode)
     assert_close(fast(stream.getvalue(), spec), exact(stream.getvalue(), [side], mode))
-
-
-UPRIGHT = {
-    1: lambda a: a,
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.transpose(1, 0, 2),
-    6: lambda a: np.rot90(a, -1),
-    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
-    8: lambda a: np.rot90(a, 1),
-}
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)

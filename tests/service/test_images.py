@@ -15,6 +15,7 @@ from PIL import Image, ImageCms
 
 from models.errors import InputError, TooLargeError
 from service.inputs.images import decode_image
+from tests.service.support import UPRIGHT
 
 LIMIT = 1_000_000
 NOISE = np.random.default_rng(7).integers(0, 256, (6, 9, 3), dtype=np.uint8)
@@ -81,18 +82,6 @@ def test_jpeg(options: dict[str, Any]) -> None:
     """A JPEG decodes to what Pillow gives for it."""
     data = saved(Image.fromarray(SMOOTH), "JPEG", **options)
     assert np.array_equal(pixels(data), np.asarray(Image.open(BytesIO(data)).convert("RGB")))
-
-
-UPRIGHT: dict[int, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
-    1: lambda a: a,
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.transpose(1, 0, 2),
-    6: lambda a: np.rot90(a, -1),
-    7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
-    8: lambda a: np.rot90(a, 1),
-}
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
