@@ -115,11 +115,25 @@ class Plan:
 
     def numbers(self, rows: int) -> int:
         """How many numbers all results hold."""
-        return sum(prod(result.capture.shape(rows)) for result in self.results)
+        return self._size(rows)[0]
 
     def nbytes(self, rows: int) -> int:
         """Bytes of all results as arrays."""
-        return sum(result.capture.nbytes(rows) for result in self.results)
+        return self._size(rows)[1]
+
+    def _size(self, rows: int) -> tuple[int, int]:
+        """Numbers and bytes; kept, as each request asks several times and plans are used again."""
+        known = self._sizes.get(rows)
+        if known is None:
+            captures = [result.capture for result in self.results]
+            known = sum(prod(each.shape(rows)) for each in captures), sum(each.nbytes(rows) for each in captures)
+            self._sizes[rows] = known
+        return known
+
+    @cached_property
+    def _sizes(self) -> dict[int, tuple[int, int]]:
+        """By rows; as many as a request may have inputs."""
+        return {}
 
 
 def resolve(

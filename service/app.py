@@ -14,6 +14,7 @@ from service.config import Configuration
 from service.engine.engine import Engine
 from service.engine.fleet import Fleet
 from service.http import errors, explain, extract, health, metrics, models, openapi
+from service.http.direct import Direct
 from service.http.outermost import Outermost
 from service.metrics import Metrics
 from service.settings import Settings
@@ -43,6 +44,7 @@ def create_app(settings: Settings | None = None, configuration: Configuration | 
         app.include_router(router)
     errors.install(app)
     openapi.install(app)
+    app.add_middleware(Direct, routes=(*extract.router.routes, *explain.router.routes))
     app.add_middleware(Outermost, settings=settings, metrics=engine.metrics)
     return app
 

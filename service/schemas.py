@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
@@ -272,6 +273,20 @@ class ObjectiveBody(_Strict):
         )
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a body asks of a model's layers: which are wanted, what is changed, the objective, where forwards begin.
+
+    ``verify``: outputs are put back in a second forward.
+    """
+
+    selectors: tuple[Selector, ...]
+    interventions: tuple[Intervention, ...]
+    objective: Objective | None
+    resume: Selector | None
+    verify: bool
+
+
 class RequestBody(_Strict):
     """What the bodies of all routes that compute have in common."""
 
@@ -283,25 +298,13 @@ class RequestBody(_Strict):
     isolated: bool = False
     priority: Priority = "interactive"
 
-    def selectors(self) -> tuple[Selector, ...]:
-        """The layers that are asked for; RequestError with a fault for each bad one."""
-        return ()
+    @cached_property
+    def wanted(self) -> Wanted:
+        """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
+        return Wanted((), (), self._goal(), None, verify=False)
 
-    def changes(self) -> tuple[Intervention, ...]:
-        """What is changed; RequestError with a fault for each bad one."""
-        return ()
-
-    def checked(self) -> bool:
-        """Whether outputs are put back in a second forward."""
-        return False
-
-    def goal(self) -> Objective | None:
-        """The objective; RequestError where it makes no sense."""
+    def _goal(self) -> Objective | None:
         return _at("/objective", lambda: self.objective.objective() if self.objective is not None else None)
-
-    def start(self) -> Selector | None:
-        """The layer whose outputs the inputs are, where they are not the model's own."""
-        return None
 
 
 class ExtractBody(RequestBody):
@@ -315,21 +318,16 @@ class ExtractBody(RequestBody):
     verify: bool = False
     resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
 
-    def selectors(self) -> tuple[Selector, ...]:
-        """Every entry of ``layers``; RequestError with a fault for each bad one."""
-        return tuple(_good(self.layers, "layers", lambda each: each.selector(self.pool, self.normalize, self.dtype)))
-
-    def changes(self) -> tuple[Intervention, ...]:
-        """Every entry of ``interventions``; RequestError with a fault for each bad one."""
-        return tuple(_good(self.interventions, "interventions", InterventionBody.intervention))
-
-    def checked(self) -> bool:
-        """Whether outputs are put back in a second forward."""
-        return self.verify
-
-    def start(self) -> Selector | None:
-        """The layer whose outputs the inputs are; RequestError where that is no selector."""
-        return _at("/resume", lambda: parse(self.resume) if self.resume is not None else None)
+    @cached_property
+    def wanted(self) -> Wanted:
+        """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
+        return Wanted(
+            tuple(_good(self.layers, "layers", lambda each: each.selector(self.pool, self.normalize, self.dtype))),
+            tuple(_good(self.interventions, "interventions", InterventionBody.intervention)),
+            self._goal(),
+            _at("/resume", lambda: parse(self.resume) if self.resume is not None else None),
+            self.verify,
+        )
 
 
 class ExplainBody(RequestBody):

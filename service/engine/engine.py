@@ -21,8 +21,9 @@ from models.plan import Plan, Result
 from models.points import path_text
 from models.resuming import Resumption, start_of
 from models.spec import InputSpec
+from service.engine.deadline import within
 from service.engine.execution import Results
-from service.engine.fleet import Fleet, within
+from service.engine.fleet import Fleet
 from service.engine.job import Ask, Job
 from service.engine.planning import Planned, planned, scaled
 from service.engine.policy import Lane, Work
@@ -118,7 +119,7 @@ class Engine:
 
     async def run(self, job: Job) -> Features:
         """Run a job with others that take the same shape; DeadlineError, LayerNotReachedError."""
-        parts = await within(job.deadline, self.fleet.scheduler.run(self._work(job), job))
+        parts = await self.fleet.scheduler.run(self._work(job), job)
         self.metrics.answered(job.model.spec.name, job.rows)
         if len(parts) == 1:
             return _features(job, parts)
@@ -202,9 +203,8 @@ class Engine:
 
     async def _try(self, item: Item, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
         run = partial(rows_of, item, model, self.settings)
-        decoding = self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority)
         try:
-            return await within(ask.deadline, decoding)
+            return await self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
         except (InputError, TooLargeError) as error:
             return [error]
 

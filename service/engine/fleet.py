@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -15,6 +15,7 @@ from models.errors import LayertapError, TooLargeError
 from models.loaded import LoadedModel
 from models.registry import Entry, Registry
 from service.engine.budget import Budget
+from service.engine.deadline import within
 from service.engine.resident import Resident
 from service.engine.scheduler import Scheduler, lost
 from service.errors import DeadlineError, QueueFullError, UnavailableError
@@ -249,12 +250,3 @@ class Fleet:
 
 def _unloaded(name: str) -> UnavailableError:
     return UnavailableError(f"model {name} is being unloaded", retry_after=1.0)
-
-
-async def within(deadline: float, awaited: Awaitable[T]) -> T:
-    """Await until a moment on the monotonic clock; DeadlineError then."""
-    try:
-        async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
-            return await awaited
-    except TimeoutError:
-        raise DeadlineError("the deadline passed before the answer was there") from None

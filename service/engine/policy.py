@@ -204,6 +204,8 @@ class Policy:
 
     def take(self, idle: Mapping[str, int]) -> Batch | Preparation | None:
         """What starts now, None where nothing may; ``idle`` counts the replicas of each model that could run it."""
+        if not self._waiting and not any(self._preparations.values()):
+            return None
         kept: set[str] = set()  # devices whose slots are kept free for what needs all of them
         ordered, next_one = self._ordered(idle), self._undecoded()
         if next_one is not None and not any(self._before(lane, next_one) for lane in ordered):

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from models import transfer
 from models.errors import LayertapError
 from models.loaded import LoadedModel
+from service.engine.deadline import ending
 from service.engine.execution import Execution, Interval, Outcome, Results, is_lost, raised
 from service.engine.job import Job
 from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
@@ -158,10 +159,12 @@ class Scheduler:
             self._dispatch()
         return future
 
-    async def decode(self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority) -> T:
+    async def decode(
+        self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority, deadline: float
+    ) -> T:
         """Run something that decodes for a model when the policy lets it; ``count`` tells how many rows it gave.
 
-        Called on the event loop. Cancelled before its turn, it never runs.
+        Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         preparation = Preparation(priority)
@@ -170,10 +173,12 @@ class Scheduler:
             self._decoding[preparation] = partial(self._decoded, crew, preparation, run, count, answer)
             self._policy.prepare(preparation)
             self._dispatch()
+        timer = ending(answer, deadline)
         try:
             return await answer
         finally:
-            if answer.cancelled():  # hold no picture that nobody waits for
+            timer.cancel()
+            if not _given(answer):  # hold no picture that nobody waits for
                 with self._lock:
                     if self._decoding.pop(preparation, None) is not None:
                         self._policy.withdraw(preparation)
@@ -181,7 +186,7 @@ class Scheduler:
     async def run(self, work: Work, job: Job) -> list[Results]:
         """A job's results in the host's memory, in one part or several whose rows follow each other.
 
-        Called on the event loop. Cancelled, what still waits never runs.
+        Called on the event loop. Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
         answer: asyncio.Future[list[Results]] = asyncio.get_running_loop().create_future()
         pending = _Pending(job, answer, work.rows, time.perf_counter())
@@ -191,9 +196,11 @@ class Scheduler:
             self._pending[work] = pending
             self._policy.add(work)
             self._dispatch()
+        timer = ending(answer, job.deadline)
         try:
             return await answer
         finally:
+            timer.cancel()
             with self._lock:
                 if self._pending.pop(work, None) is not None:
                     self._policy.remove(work)
@@ -347,7 +354,7 @@ class Scheduler:
         answer: asyncio.Future[T],
     ) -> None:
         begun = time.perf_counter()
-        found = RuntimeError("nobody waits") if answer.cancelled() else _caught(run)
+        found = RuntimeError("nobody waits") if answer.done() else _caught(run)
         seconds = time.perf_counter() - begun
         rows = 0 if isinstance(found, Exception) else count(found)
         with self._lock:
@@ -362,6 +369,10 @@ def lost() -> UnavailableError:
     return UnavailableError(
         "a device gives nothing but errors", hint="the server has to be restarted", retry_after=LOST_RETRY_S
     )
+
+
+def _given(answer: asyncio.Future[Any]) -> bool:
+    return answer.done() and not answer.cancelled() and answer.exception() is None
 
 
 def _covered(intervals: list[Interval]) -> float:

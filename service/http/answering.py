@@ -15,7 +15,7 @@ from service.engine.engine import Engine
 from service.engine.job import Ask, Timings
 from service.features import Features
 from service.http import body as body_
-from service.http.command import Command, Dialect, Sent, read
+from service.http.command import Command, Dialect, Query, Sent, read
 from service.http.connection import while_connected
 from service.schemas import RequestBody
 from service.settings import Settings
@@ -57,12 +57,13 @@ async def answered(request: Request, dialect: Dialect, cook: Cook) -> Response:
     engine: Engine = request.app.state.engine
     state = request.scope["state"]
     timings = Timings(state["timings"], state["notes"])
-    format = choose(request.headers.get("accept"), request.query_params.get("format"), FORMATS)  # noqa: A001
-    dry = _flag(request, "dry_run")
+    query = Query.of(request.scope["query_string"])
+    format = choose(request.headers.get("accept"), query.parameters.get("format"), FORMATS)  # noqa: A001
+    dry = _flag(query, "dry_run")
     deadline = time.monotonic() + _seconds(request, engine.settings)
     reserve = state["until_sent"].enter_context(engine.fleet.budget.held())
     data = await body_.read(request, engine.settings, reserve)
-    sent = Sent(request.headers, request.query_params, data, engine.settings, dialect)
+    sent = Sent(request.headers, query, data, engine.settings, dialect)
     wish = Wish(format, dry, deadline, timings, reserve)
 
     async def work() -> Response:
@@ -98,20 +99,20 @@ async def _order(engine: Engine, sent: Sent, wish: Wish) -> Order:
 
 def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
     command = read(sent)
-    body = command.body
+    body, wanted = command.body, command.body.wanted
     return command, Ask(
         model=body.model,
         items=command.items,
-        selectors=body.selectors(),
+        selectors=wanted.selectors,
         deadline=wish.deadline,
-        interventions=body.changes(),
-        objective=body.goal(),
-        resume=body.start(),
+        interventions=wanted.interventions,
+        objective=wanted.objective,
+        resume=wanted.resume,
         on_error=body.on_error,
         faults=command.faults,
         timings=wish.timings,
         isolated=body.isolated,
-        verify=body.checked(),
+        verify=wanted.verify,
         priority=body.priority,
         reserve=wish.reserve,
     )
@@ -121,7 +122,7 @@ def _is_short(sent: Sent) -> bool:
     """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
     kind = sent.headers.get("content-type", "")
     short = kind.startswith("image/") or (len(sent.data) <= SHORT and not kind.startswith("multipart/"))
-    return short and len(str(sent.query)) <= SHORT
+    return short and len(sent.query.text) <= SHORT
 
 
 class Size:
@@ -142,8 +143,8 @@ class Size:
             )
 
 
-def _flag(request: Request, name: str) -> bool:
-    value = request.query_params.get(name, "false").lower()
+def _flag(query: Query, name: str) -> bool:
+    value = query.parameters.get(name, "false").lower()
     if value not in FLAGS:
         raise RequestError(f"'{name}' is true or false")
     return FLAGS[value]

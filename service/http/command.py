@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from email.message import Message
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -22,6 +23,7 @@ from service.schemas import RequestBody, faults_of, items
 from service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000
+KEPT, KEPT_BYTES = 64, 512  # queries that are remembered, and how long each may be
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
 OBJECTIVE = {"objective": "kind", "class": "class"}  # by their names in the body's ``objective``
@@ -47,11 +49,30 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Query:
+    """The part of a URL behind the question mark, as it was sent and read."""
+
+    text: bytes
+    parameters: QueryParams = field(compare=False)
+
+    @classmethod
+    def of(cls, text: bytes) -> Query:
+        """What was sent, read."""
+        return _kept_query(text) if len(text) <= KEPT_BYTES else cls(text, QueryParams(text))
+
+
+@lru_cache(maxsize=KEPT)
+def _kept_query(text: bytes) -> Query:
+    """Kept, as is the body in it: clients send the same over and over, and to read it takes longer than all else."""
+    return Query(text, QueryParams(text))
+
+
+@dataclass(frozen=True)
 class Sent:
     """What arrived."""
 
     headers: Headers
-    query: QueryParams
+    query: Query
     data: bytes
     settings: Settings
     dialect: Dialect
@@ -78,11 +99,11 @@ def read(sent: Sent) -> Command:
 
 
 def _json(sent: Sent) -> Command:
-    _only(sent.query, ALWAYS, "a JSON body says everything itself")
+    _only(sent.query.parameters, ALWAYS, "a JSON body says everything itself")
     value = load_json(sent.data, sent.settings.max_json_depth)
     if isinstance(value, dict) and isinstance(value.get("inputs"), list):
         check_count(len(value["inputs"]), sent.settings)
-    body = _validated(sent, value)
+    body = _validated(sent.dialect, value)
     good, faults = items(body.inputs, skip=body.on_error == "skip")
     return Command(body, tuple(good), tuple(faults))
 
@@ -99,8 +120,8 @@ def _multipart(sent: Sent) -> Command:
     found = tuple(enumerate(ImageItem(part.data) for part in images))
     if not requests:
         return _raw(sent, found)
-    _only(sent.query, ALWAYS, "the part 'request' says everything itself")
-    body = _validated(sent, load_json(requests[0].data, sent.settings.max_json_depth))
+    _only(sent.query.parameters, ALWAYS, "the part 'request' says everything itself")
+    body = _validated(sent.dialect, load_json(requests[0].data, sent.settings.max_json_depth))
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts 'images'", hint="leave 'inputs' out")
     return Command(body, found)
@@ -146,15 +167,23 @@ def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
 
 def _raw(sent: Sent, found: tuple[tuple[int, Item], ...]) -> Command:
     """A command whose body is the query parameters."""
-    known = sent.dialect.fields
-    _only(sent.query, ALWAYS | known | OBJECTIVE.keys(), "")
-    fields: dict[str, Any] = {key: _single(sent.query, key) for key in sent.query if key in known - LISTS}
+    body = _kept_body if len(sent.query.text) <= KEPT_BYTES else _body
+    return Command(body(sent.query, sent.dialect), found)
+
+
+def _body(query: Query, dialect: Dialect) -> RequestBody:
+    known, parameters = dialect.fields, query.parameters
+    _only(parameters, ALWAYS | known | OBJECTIVE.keys(), "")
+    fields: dict[str, Any] = {key: _single(parameters, key) for key in parameters if key in known - LISTS}
     for name in LISTS & known:
-        given = sent.query.getlist(name)
+        given = parameters.getlist(name)
         fields[name] = [each for value in given for each in value.split(",", MAX_LAYER_PARAMETERS) if each]
-    if objective := {name: _single(sent.query, key) for key, name in OBJECTIVE.items() if key in sent.query}:
+    if objective := {name: _single(parameters, key) for key, name in OBJECTIVE.items() if key in parameters}:
         fields["objective"] = objective
-    return Command(_validated(sent, fields), found)
+    return _validated(dialect, fields)
+
+
+_kept_body = lru_cache(maxsize=KEPT)(_body)
 
 
 def _single(query: QueryParams, key: str) -> str:
@@ -196,9 +225,9 @@ def _deeper(value: Any, limit: int) -> bool:
     return True
 
 
-def _validated(sent: Sent, value: Any) -> RequestBody:
+def _validated(dialect: Dialect, value: Any) -> RequestBody:
     try:
-        return sent.dialect.body.model_validate(value)
+        return dialect.body.model_validate(value)
     except ValidationError as error:
         faults = faults_of(error.errors(include_url=False, include_input=False, include_context=False))
         detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail

@@ -7,8 +7,9 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.errors import quoted
@@ -19,6 +20,7 @@ from service.metrics import OTHER, Metrics
 from service.settings import Settings
 
 log = logging.getLogger("layertap.access")
+ALWAYS = ((b"vary", b"Accept"), (b"x-content-type-options", b"nosniff"))
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
@@ -60,7 +62,7 @@ class Outermost:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-                _dress(MutableHeaders(scope=message), state, begun)
+                _dress(message, state, begun)
             await send(message)
             sent += len(message.get("body", b""))
 
@@ -87,16 +89,17 @@ class Outermost:
                 await bug(request_id)(scope, receive, send)
 
 
-def _dress(headers: MutableHeaders, state: dict[str, object], begun: float) -> None:
-    timings = state["timings"]
-    steps = {**(timings if isinstance(timings, dict) else {}), "total": (time.perf_counter() - begun) * 1000}
-    headers["X-Request-Id"] = str(state["request_id"])
-    entries = [f"{name};dur={milliseconds:.2f}" for name, milliseconds in steps.items()]
-    notes = state["notes"]
-    entries += [f'{name};desc="{text}"' for name, text in (notes.items() if isinstance(notes, dict) else ())]
-    headers["Server-Timing"] = ", ".join(entries)
-    headers.add_vary_header("Accept")
-    headers["X-Content-Type-Options"] = "nosniff"
+def _dress(message: Message, state: dict[str, Any], begun: float) -> None:
+    """Nothing inside sets these headers."""
+    entries = [f"{name};dur={milliseconds:.2f}" for name, milliseconds in state["timings"].items()]
+    entries.append(f"total;dur={(time.perf_counter() - begun) * 1000:.2f}")
+    entries += [f'{name};desc="{text}"' for name, text in state["notes"].items()]
+    message["headers"] = [
+        *message.get("headers", ()),
+        (b"x-request-id", state["request_id"].encode("latin-1")),
+        (b"server-timing", ", ".join(entries).encode("latin-1")),
+        *ALWAYS,
+    ]
 
 
 def _id(headers: Headers) -> str:

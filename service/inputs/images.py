@@ -95,6 +95,8 @@ def _opened(data: bytes, max_pixels: int) -> ImageFile:
         raise TooLargeError(detail, hint=_SMALLER) from error
     except Exception as error:  # a plugin raises whatever a broken header leads it to
         raise _damaged() from error
+    # All of it is here: piece by piece, every piece would give Python's lock away and wait for it again.
+    image.decodermaxblock = max(len(data), image.decodermaxblock)
     width, height = image.size
     if width * height > max_pixels:
         detail = f"the picture has {width * height} pixels ({width} by {height}); the limit is {max_pixels}"

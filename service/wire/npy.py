@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from io import BytesIO
 from typing import IO
 
@@ -34,5 +35,13 @@ def encode(features: Features, encoding: Encoding) -> bytes:
 def write(stream: IO[bytes], array: Array) -> None:
     """Append ``array`` to ``stream`` as a .npy file, format version 1.0."""
     array = little_endian(array)
-    npy_format.write_array_header_1_0(stream, npy_format.header_data_from_array_1_0(array))
+    stream.write(_header(array.shape, array.dtype.str))
     stream.write(array.data)
+
+
+@lru_cache(maxsize=256)
+def _header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """What precedes the data of an array in C order; kept, as to write it takes longer than an embedding's numbers."""
+    stream = BytesIO()
+    npy_format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return stream.getvalue()
