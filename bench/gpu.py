@@ -15,23 +15,31 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from statistics import median
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.io import decode_jpeg
 from torchvision.models import get_model
 
 from bench.machine import described
 from bench.serving.pictures import written
+from models.ondevice import Decoder
+from models.preprocess import preprocess
+from models.spec import PreprocessSpec
 
 DEVICE = torch.device("cuda", 0)
 WARM, ROUNDS = 3, 10
 COPIED = 2**28  # bytes
 SIDE = 8192  # of the matrices
 DECODED = (1, 16, 64)  # pictures at once
+THREADS = (1, 8, 16)
 BATCHES = (1, 8, 32, 64, 128, 256)
+GRAPHS = (1, 8, 32)
 MODEL, SHAPE = "resnet50", (3, 224, 224)
 PRODUCTS = (("bfloat16", torch.bfloat16, False), ("float32", torch.float32, False), ("tf32", torch.float32, True))
 FORWARDS = (
@@ -94,6 +102,47 @@ def decoded(pictures: list[Tensor]) -> object:
         return decode_jpeg(pictures, mode="RGB", device=DEVICE)
 
 
+def rows() -> Figures:
+    """Rows a second that the server's decoder makes of JPEGs for its threads, and how far they are from the CPU's."""
+    how = PreprocessSpec(resize=232, crop=224)
+    decoder = Decoder(DEVICE, how)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [path.read_bytes() for path in written(Path(folder))]
+    pictures = [Image.open(BytesIO(data)) for data in files]
+    steps = []
+    for data, picture in zip(files, pictures, strict=True):
+        found = decoder.row(data, picture.size)
+        if found is None:
+            raise RuntimeError("the device decodes no JPEG")
+        scale = 255 * torch.tensor(how.std).view(3, 1, 1)
+        steps.append((found.cpu() - preprocess(picture.convert("RGB"), how)).abs() * scale)
+    figures: Figures = {"max_steps": float(max(each.max() for each in steps))}
+    figures["mean_steps"] = float(torch.stack(steps).mean())
+    for threads in THREADS:
+        asked = [number % len(files) for number in range(8 * threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            figures[f"{threads}_threads_per_s"] = len(asked) / seconds(
+                lambda: list(pool.map(lambda place: decoder.row(files[place], pictures[place].size), asked))  # noqa: B023
+            )
+    return figures
+
+
+def graphs() -> Figures:
+    """Images a second of the forward alone as it is, and kept as a CUDA graph, in bfloat16."""
+    torch.manual_seed(0)
+    model = get_model(MODEL, weights=None).eval().to(DEVICE, torch.bfloat16, memory_format=torch.channels_last)
+    found: Figures = {}
+    with torch.inference_mode():
+        for count in GRAPHS:
+            batch = torch.randn(count, *SHAPE, device=DEVICE, dtype=torch.bfloat16)
+            found[f"{count}_as_it_is_per_s"] = count / seconds(lambda: model(batch))  # noqa: B023
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                model(batch)
+            found[f"{count}_replayed_per_s"] = count / seconds(graph.replay)
+    return found
+
+
 def forwards() -> Figures:
     """Images a second of the forward alone, at the batch that is best."""
     found: Figures = {}
@@ -146,7 +195,9 @@ STAGES: dict[str, Callable[[], Figures]] = {
     "copy": copies,
     "matrix": products,
     "decode": decoding,
+    "rows": rows,
     "forward": forwards,
+    "graphs": graphs,
 }
 
 

@@ -47,10 +47,12 @@ step "ceilings" "$PYTHON" -m bench.gpu --json "$out/gpu-ceilings-$day.json" --te
 export BENCH_DEVICE=cuda
 only="--only server early"  # the plain loop and the peers compute on the CPU, which would be no comparison
 command -v wrk >/dev/null || { say "wrk is missing: one connection only"; only="--only early"; }
-for streams in 1 2; do
+for run in "1 exact" "2 exact" "1 device" "2 device"; do
+    streams=${run% *} decode=${run#* }
     # shellcheck disable=SC2086
-    step "serving, $streams stream(s)" env LAYERTAP_GPU_STREAMS="$streams" "$PYTHON" -m bench.serving --rounds 2 \
-        --seconds 8 --loads resnet50 $only --json "$out/gpu-serving-$streams-$day.json"
+    step "serving, $streams stream(s), decode: $decode" env LAYERTAP_GPU_STREAMS="$streams" BENCH_DECODE="$decode" \
+        "$PYTHON" -m bench.serving --rounds 2 --seconds 8 --loads resnet50 $only \
+        --json "$out/gpu-serving-$streams-$decode-$day.json"
 done
 
 [ "$passed" -eq 0 ] || { say "the GPU tests did not pass"; exit 1; }

@@ -6,7 +6,7 @@ Made by ``models.warm``; here they only run. One graph takes a single row, anoth
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from models.catalog import Costs
 from models.plan import Capture, Plan
 from models.pooling import Reduced, owned
+from models.replays import Replays
+from models.replica import Replica
 from models.union import Taken
 
 Rows = Mapping[str, Tensor]
@@ -29,23 +31,34 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own."""
+    """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own.
+
+    ``replays``: what a GPU keeps of them for some sizes of batches, by replica.
+    """
 
     captures: tuple[Capture, ...]
     inputs: tuple[str, ...]
     one: Graph
     several: Graph
     costs: Costs
+    replays: Mapping[Replica, Replays] = field(default_factory=dict)
 
     def covers(self, plan: Plan) -> bool:
         """Whether it gives all that a plan wants."""
         return not plan.edits and plan.goal is None and plan.captures <= frozenset(self.captures)
 
-    def taken(self, batch: Rows, rows: int) -> Taken:
+    def size(self, rows: int, own: Replica) -> int:
+        """To how many rows a replica's batch is best filled up."""
+        known = self.replays.get(own)
+        return known.size(rows) if known else rows
+
+    def taken(self, batch: Rows, rows: int, own: Replica | None = None) -> Taken:
         """All captures of a batch of so many rows, on the device; raises what the graph does."""
+        inputs = [batch[name] for name in self.inputs]
+        known = self.replays.get(own) if own else None
         graph = self.one if rows == 1 else self.several
         with torch.no_grad():
-            tensors = iter(graph.run([batch[name] for name in self.inputs]))
+            tensors = iter(known.run(inputs) if known and rows in known else graph.run(inputs))
         return Taken({(capture, (0, rows)): _next(tensors, capture) for capture in self.captures})
 
 

@@ -3,7 +3,8 @@
 Equal fingerprints mean: the same weights, architecture, model dtype, preprocessing, layer, call, path, site,
 narrowing, statistics, pooling, normalisation and reply dtype. Nothing of the machine, the device, the time or the
 model's configured name goes in, nor what only chooses between kernels of one precision, a memory format. ``tf32`` does
-go in, as configured, also where no GPU acts on it: what it lets through is a thousand times the error of float32.
+go in, as configured, also where no GPU acts on it: what it lets through is a thousand times the error of float32. So
+does a way of decoding that makes other pictures, also of those that it leaves as they are.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def of_reply(results: Iterable[str]) -> str:
 
 def _picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
     """How a picture becomes a row; exact decoding is younger than the recipe and goes without saying."""
-    return asdict(how) | ({"decode": decode} if how.reducible and decode != "exact" else {})
+    return asdict(how) | ({"decode": decode} if how.altered(decode) else {})
 
 
 def _meaning(spec: InputSpec) -> dict[str, Any]:

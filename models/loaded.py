@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from models import fingerprint, replica, sources, transfer, verification, warmup, weights
+from models import devices, fingerprint, ondevice, replica, sources, transfer, verification, warmup, weights
 from models.catalog import Catalog, Costs, Layer, Leaf
 from models.compiled import Compiled
 from models.dryrun import noise, same_course, survey
 from models.dtypes import DTYPES
-from models.errors import InputError, LoadError, OutOfMemoryError, SelectorError, quoted
+from models.errors import InputError, LoadError, OutOfMemoryError, SelectorError
 from models.extractor import FeatureExtractor
+from models.ondevice import Decoder
 from models.plan import Capture, Plan
 from models.points import HookPoint
 from models.pooling import Reduced
@@ -45,7 +45,7 @@ class LoadedModel:
 
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint. Surveys run on
     the first replica, on a CPU with so many ``threads``. ``compiled`` has a graph for each of its warm plans, None for
-    those that run with hooks.
+    those that run with hooks. ``decoder`` makes rows of pictures on its GPU, None where the CPU does.
     """
 
     spec: ModelSpec
@@ -62,6 +62,7 @@ class LoadedModel:
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
     resumptions: OrderedDict[HookPoint, Resumption | None] = field(default_factory=OrderedDict)
     compiled: tuple[Compiled | None, ...] = ()
+    decoder: Decoder | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -141,7 +142,7 @@ class LoadedModel:
         """The model as one that takes something else than it was configured for: the output of a layer of its own."""
         floating = DTYPES[given.dtype].is_floating_point
         spec = replace(self.spec, dtype=cast("DType", given.dtype)) if floating else self.spec
-        return replace(self, spec=spec, inputs=(given,), preprocess=None, text=None)
+        return replace(self, spec=spec, inputs=(given,), preprocess=None, text=None, decoder=None)
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
         with warmup.threads(self.threads):  # a new thread has as many as any other set last
@@ -229,7 +230,8 @@ class LoadedModel:
         rows = max(count, padded or 0)
         try:
             if compiled is not None:
-                return compiled.taken(self._assembled(pieces, rows - count, None), rows)
+                rows = compiled.size(rows, own)
+                return compiled.taken(self._assembled(pieces, rows - count, None), rows, own)
             # Anew for each forward: a model may write to its input.
             return own.extractor.shared(
                 lambda: self._forward(own, self._assembled(pieces, rows - count, resumption), resumption),
@@ -299,7 +301,7 @@ class LoadedModel:
             parts = [piece[name] for piece in pieces]
             if padding:
                 parts.append(first[:1].expand(padding, *first.shape[1:]))
-            if self.device.type == "cuda" and first.device.type == "cpu":
+            if self.device.type == "cuda":
                 dtype = floating if first.is_floating_point() else first.dtype
                 batch[name] = transfer.to_device(parts, dtype, self.device)
                 continue
@@ -353,9 +355,9 @@ def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams
 
 
 def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedModel:
-    device = _device(spec.device)
+    device = devices.placed(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
-        allow_tf32(spec.tf32)
+        devices.allow_tf32(spec.tf32)
     built = sources.build(spec)
     digest = weights.digest(built.module)
     structure = fingerprint.architecture(built.module, built.architecture, built.settings)
@@ -381,6 +383,7 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> Loade
         identity=identity,
         threads=threads,
         text=built.text,
+        decoder=ondevice.decoder_for(spec, built.preprocess, device),
     )
     try:
         model.catalog_for(model.shapes)
@@ -403,32 +406,6 @@ def _replicated(model: LoadedModel, count: int) -> LoadedModel:
             return model
         found.append(replica.of(twin))
     return replace(model, replicas=tuple(found))
-
-
-def _device(name: str) -> torch.device:
-    """``auto`` is the first GPU if there is one."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise LoadError(f"{quoted(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if int(index or 0) >= torch.cuda.device_count():
-        raise LoadError(f"there is no device {quoted(name)} on this machine", hint="use auto or cpu")
-    return torch.device("cuda", int(index or 0))
-
-
-def allow_tf32(allowed: bool) -> None:
-    """Let products and convolutions of float32 on GPUs keep 10 bits of mantissa, or all: for the whole process.
-
-    By itself torch would let convolutions: not what an offline forward in float32 gives.
-    """
-    # These set the younger ``fp32_precision`` too; setting that would make reading these, as compilers do, an error.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # some versions say that there is a younger one
-        torch.backends.cudnn.allow_tf32 = allowed
-        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def _turned(value: Tensor, rows: int, place: int) -> Tensor:

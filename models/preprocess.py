@@ -14,6 +14,7 @@ from typing import Any, cast, get_args
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
 from models.spec import Box, Interpolation, PreprocessSpec
@@ -37,18 +38,36 @@ def preprocess(
     if spec.crop is not None:
         image = tvf.center_crop(image, _sides(spec.crop))
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
-    pixels = tvf.pil_to_tensor(image).contiguous()
-    mean, std = _constants(spec.mean, spec.std)
+    return _normalised(tvf.pil_to_tensor(image).contiguous(), spec)
+
+
+def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
+    """The same row from a picture's pixels, uint8, (3, height, width), on any device, where it stays.
+
+    For a ``placeable`` spec. Resized in float32 and rounded once, where Pillow rounds between the two directions too.
+    """
+    if spec.resize is not None:
+        width, height = resized_size(spec, pixels.shape[2], pixels.shape[1])
+        pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
+    if spec.crop is not None:
+        pixels = tvf.center_crop(pixels, _sides(spec.crop))
+    return _normalised(pixels.contiguous(), spec)
+
+
+def _normalised(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
+    mean, std = _constants(spec.mean, spec.std, pixels.device)
     normalised: Tensor = pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
     return normalised
 
 
 @lru_cache(maxsize=256)
-def _constants(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """What is subtracted and divided by, (3, 1, 1); torchvision makes and checks them anew for each image."""
     # Normal tensors whoever asks first: inference ones could not be used outside of inference mode.
     with torch.inference_mode(False):
-        first, second = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in (mean, std))
+        first, second = (
+            torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1) for values in (mean, std)
+        )
     return first, second
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from models.devices import allow_tf32
 from models.errors import LoadError, UnknownModelError, near, quoted
-from models.loaded import LoadedModel, allow_tf32, load
+from models.loaded import LoadedModel, load
 from models.spec import ModelSpec
 from models.warm.ready import made_ready
 

@@ -14,11 +14,12 @@ DType = Literal["float32", "bfloat16", "float16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
-Decode = Literal["exact", "fast"]
+Decode = Literal["exact", "fast", "device"]
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # others pick pixels, or cut between them
+FOR_TENSORS = frozenset({"bilinear", "bicubic"})  # others are for pictures only, or pick other pixels
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class PreprocessSpec:
     def reducible(self) -> bool:
         """Whether the resize step is a smooth one, so that a large picture decoded smaller comes out nearly alike."""
         return self.resize is not None and self.interpolation in SMOOTH
+
+    @property
+    def placeable(self) -> bool:
+        """Whether every step is there for tensors as well, and nearly the same, so that a GPU can do it."""
+        return self.resize is None or self.interpolation in FOR_TENSORS
+
+    def altered(self, decode: Decode) -> bool:
+        """Whether a way of decoding makes other numbers than ``exact`` of some pictures."""
+        return {"exact": False, "fast": self.reducible, "device": self.placeable}[decode]
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,8 @@ class WarmSpec:
     """Layers that are asked for often, made ready before the model is: selectors, and what is done with all of them.
 
     With ``compile`` as a graph of their own, which takes minutes the first time. Requests for these layers, or some of
-    them, reduced in the same way, are answered by it.
+    them, reduced in the same way, are answered by it. ``cuda_graphs``: batch sizes for which a GPU keeps what the graph
+    starts there, to start it again in one go.
     """
 
     layers: tuple[str, ...]
@@ -84,6 +95,14 @@ class WarmSpec:
     normalize: bool = False
     dtype: ReplyDType = "float32"
     compile: bool = False
+    cuda_graphs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """ValueError where there is nothing to keep, or no such batch."""
+        if self.cuda_graphs and not self.compile:
+            raise ValueError("cuda_graphs are of a compiled plan: set compile too")
+        if any(size < 1 for size in self.cuda_graphs):
+            raise ValueError("cuda_graphs are numbers of rows, from 1 on")
 
 
 @dataclass(frozen=True)
@@ -94,7 +113,7 @@ class ModelSpec:
     python:package.module:factory);
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
-    a reduced scale before they are resized: other numbers, sooner.
+    a reduced scale before they are resized (``fast``), or JPEGs on the model's GPU (``device``): other numbers, sooner.
     ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one switch
     for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions' weights,
     and so of what they compute with.

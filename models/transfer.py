@@ -1,8 +1,9 @@
-"""Batches to a GPU and results from it, in the order of the stream of the thread that asks; for no other device.
+"""Batches to a GPU and results from it, in the order of the stream of the thread that asks.
 
-Pinned memory is read and written by the GPU itself, while threads go on. torch keeps what was pinned once and hands it
-out again, but not as long as a copy from or to it is under way; to the system it never goes back. Hence ``MOST_BYTES``
-for each piece; how many there are at a time hangs on the requests whose results wait to be sent.
+But for ``joined`` for no other device. Pinned memory is read and written by the GPU itself, while threads go on. torch
+keeps what was pinned once and hands it out again, but not as long as a copy from or to it is under way; to the system
+it never goes back. Hence ``MOST_BYTES`` for each piece; how many there are at a time hangs on the requests whose
+results wait to be sent.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from torch import Tensor
 MOST_BYTES = 2**26  # of one batch, or of one batch's results; what is larger goes through other memory
 
 
+def stream(device: torch.device) -> torch.cuda.Stream:
+    """A new stream: what is begun there follows each other, and waits for no other."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def own_stream(device: torch.device) -> None:
     """Let all that this thread does on a GPU follow each other, and wait for no other thread."""
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    torch.cuda.set_stream(stream(device))
 
 
 def settle(device: torch.device) -> None:
@@ -33,7 +39,12 @@ def wait(device: torch.device) -> None:
 
 
 def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rows of the host as one batch on a GPU, in memory of its own; the copy may be under way when this returns."""
+    """Rows of the host as one batch on a GPU, in memory of its own; the copy may be under way when this returns.
+
+    Some may be there already, made by another thread that has waited for them.
+    """
+    if any(part.device.type == "cuda" for part in parts):
+        return torch.cat([_there(part, dtype, device) for part in parts]).contiguous()
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     batch = torch.empty(shape, dtype=dtype, pin_memory=prod(shape) * dtype.itemsize <= MOST_BYTES)
     at = 0
@@ -41,6 +52,23 @@ def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
         batch[at : at + len(part)].copy_(part)
         at += len(part)
     return batch.to(device, non_blocking=True)
+
+
+def _there(part: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if part.device.type != "cuda":
+        return to_device([part], dtype, device)
+    part.record_stream(torch.cuda.current_stream(device))  # or its memory could go to its own thread's next rows
+    return part.to(device, dtype)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows one after the other; where any is on a GPU all are, and there when this returns."""
+    device = next((part.device for part in parts if part.device.type == "cuda"), None)
+    if device is None:
+        return torch.cat(list(parts))
+    found = torch.cat([part.to(device) for part in parts])
+    wait(device)
+    return found
 
 
 def to_host(data: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from service import config
 from service.config import Configuration
 from service.engine.engine import Engine
 from service.engine.fleet import Fleet
+from service.fetching.fetcher import Fetcher
 from service.http import errors, explain, extract, health, metrics, models, openapi
 from service.http.direct import Direct
 from service.http.outermost import Outermost
@@ -20,10 +21,12 @@ from service.metrics import Metrics
 from service.settings import Settings
 
 
-def create_app(settings: Settings | None = None, configuration: Configuration | None = None) -> FastAPI:
+def create_app(
+    settings: Settings | None = None, configuration: Configuration | None = None, fetcher: Fetcher | None = None
+) -> FastAPI:
     """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense."""
     settings = settings or Settings()
-    engine = create_engine(settings, configuration)
+    engine = create_engine(settings, configuration, fetcher)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -49,10 +52,16 @@ def create_app(settings: Settings | None = None, configuration: Configuration | 
     return app
 
 
-def create_engine(settings: Settings, configuration: Configuration | None = None, *, warm: bool = True) -> Engine:
+def create_engine(
+    settings: Settings,
+    configuration: Configuration | None = None,
+    fetcher: Fetcher | None = None,
+    *,
+    warm: bool = True,
+) -> Engine:
     """The engine for a configuration: the given one, the one in the settings' file, or the embedded one.
 
-    Without ``warm`` all its models run with hooks.
+    ``fetcher`` is one for the same settings; without ``warm`` all models run with hooks.
     """
     if configuration is None:
         configuration = config.read(settings.config) if settings.config else config.embedded()
@@ -65,7 +74,7 @@ def create_engine(settings: Settings, configuration: Configuration | None = None
         figures,
     )
     figures.watch(fleet.snapshot)
-    return Engine(fleet, settings, figures)
+    return Engine(fleet, fetcher or Fetcher(settings), settings, figures)
 
 
 def _version() -> str:

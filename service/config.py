@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import ErrorDetails
 
 from models.errors import LayertapError
-from models.spec import DIRECTORIES, ModelSpec
+from models.spec import DIRECTORIES, FOR_TENSORS, ModelSpec, PreprocessSpec
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -93,6 +93,7 @@ def _configuration(data: object, folder: Path) -> Configuration:
     if twice is not None:
         raise ConfigError(f"two models are called {twice!r}")
     _check_precision(specs)
+    _check_devices(specs)
     default = file.defaults.model or names[0]
     if default not in names:
         raise ConfigError(f"the default model {default!r} is not among {', '.join(names)}")
@@ -108,6 +109,18 @@ def _check_precision(specs: Sequence[ModelSpec]) -> None:
     if len({spec.tf32 for spec in placed}) > 1:
         others = ", ".join(spec.name for spec in placed if not spec.tf32)
         raise ConfigError(f"tf32 holds for all models in float32 that a GPU may run: set it for {others} too")
+
+
+def _check_devices(specs: Sequence[ModelSpec]) -> None:
+    """ConfigError where a model asks for what only a GPU does, and none may run it or none can do it so."""
+    for spec in specs:
+        wanted = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
+        for name in (name for name, asked in wanted.items() if asked and spec.device == "cpu"):
+            raise ConfigError(f"model {spec.name!r}: {name} is for models on a GPU, and this one is on the CPU")
+        how = spec.preprocess
+        if spec.decode == "device" and isinstance(how, PreprocessSpec) and not how.placeable:
+            known = ", ".join(sorted(FOR_TENSORS))
+            raise ConfigError(f"model {spec.name!r}: decode: device resizes by {known}, not by {how.interpolation}")
 
 
 def _beside(spec: ModelSpec, folder: Path) -> ModelSpec:

@@ -14,7 +14,7 @@ from service.terms import Why
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
-STEPS = ("parse", "decode", "queue", "forward", "copy", "encode")
+STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
 

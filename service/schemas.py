@@ -29,7 +29,7 @@ from models.points import (
     Values,
 )
 from models.selectors import MAX_TEXT, parse, parse_path, parse_site
-from service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
+from service.inputs import ArraysItem, Given, ImageItem, TextItem, TokensItem, UrlItem
 from service.inputs.arrays import decode_base64, read_tensor, require_finite
 from service.terms import Priority
 
@@ -127,8 +127,8 @@ class InputBody(_Strict):
     text: str | None = Field(None, examples=["a cat sat on the mat"])
     tokens: Tokens = None
 
-    def item(self) -> Item:
-        """The input as bytes or arrays; InputError where it is neither."""
+    def item(self) -> Given:
+        """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""
         kinds = (self.image, self.url, self.tensor, self.text, self.tokens)
         if sum(given is not None for given in kinds) != 1:
             raise InputError("an input has exactly one of 'image', 'url', 'tensor', 'text' and 'tokens'")
@@ -139,9 +139,9 @@ class InputBody(_Strict):
         if self.tensor is not None:
             data = decode_base64(self.tensor.data)
             return ArraysItem({None: read_tensor(self.tensor.dtype, self.tensor.shape, data)})
-        if self.image is not None:
-            return ImageItem(decode_base64(self.image))
-        raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
+        if self.url is not None:
+            return UrlItem(self.url)
+        return ImageItem(decode_base64(self.image or ""))
 
 
 class PlaceBody(_Strict):
@@ -375,9 +375,9 @@ def _values(body: TensorBody) -> Values:
     return Values(tuple(body.shape), array.astype("<f4").tobytes())
 
 
-def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Item]], list[Fault]]:
+def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Given]], list[Fault]]:
     """The inputs with their places, and the faults of those that can't be read; RequestError for these without skip."""
-    good: list[tuple[int, Item]] = []
+    good: list[tuple[int, Given]] = []
     faults: list[Fault] = []
     for index, body in enumerate(inputs):
         try:

@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 MIB = 2**20
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
 Keys = Annotated[tuple[str, ...], NoDecode]
+Hosts = Annotated[tuple[str, ...], NoDecode]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -30,6 +31,8 @@ class Settings(BaseSettings):
     log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
     api_keys: Keys = Field((), repr=False)
     admin_keys: Keys = Field((), repr=False)
+    allow_urls: Hosts = ()
+    allow_private_urls: Hosts = ()
 
     max_body_bytes: int = Field(32 * MIB, gt=0)
     body_timeout_s: float = Field(15.0, gt=0)
@@ -42,6 +45,8 @@ class Settings(BaseSettings):
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: int = Field(1024 * MIB, gt=0)
     deadline_s: float = Field(30.0, gt=0)
+    url_timeout_s: float = Field(10.0, gt=0)
+    max_url_fetches: int = Field(32, gt=0)
 
     max_batch_rows: int = Field(32, gt=0)
     fixed_batch_rows: int | None = Field(None, gt=0)
@@ -52,12 +57,12 @@ class Settings(BaseSettings):
     gpu_streams: int = Field(1, gt=0, le=4)
     replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0, le=64)
 
-    @field_validator("api_keys", "admin_keys", mode="before")
+    @field_validator("api_keys", "admin_keys", "allow_urls", "allow_private_urls", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """Keys are separated by commas."""
+        """Keys and hosts are separated by commas."""
         if isinstance(value, str):
-            return tuple(key.strip() for key in value.split(",") if key.strip())
+            return tuple(each.strip() for each in value.split(",") if each.strip())
         return value
 
     @field_validator("cache_dir")

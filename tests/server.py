@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import uvicorn
 from service.app import create_app
 from service.config import Configuration
 from service.engine.engine import Engine
+from service.fetching.fetcher import Fetcher
 from service.settings import Settings
 
 STARTUP_TRIES = 600
@@ -31,10 +32,20 @@ class Live:
 
 
 @contextmanager
-def serving(configuration: Configuration | None = None, *, wait: bool = True, **settings: Any) -> Iterator[Live]:
-    """Run a server with a configuration and settings until the block ends; by default wait until it is ready."""
+def serving(
+    configuration: Configuration | None = None,
+    *,
+    wait: bool = True,
+    fetcher: Callable[[Settings], Fetcher] | None = None,
+    **settings: Any,
+) -> Iterator[Live]:
+    """Run a server with a configuration and settings until the block ends; by default wait until it is ready.
+
+    ``fetcher`` makes what fetches URLs, where it is not the usual one.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(Settings(**settings), configuration)
+    chosen = Settings(**settings)
+    app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
     thread.start()

@@ -99,6 +99,7 @@ def layertap(models: Sequence[str], port: int, folder: Path, warm: Sequence[Mapp
     entry = {
         "weights": f"random:{SEED}",
         "device": os.environ.get("BENCH_DEVICE", "cpu"),
+        "decode": os.environ.get("BENCH_DECODE", "exact"),
         "load": "startup",
         **({"warm": list(warm)} if warm else {}),
     }

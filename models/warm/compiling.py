@@ -66,11 +66,15 @@ def compiled(program: torch.export.ExportedProgram, path: Path) -> None:
         Path(made).replace(path)
 
 
-def opened(path: Path, runners: int, device: torch.device) -> Graph:
-    """A compiled graph on a device, which so many threads may run at once; WarmError where it does not load."""
+def opened(path: Path, runners: int, device: torch.device, single: bool = False) -> Graph:
+    """A compiled graph on a device, which so many threads may run at once; WarmError where it does not load.
+
+    ``single``: one thread only, and nothing that would keep others apart.
+    """
     library(path.parent)
+    index = -1 if device.index is None else device.index
     try:
-        graph: Graph = torch.classes.layertap.Graph(str(path), runners, -1 if device.index is None else device.index)
+        graph: Graph = torch.classes.layertap.Graph(str(path), runners, index, single)
     except RuntimeError as error:
         raise WarmError(f"a compiled plan does not load ({type(error).__name__})") from error
     return graph

@@ -10,10 +10,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from models import loaded, warmup
+from models import devices, loaded, warmup
 from models.catalog import Costs
 from models.compiled import Compiled
 from models.dryrun import noise
@@ -23,13 +22,14 @@ from models.plan import Capture, Plan, resolve
 from models.points import Reduction
 from models.selectors import parse
 from models.spec import ModelSpec, WarmSpec
-from models.union import Share
+from models.warm.capturing import with_replays
+from models.warm.checking import check
 from models.warm.compiling import WarmError, compiled, compiler, folder, key, opened
 
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
-TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
 KINDS = ("one", "several")
+COUNTS = (1, 2, 3)  # rows of the batches that are compared
 
 
 def made_ready(model: LoadedModel, place: Path) -> LoadedModel:
@@ -37,7 +37,8 @@ def made_ready(model: LoadedModel, place: Path) -> LoadedModel:
 
     LoadError where a plan names what is not there.
     """
-    return replace(model, compiled=tuple(_made_ready(model, warm, place) for warm in model.spec.warm))
+    with devices.chosen(model.device):
+        return replace(model, compiled=tuple(_made_ready(model, warm, place) for warm in model.spec.warm))
 
 
 def _made_ready(model: LoadedModel, warm: WarmSpec, place: Path) -> Compiled | None:
@@ -48,7 +49,7 @@ def _made_ready(model: LoadedModel, warm: WarmSpec, place: Path) -> Compiled | N
     if not warm.compile:
         return None
     try:
-        return _ready(model, plan, folder(place))
+        return _ready(model, plan, warm, folder(place))
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
         reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
         log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
@@ -103,16 +104,17 @@ def build(spec: ModelSpec, place: Path, threads: int) -> None:
             _compiled(model, _captures(model, plan_of(model, warm)), place)
 
 
-def _ready(model: LoadedModel, plan: Plan, place: Path) -> Compiled:
+def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> Compiled:
     captures = _captures(model, plan)
-    paths = [place / f"{key(model, captures, kind)}.pt2" for kind in KINDS]
-    if not all(path.exists() for path in paths):
+    paths = {kind: place / f"{key(model, captures, kind)}.pt2" for kind in KINDS}
+    if not all(path.exists() for path in paths.values()):
         compiler()
         _build_elsewhere(model.spec, place, model.threads)
-    one, several = (opened(path, len(model.replicas), model.device) for path in paths)
+    one, several = (opened(path, len(model.replicas), model.device) for path in paths.values())
     graphs = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
-    _check(model, plan, graphs)
-    return replace(graphs, costs=_costs(model, graphs))
+    check(model, plan, graphs, model.replicas[0], COUNTS)
+    graphs = replace(graphs, costs=_costs(model, graphs))
+    return with_replays(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
 def _compiled(model: LoadedModel, captures: Sequence[Capture], place: Path) -> None:
@@ -135,28 +137,6 @@ def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
         if capture.point.site not in SITES or capture.leaf.row_axis is None or capture.leaf.mixed:
             raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))
-
-
-def _check(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
-    """WarmError where a graph gives something else than hooks, for one row or several."""
-    batch = noise(model.inputs, model.device, model.dtype)
-    for rows in (1, 2, 3):
-        part = {name: value[:rows].clone() for name, value in batch.items()}
-        share = Share(0, rows, plan.captures)
-        wanted = model.run(model.replicas[0], [part], [share]).of(share)
-        found = graphs.taken(part, rows).of(share)
-        for capture in plan.captures:
-            if not _close(found[capture].values, wanted[capture].values, TOLERANCE[model.spec.precision]):
-                raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")
-
-
-def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        return False
-    if not wanted.is_floating_point():
-        return bool((found.int() - wanted.int()).abs().amax() <= 1)
-    largest = float(wanted.abs().amax())
-    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _costs(model: LoadedModel, graphs: Compiled) -> Costs:

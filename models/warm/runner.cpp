@@ -4,8 +4,8 @@
 #include <torch/library.h>
 
 struct Graph : torch::CustomClassHolder {
-  Graph(const std::string& path, int64_t runners, int64_t device)
-      : loader(path, "model", false, runners, static_cast<c10::DeviceIndex>(device)) {}
+  Graph(const std::string& path, int64_t runners, int64_t device, bool single)
+      : loader(path, "model", single, runners, static_cast<c10::DeviceIndex>(device)) {}
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) { return loader.run(inputs); }
 
@@ -13,5 +13,5 @@ struct Graph : torch::CustomClassHolder {
 };
 
 TORCH_LIBRARY(layertap, library) {
-  library.class_<Graph>("Graph").def(torch::init<std::string, int64_t, int64_t>()).def("run", &Graph::run);
+  library.class_<Graph>("Graph").def(torch::init<std::string, int64_t, int64_t, bool>()).def("run", &Graph::run);
 }

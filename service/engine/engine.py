@@ -23,27 +23,30 @@ from models.resuming import Resumption, start_of
 from models.spec import InputSpec
 from service.engine.deadline import within
 from service.engine.execution import Results
+from service.engine.fetching import fetched
 from service.engine.fleet import Fleet
 from service.engine.job import Ask, Job
 from service.engine.planning import Planned, planned, scaled
 from service.engine.policy import Lane, Work
-from service.engine.rows import Attempt, Items, Rows, count_rows, joined, padded, rows_of, shape_of
+from service.engine.rows import Attempt, Fetched, Items, Rows, count_rows, joined, padded, rows_of, shape_of
 from service.engine.worker import lone
 from service.features import Array, Features, Receipt
-from service.inputs import Item
+from service.fetching.fetcher import Fetcher
 from service.metrics import Metrics
 from service.settings import Settings
 
 T = TypeVar("T")
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
 SizeCheck = Callable[[Plan, int], None]
+Hold = Callable[[int], None]
 
 
 class Engine:
     """Requests to features. Used on the event loop, which it never blocks."""
 
-    def __init__(self, fleet: Fleet, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, fleet: Fleet, fetcher: Fetcher, settings: Settings, metrics: Metrics) -> None:
         self.fleet = fleet
+        self.fetcher = fetcher
         self.settings = settings
         self.metrics = metrics
         self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=lone)
@@ -61,16 +64,18 @@ class Engine:
         """The features of a request: what ``prepare`` and ``run`` do, with a place in the queue; QueueFullError."""
         model = await self.fleet.model(ask.model, ask.deadline)
         with self.fleet.admitted(model, len(ask.items), ask.deadline) as hold:
-            job = await self.prepare(ask, fits, model)
+            job = await self.prepare(ask, fits, model, hold)
             hold(job.rows)
             return await self.run(job)
 
-    async def prepare(self, ask: Ask, fits: SizeCheck, model: LoadedModel | None = None) -> Job:
-        """Everything before the forward, the cheapest first: names, sizes, then pixels.
+    async def prepare(
+        self, ask: Ask, fits: SizeCheck, model: LoadedModel | None = None, hold: Hold = lambda rows: None
+    ) -> Job:
+        """Everything before the forward, the cheapest first: names, sizes, what is elsewhere, then pixels.
 
         ``fits`` is asked whether the reply may be so large, before decoding and again if the rows have another shape
-        than the configured one; ``model`` is given where a place in its queue is held. RequestError, TooLargeError,
-        UnavailableError, DeadlineError.
+        than the configured one; ``model`` is given where a place in its queue is held, and ``hold``, which makes it one
+        for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
         resumption = await self._resumption(ask, model)
@@ -81,12 +86,13 @@ class Engine:
             verification.check_possible(plan.plan, catalog)
         count = max(len(ask.items), 1)
         fits(plan.plan, count)
+        items = await fetched(ask, takes, self.fetcher, hold)
         reserved = plan.plan.nbytes(count) + count * _row_bytes(takes.inputs)
         ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
         faults, rows, compiled = ask.faults, 1, None
         if ask.items:
-            inputs, faults = await self._decode(ask, takes)
+            inputs, faults = await self._decode(ask, items, takes)
             rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
             if shape_of(inputs) != takes.shapes:
@@ -172,17 +178,17 @@ class Engine:
         _check_survey(model, shapes, self.settings)
         return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
 
-    async def _decode(self, ask: Ask, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
+    async def _decode(self, ask: Ask, items: Items, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
         """The rows of all good items and the faults of all others, in the order of the inputs."""
         with ask.timings.step("decode"):
-            tries = [self._try(item, model, ask) for _, item in ask.items]
+            tries = [self._try(item, model, ask) for _, item in items]
             attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
             if model.text is not None:
-                even = partial(padded, ask.items, attempts, model.text)
+                even = partial(padded, items, attempts, model.text)
                 attempts = even() if len(tries) == 1 else await self.off_loop(even, ask.deadline)
         parts: list[Rows] = []
         faults = list(ask.faults)
-        for place, attempt in _placed(ask.items, attempts):
+        for place, attempt in _placed(items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
@@ -201,7 +207,9 @@ class Engine:
             return joined(parts), tuple(faults)
         return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults)
 
-    async def _try(self, item: Item, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
+    async def _try(self, item: Fetched, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
+        if isinstance(item, LayertapError):
+            return [item]
         run = partial(rows_of, item, model, self.settings)
         try:
             return await self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)

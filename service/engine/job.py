@@ -18,7 +18,7 @@ from models.loaded import LoadedModel
 from models.plan import Plan
 from models.points import Intervention, Objective, Selector
 from models.resuming import Resumption
-from service.inputs import Item
+from service.inputs import Given
 from service.terms import Priority
 
 
@@ -58,7 +58,7 @@ class Ask:
     """
 
     model: str | None
-    items: tuple[tuple[int, Item], ...]
+    items: tuple[tuple[int, Given], ...]
     selectors: tuple[Selector, ...]
     deadline: float
     interventions: tuple[Intervention, ...] = ()

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models import transfer
 from models.dtypes import DTYPES
 from models.errors import InputError, LayertapError, TooLargeError
 from models.loaded import LoadedModel
+from models.ondevice import Decoder
 from models.preprocess import enough, preprocess, resized_size
 from models.spec import Decode, InputSpec, PreprocessSpec
 from models.text import Text
@@ -21,12 +23,13 @@ from service.engine import texts
 from service.features import Array
 from service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
 from service.inputs.arrays import require_finite
-from service.inputs.images import Picture, decode_image, decode_reduced
+from service.inputs.images import Picture, decode_image, decode_reduced, plain_jpeg
 from service.settings import Settings
 
 Rows = Mapping[str, Tensor]
 Attempt = Rows | LayertapError
-Items = Sequence[tuple[int, Item]]
+Fetched = Item | LayertapError  # an input, or why it can't be had from where it is
+Items = Sequence[tuple[int, Fetched]]
 
 
 def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | InputError]:
@@ -41,6 +44,15 @@ def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | I
     if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows, model) is None:
         return [rows]
     return [_fault(row, model) or row for row in _one_by_one(rows)]
+
+
+def picture_steps(model: LoadedModel) -> PreprocessSpec:
+    """How pictures become a model's rows; InputError where it takes none."""
+    if model.preprocess is None or len(model.inputs) != 1:
+        if model.text is not None:
+            raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
+        raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
+    return model.preprocess
 
 
 def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> list[Sequence[Attempt]]:
@@ -61,7 +73,7 @@ def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
     """All rows of a request; their shapes agree."""
     if len(parts) == 1:
         return dict(parts[0])
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: transfer.joined([part[name] for part in parts]) for name in parts[0]}
 
 
 def count_rows(attempts: Sequence[Rows | InputError]) -> int:
@@ -75,18 +87,31 @@ def shape_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
 
 def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
-    if model.preprocess is None or len(model.inputs) != 1:
-        if model.text is not None:
-            raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
-        raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
-    picture = _decoded(item.data, settings.max_pixels, model.preprocess, model.spec.decode)
-    pixels = prod(resized_size(model.preprocess, *picture.size))
+    how = picture_steps(model)
+    row = _on_device(item.data, model.decoder, how, settings) if model.decoder else None
+    if row is None:
+        picture = _decoded(item.data, settings.max_pixels, how, model.spec.decode)
+        _check_resized(picture.size, how, settings)
+        row = preprocess(picture.image, how, picture.size, picture.box)
+    return row.unsqueeze(0)
+
+
+def _on_device(data: bytes, decoder: Decoder, how: PreprocessSpec, settings: Settings) -> Tensor | None:
+    """A picture's row made on the model's GPU; None where it is to be made here, or refused here."""
+    size = plain_jpeg(data, settings.max_pixels)
+    if size is None:
+        return None
+    _check_resized(size, how, settings)
+    return decoder.row(data, size)
+
+
+def _check_resized(size: tuple[int, int], how: PreprocessSpec, settings: Settings) -> None:
+    pixels = prod(resized_size(how, *size))
     if pixels > settings.max_resized_pixels:
         raise TooLargeError(
             f"the picture would be resized to {pixels} pixels, the limit is {settings.max_resized_pixels}",
             hint="send a picture that is less long and narrow",
         )
-    return preprocess(picture.image, model.preprocess, picture.size, picture.box).unsqueeze(0)
 
 
 def _decoded(data: bytes, max_pixels: int, how: PreprocessSpec, decode: Decode) -> Picture:

@@ -17,7 +17,7 @@ from models.errors import Fault, LayertapError, RequestError, TooLargeError, nea
 from service.engine.engine import check_count
 from service.errors import BadRequestError, UnsupportedMediaError
 from service.http import body as body_
-from service.inputs import ArraysItem, ImageItem, Item, TextItem
+from service.inputs import ArraysItem, Given, ImageItem, TextItem
 from service.inputs.arrays import read_npy, read_npz, read_safetensors
 from service.schemas import RequestBody, faults_of, items
 from service.settings import Settings
@@ -44,7 +44,7 @@ class Command:
     """A request as it was sent: its body without inputs, its inputs with their places, faults of those left out."""
 
     body: RequestBody
-    items: tuple[tuple[int, Item], ...]
+    items: tuple[tuple[int, Given], ...]
     faults: tuple[Fault, ...] = ()
 
 
@@ -165,7 +165,7 @@ def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
     return _raw(sent, ((0, item),))
 
 
-def _raw(sent: Sent, found: tuple[tuple[int, Item], ...]) -> Command:
+def _raw(sent: Sent, found: tuple[tuple[int, Given], ...]) -> Command:
     """A command whose body is the query parameters."""
     body = _kept_body if len(sent.query.text) <= KEPT_BYTES else _body
     return Command(body(sent.query, sent.dialect), found)

@@ -1,4 +1,4 @@
-"""What a request sends in: pictures still encoded, arrays as the model takes them, texts and their tokens."""
+"""What a request sends in: pictures still encoded, or where they are, arrays as the model takes them, texts, tokens."""
 
 from __future__ import annotations
 
@@ -40,4 +40,12 @@ class TokensItem:
     tokens: tuple[int, ...] = field(repr=False)
 
 
+@dataclass(frozen=True)
+class UrlItem:
+    """Where a picture is; once it is fetched it is an ImageItem."""
+
+    url: str = field(repr=False)
+
+
 Item = ImageItem | ArraysItem | TextItem | TokensItem
+Given = Item | UrlItem

@@ -30,6 +30,7 @@ from models.spec import Box
 _HINT = "send a complete JPEG, PNG, WebP, GIF, BMP or TIFF file"
 _SMALLER = "send a smaller picture"
 _CHUNK = 1 << 20
+_JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
 _threshold = Lock()
 
 
@@ -83,6 +84,29 @@ def decode_reduced(data: bytes, max_pixels: int, enough: Callable[[int, int], tu
         whole = decode_image(data, max_pixels)
         return Picture(whole, whole.size)
     return Picture(reduced, size, _box(reduced, margins, turn) if margins else None)
+
+
+def plain_jpeg(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+    """Width and height of a JPEG that any decoder should make the same picture of; None for all other bytes.
+
+    It is whole to its end, upright, gray or of luma and two chromas, and says so in no odd way. TooLargeError as for
+    ``decode_image``; what is damaged, the others refuse.
+    """
+    if not data.startswith(_JPEG) or not data.endswith(_END):
+        return None
+    try:
+        image = _opened(data, max_pixels)
+    except InputError:
+        return None
+    plain = isinstance(image, JpegImageFile) and _turn(image) is None and (image.layers == 1 or _is_ycc(image))
+    return image.size if plain else None
+
+
+def _is_ycc(image: JpegImageFile) -> bool:
+    """Whether three components are luma and chroma by every sign there is: decoders weigh contrary ones differently."""
+    transform, ids = image.info.get("adobe_transform"), tuple(part[0] for part in image.layer)
+    told = "jfif" in image.info or transform == 1
+    return image.layers == 3 and transform in (None, 1) and (told or "adobe" not in image.info) and ids == (1, 2, 3)
 
 
 def _opened(data: bytes, max_pixels: int) -> ImageFile:
@@ -233,7 +257,7 @@ def _refuse(image: Image.Image) -> Image.Image:
 
 
 _PLUGINS: dict[bytes, type[ImageFile]] = {
-    b"\xff\xd8\xff": JpegImageFile,
+    _JPEG: JpegImageFile,
     b"\x89PNG\r\n\x1a\n": PngImageFile,
     b"RIFF": WebPImageFile,
     b"GIF87a": GifImageFile,

@@ -132,6 +132,18 @@ def test_decode() -> None:
     )
 
 
+def test_decode_device() -> None:
+    """Decoding on the device counts wherever a device can preprocess, resize step or not; on any machine."""
+
+    def digest(spec: PreprocessSpec | None, decode: Any) -> str:
+        return of_model("w", "s", "float32", spec, INPUTS, decode=decode)
+
+    for other in (PREPROCESS, replace(PREPROCESS, resize=None), replace(PREPROCESS, interpolation="bicubic")):
+        assert digest(other, "device") not in (digest(other, "exact"), digest(other, "fast"))
+    for same in (None, replace(PREPROCESS, interpolation="lanczos"), replace(PREPROCESS, interpolation="nearest")):
+        assert digest(same, "device") == digest(same, "exact")
+
+
 @pytest.mark.parametrize("at", range(3))
 def test_of_model(at: int) -> None:
     """The digests of weights and architecture, and the dtype, all count."""

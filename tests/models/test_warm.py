@@ -227,6 +227,16 @@ def test_runs_with_hooks(
     assert says in lines[0]["reason"]
 
 
+def test_cuda_graphs_without_a_gpu(plans: Path, warmed: LoadedModel, lines: list[Any]) -> None:
+    """A model that may be on a GPU and is not has its compiled graph, on disk by the same name; one line tells."""
+    files = {path.name for path in plans.glob("*.pt2")}
+    spec = replace(warmed.spec, warm=(replace(WARM, cuda_graphs=(1, 8)),))
+    made = own(made_ready(replace(warmed, spec=spec), plans))
+    assert made.replays == {}
+    assert lines == [{"model": "Chain", "reason": "there is no GPU"}]
+    assert {path.name for path in plans.glob("*.pt2")} == files
+
+
 def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: list[Any]) -> None:
     """A graph that does not load, or is another's, is not run."""
     for path in plans.glob("*.pt2"):

@@ -69,12 +69,25 @@ BAD = {
     MODEL.format("tf32: true, dtype: bfloat16"): "tf32 is a way to compute in float32",
     "models: [{name: a, source: 'a:b', tf32: true}, {name: b, source: 'a:b', device: cuda}]": "set it for b too",
     MODEL.format("load: never"): "models.0.load",
-    MODEL.format("decode: quick"): "models.0.decode: Input should be 'exact' or 'fast'",
+    MODEL.format("decode: quick"): "models.0.decode: Input should be 'exact', 'fast' or 'device'",
+    MODEL.format("decode: device, device: cpu"): "'a': decode: device is for models on a GPU",
+    MODEL.format("decode: device, preprocess: {resize: 8, interpolation: lanczos}"): (
+        "decode: device resizes by bicubic, bilinear, not by lanczos"
+    ),
     MODEL.format("weights: 5"): "models.0.weights",
     MODEL.format("warm: all"): "models.0.warm",
     MODEL.format("warm: [{pool: mean}]"): "models.0.warm.0.layers",
     MODEL.format("warm: [{layers: [a], compil: true}]"): "models.0.warm.0.compil",
     MODEL.format("warm: [{layers: [a], pool: men}]"): "models.0.warm.0.pool",
+    MODEL.format("warm: [{layers: [a], cuda_graphs: [1]}]"): "models.0.warm.0: cuda_graphs are of a compiled plan",
+    MODEL.format(
+        "warm: [{layers: [a], compile: true, cuda_graphs: [8, 0]}]"
+    ): "models.0.warm.0: cuda_graphs are numbers",
+    MODEL.format("warm: [{layers: [a], compile: true, cuda_graphs: [x]}]"): "models.0.warm.0.cuda_graphs.0",
+    MODEL.format("warm: [{layers: [a], compile: true, cuda_graphs: 8}]"): "models.0.warm.0.cuda_graphs",
+    MODEL.format("device: cpu, warm: [{layers: [b]}, {layers: [a], compile: true, cuda_graphs: [8]}]"): (
+        "'a': cuda_graphs is for models on a GPU"
+    ),
     MODEL.format("preprocess: nothing"): "models.0.preprocess",
     MODEL.format("preprocess: {resiz: 3}"): "models.0.preprocess.resiz",
     MODEL.format("preprocess: {resize: big}"): "models.0.preprocess.resize",
@@ -110,6 +123,17 @@ def test_tf32(tmp_path: Path) -> None:
     others = "{name: b, source: 'a:b', device: cpu}, {name: c, source: 'a:b', dtype: bfloat16}"
     configuration = read(written(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]"))
     assert [spec.tf32 for spec in configuration.models] == [True, False, False]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_for_a_gpu(tmp_path: Path, device: str) -> None:
+    """What only a GPU does may be asked of a model that may be on one, and goes with what a GPU can resize by."""
+    for mode in ("bilinear", "bicubic"):
+        how = f"decode: device, device: '{device}', preprocess: {{resize: 8, interpolation: {mode}}}"
+        warm = "warm: [{layers: [a], compile: true, cuda_graphs: [32, 1, 8]}, {layers: [b]}]"
+        (spec,) = read(written(tmp_path, MODEL.format(f"{how}, {warm}"))).models
+        assert spec.decode == "device"
+        assert [each.cuda_graphs for each in spec.warm] == [(32, 1, 8), ()]
 
 
 def test_json(tmp_path: Path) -> None:

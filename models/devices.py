@@ -1,0 +1,41 @@
+"""Devices by their names in a configuration, and what torch lets all of them do or none."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from models.errors import LoadError, quoted
+
+
+def placed(name: str) -> torch.device:
+    """The device that a configuration names; ``auto`` is the first GPU if there is one. LoadError for no device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise LoadError(f"{quoted(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if int(index or 0) >= torch.cuda.device_count():
+        raise LoadError(f"there is no device {quoted(name)} on this machine", hint="use auto or cpu")
+    return torch.device("cuda", int(index or 0))
+
+
+def chosen(device: torch.device) -> AbstractContextManager[object]:
+    """Let a device be this thread's own until the block ends: compiled graphs ask for the stream of that one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Let products and convolutions of float32 on GPUs keep 10 bits of mantissa, or all: for the whole process.
+
+    By itself torch would let convolutions: not what an offline forward in float32 gives.
+    """
+    # These set the younger ``fp32_precision`` too; setting that would make reading these, as compilers do, an error.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # some versions say that there is a younger one
+        torch.backends.cudnn.allow_tf32 = allowed
+        torch.backends.cuda.matmul.allow_tf32 = allowed

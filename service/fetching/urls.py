@@ -1,0 +1,123 @@
+"""URLs that may be fetched: a strict grammar, and the hosts that the operator has named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Address, IPv6Address
+
+from models.errors import InputError, quoted
+from service.config import ConfigError
+
+PORTS = {"http": 80, "https": 443}
+# Classes are written out: with re.IGNORECASE some letters beyond ASCII would match as well.
+_HOST = r"[A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{1,40}\]"  # in brackets nothing without a colon
+_PORT = r"[1-9][0-9]{0,4}"
+_CHARACTER = r"[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2}"
+_URL = re.compile(
+    rf"([Hh][Tt][Tt][Pp][Ss]?)://({_HOST})(?::({_PORT}))?((?:/(?:{_CHARACTER})*)*(?:\?(?:{_CHARACTER}|[/?])*)?)"
+)
+_ENTRY = re.compile(rf"(\*\.)?({_HOST})(?::({_PORT}))?")
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a fetch asks for: ``path`` has the query as well; ``private``: the host's address need not be public."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+    private: bool = False
+
+    @property
+    def authority(self) -> str:
+        """The host as a request's head names it, with the port where that is not the scheme's own."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == PORTS[self.scheme] else f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One entry of ``LAYERTAP_ALLOW_URLS``: a name or an address, or with ``below`` all names under one.
+
+    Without a port: that of the URL's scheme.
+    """
+
+    name: str
+    port: int | None
+    below: bool
+    private: bool = False
+
+    def covers(self, scheme: str, host: str, port: int) -> bool:
+        """Whether it is that host and port which the entry means."""
+        if port != (self.port or PORTS[scheme]):
+            return False
+        return _is_name(host) and host.endswith(f".{self.name}") if self.below else host == self.name
+
+
+class Hosts:
+    """The hosts that pictures are fetched from; ConfigError where an entry is no host, or private without being one."""
+
+    def __init__(self, allowed: Sequence[str], private: Sequence[str]) -> None:
+        hosts, privates = [_entry(text) for text in allowed], [_entry(text) for text in private]
+        for host, text in zip(privates, private, strict=True):
+            if host.below or host not in hosts:
+                raise ConfigError(
+                    f"LAYERTAP_ALLOW_PRIVATE_URLS: {quoted(text)} is not a single host of LAYERTAP_ALLOW_URLS",
+                    hint="write it in both, in the same way",
+                )
+        # Those that let private addresses through first: a name may be covered by two.
+        rest = [host for host in hosts if host not in privates]
+        self._hosts = (*(replace(host, private=True) for host in privates), *rest)
+
+    def __bool__(self) -> bool:
+        return bool(self._hosts)
+
+    def target(self, url: str) -> Target:
+        """What a URL asks for; InputError where it is not written as it must be, or leads to no host that is named."""
+        if not self:
+            raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
+        read = _URL.fullmatch(url)
+        if read is None:
+            raise InputError(
+                "the URL is not one that is taken",
+                hint="write https://HOST/PATH, percent-encoded, without user name, fragment and backslash",
+            )
+        scheme, host = read[1].lower(), read[2].lower().strip("[]")
+        port = int(read[3] or PORTS[scheme])
+        path = read[4] if read[4].startswith("/") else f"/{read[4]}"
+        for entry in self._hosts:
+            if entry.covers(scheme, host, port):
+                return Target(scheme, host, port, path, entry.private)
+        raise InputError("this server fetches nothing from that host", hint="send the picture itself as 'image'")
+
+
+def _entry(text: str) -> Host:
+    read = _ENTRY.fullmatch(text)
+    if read is not None:
+        below, name, port = bool(read[1]), read[2].lower().strip("[]"), int(read[3] or 0)
+        good = _is_name(name) and "." in name if below else _is_name(name) or _is_address(name)
+        if good and port < 2**16:
+            return Host(name, port or None, below)
+    raise ConfigError(
+        f"LAYERTAP_ALLOW_URLS: {quoted(text)} is not a host",
+        hint="write example.org, *.example.org or example.org:8080",
+    )
+
+
+def _is_name(text: str) -> bool:
+    """Whether it is a host name, and nothing that a resolver takes for a number (127.1, 0x7f000001)."""
+    labels = text.split(".")
+    return all(_LABEL.fullmatch(label) for label in labels) and not _NUMBER.fullmatch(labels[-1])
+
+
+def _is_address(text: str) -> bool:
+    try:
+        address = IPv6Address(text) if ":" in text else IPv4Address(text)
+    except ValueError:
+        return False
+    return address.compressed == text

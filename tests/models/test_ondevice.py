@@ -1,0 +1,156 @@
+"""Pictures made rows by torch's functions for tensors: near to Pillow's, each its own, refused where one is bad.
+
+What a GPU does is run by torchvision's decoder on the CPU here; ``tests/gpu`` runs it there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as tvf
+
+from models.ondevice import Decoder, agrees, decoder_for
+from models.preprocess import preprocess_pixels
+from models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
+from tests.service.busy import until
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")  # torchvision names a successor
+CPU = torch.device("cpu")
+CHINA = Image.fromarray(load_sample_image("china.jpg"))
+PLAIN = PreprocessSpec(resize=64, crop=56, mean=(0, 0, 0), std=(1, 1, 1))
+MOST = {"bilinear": (1, 0.2), "bicubic": (12, 0.2)}  # greatest and mean difference, in steps of 8 bits
+SIZES: tuple[Any, ...] = ((232, 224), (40, None), ((50, 90), (48, 80)), (None, 100), ((700, 900), 640), (300, 512))
+
+
+def jpeg(picture: Image.Image, **options: Any) -> bytes:
+    stream = BytesIO()
+    picture.save(stream, "JPEG", **{"quality": 95, **options})
+    return stream.getvalue()
+
+
+def by_pillow(picture: Image.Image, spec: PreprocessSpec) -> torch.Tensor:
+    """The same steps by torchvision on a picture."""
+    size, crop = ([side] if isinstance(side, int) else side for side in (spec.resize, spec.crop))
+    resized = picture if size is None else tvf.resize(picture, list(size), InterpolationMode(spec.interpolation))
+    cropped = resized if crop is None else tvf.center_crop(resized, list(crop))
+    return tvf.normalize(tvf.to_tensor(cropped), spec.mean, spec.std)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("mode", sorted(FOR_TENSORS))
+def test_near_to_pillow(mode: Interpolation, size: tuple[Any, Any]) -> None:
+    """Each resampling and kind of size: values differ by rounding, and where Pillow cuts off what overshoots."""
+    spec = PreprocessSpec(*size, mean=(0.1, 0.2, 0.3), std=(0.5, 1, 2), interpolation=mode)
+    found = preprocess_pixels(tvf.pil_to_tensor(CHINA), spec)
+    wanted = by_pillow(CHINA, spec)
+    assert (found.shape, found.dtype, found.is_contiguous()) == (wanted.shape, torch.float32, True)
+    steps = (found - wanted).abs() * torch.tensor(spec.std).view(3, 1, 1) * 255
+    most, mean = MOST[mode] if spec.resize is not None else (0, 0)
+    assert steps.max() <= most + 1e-3
+    assert steps.mean() <= mean + 1e-3
+
+
+PICTURES = [CHINA.crop((left, 7 * left, left + 90 + left, 7 * left + 70)) for left in range(24)]
+
+
+def test_each_gets_its_own() -> None:
+    """Pictures of many threads, of many sizes, gray and progressive ones among them, while others decode."""
+    decoder = Decoder(CPU, PLAIN)
+    kinds: tuple[dict[str, Any], ...] = ({}, {"progressive": True}, {"subsampling": 0})
+    files = [
+        jpeg(picture.convert("L") if place % 5 == 0 else picture, **kinds[place % 3])
+        for place, picture in enumerate(PICTURES)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda place: decoder.row(files[place], PICTURES[place].size), range(len(files))))
+    for row, file in zip(rows, files, strict=True):
+        assert row is not None
+        wanted = by_pillow(Image.open(BytesIO(file)).convert("RGB"), PLAIN)
+        assert (row - wanted).abs().mean() < 0.5 / 255
+
+
+def test_a_bad_one_among_others() -> None:
+    """Pictures that wait are decoded together; one that can't be, or is of another size, harms no other."""
+    decoder = Decoder(CPU, PLAIN)
+    good = [(jpeg(picture), picture.size) for picture in PICTURES[:4]]
+    bad = [(good[0][0][:300], PICTURES[0].size), (good[1][0], (1, 1)), (b"no picture", (5, 5))]
+    asked = [good[0], bad[0], good[1], bad[1], bad[2], *good[2:]]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        with decoder._turn:
+            answers = [pool.submit(decoder.row, *each) for each in asked]
+            until(lambda: len(decoder._waiting) == len(asked))
+            assert not any(answer.done() for answer in answers)
+        rows = [answer.result() for answer in answers]
+    assert [row is None for row in rows] == [each in bad for each in asked]
+    for (file, _), row in zip(asked, rows, strict=True):
+        if row is not None:
+            alone = decoder.row(file, Image.open(BytesIO(file)).size)
+            assert alone is not None
+            assert torch.equal(row, alone)
+
+
+def test_trial() -> None:
+    """A decoder is compared with Pillow before it is used: by colours, sizes and values."""
+    imagenet = PreprocessSpec(resize=232, crop=224)
+    for spec in (PLAIN, imagenet, replace(imagenet, interpolation="bicubic"), PreprocessSpec()):
+        assert agrees(Decoder(CPU, spec), spec)
+    for other in (replace(imagenet, crop=200), replace(imagenet, mean=(0.4, 0.5, 0.485))):
+        assert not agrees(Decoder(CPU, other), imagenet)
+    swapped = replace(imagenet, mean=imagenet.mean[::-1], std=imagenet.std[::-1])
+    assert not agrees(Decoder(CPU, swapped), imagenet)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Any]]:
+    """What is logged meanwhile."""
+    told: list[Any] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(vars(record).get("fields"))  # type: ignore[method-assign]
+    logging.getLogger("layertap").addHandler(handler)
+    yield told
+    logging.getLogger("layertap").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("how", "device", "says"),
+    [
+        (PLAIN, "cpu", "there is no GPU"),
+        (replace(PLAIN, interpolation="lanczos"), "cuda", "by lanczos"),
+        (replace(PLAIN, interpolation="nearest"), "cuda", "by nearest"),
+    ],
+)
+def test_the_cpu_decodes(lines: list[Any], how: PreprocessSpec, device: str, says: str) -> None:
+    """Where a GPU can't do it there is no decoder, and one line says why."""
+    spec = ModelSpec("net", "python:a:b", decode="device")
+    assert decoder_for(spec, how, torch.device(device)) is None
+    assert [told["model"] for told in lines] == ["net"]
+    assert says in lines[0]["reason"]
+
+
+def test_nobody_asked(lines: list[Any]) -> None:
+    """Nothing is tried, and nothing told, where pictures are decoded otherwise, or there are none."""
+    for spec, how in ((ModelSpec("net", "python:a:b", decode="fast"), PLAIN), (replace(DEVICE), None)):
+        assert decoder_for(spec, how, torch.device("cuda")) is None
+    assert lines == []
+
+
+DEVICE = ModelSpec("net", "python:a:b", decode="device")
+
+
+def test_gray_is_gray() -> None:
+    """A gray JPEG has three channels that are the same."""
+    row = Decoder(CPU, PLAIN).row(jpeg(CHINA.convert("L")), CHINA.size)
+    assert row is not None
+    assert np.array_equal(row[0], row[1])
+    assert np.array_equal(row[0], row[2])

@@ -1,0 +1,184 @@
+"""Batches filled up to a kept size and replayed: everyone's rows, in memory that lasts; on the CPU.
+
+What a GPU would keep is made here by running the graph again on the same memory: all but ``torch.cuda`` is the real
+thing. ``tests/gpu`` captures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.compiled import Compiled
+from models.loaded import LoadedModel, load
+from models.plan import Plan, resolve
+from models.replays import Replay, Replays
+from models.selectors import parse
+from models.union import Share
+from models.warm.checking import check
+from models.warm.compiling import WarmError
+from tests.conftest import net_spec
+from tests.nets import batch
+from tests.oracle import record
+
+SIZES = (1, 4, 8)
+LAYERS = ("conv", "relu#0", "head")
+
+
+class Counted:
+    """A graph that counts what it runs."""
+
+    def __init__(self, run: Callable[[Tensor], list[Tensor]]) -> None:
+        self.rows: list[int] = []
+        self._run = run
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        self.rows.append(len(inputs[0]))
+        return self._run(*inputs)
+
+
+class Again:
+    """Runs a graph on the memory it was made for and writes to the memory that came of it, as a CUDA graph does."""
+
+    def __init__(self, graph: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        self._graph, self._inputs, self._outputs = graph, inputs, outputs
+
+    def replay(self) -> None:
+        for place, value in zip(self._outputs, self._graph.run(list(self._inputs)), strict=True):
+            place.copy_(value)
+
+
+def kept(graph: Any, shape: tuple[int, ...], rows: int, pool: Tensor | None = None) -> Replay:
+    """A replay of so many rows."""
+    inputs = (torch.full((rows, *shape), torch.nan),)
+    outputs = tuple(torch.full_like(value, torch.nan) for value in graph.run(list(inputs)))
+    return Replay(rows, inputs, outputs, Again(graph, inputs, outputs), pool)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load(net_spec("Chain"), 2, 1)
+
+
+@pytest.fixture
+def plan(model: LoadedModel) -> Plan:
+    return resolve([parse(text) for text in LAYERS], model.catalog)
+
+
+@pytest.fixture
+def graphs(model: LoadedModel, plan: Plan) -> Compiled:
+    """Graphs that run the model with hooks of their own, and replays of them for each replica."""
+    captures = tuple(result.capture for result in plan.results)
+
+    def run(rows: Tensor) -> list[Tensor]:
+        seen = record(model.module, rows)
+        return [seen[each.point.layer, each.point.call, each.point.path, each.point.site] for each in captures]
+
+    one, several = Counted(run), Counted(run)
+    made = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
+    known = {
+        own: Replays([kept(one if size == 1 else several, model.shapes[0], size) for size in reversed(SIZES)])
+        for own in model.replicas
+    }
+    one.rows.clear()
+    several.rows.clear()
+    return replace(made, replays=known)
+
+
+def ran(graphs: Compiled) -> list[int]:
+    assert isinstance(graphs.one, Counted)
+    assert isinstance(graphs.several, Counted)
+    return [*graphs.one.rows, *graphs.several.rows]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 9), (20, 20)])
+def test_filled_up(model: LoadedModel, plan: Plan, graphs: Compiled, rows: int, size: int) -> None:
+    """A batch runs in the next size, one that is larger than all as it is; its rows are those of hooks."""
+    part = batch(model.inputs, rows, seed=rows)
+    share = Share(0, rows, plan.captures)
+    found = model.run(model.replicas[0], [part], [share], compiled=graphs).of(share)
+    assert ran(graphs) == [size]
+    seen = record(model.module, *part.values())
+    for capture in graphs.captures:
+        expected = seen[capture.point.layer, capture.point.call, capture.point.path, capture.point.site]
+        torch.testing.assert_close(found[capture].values, expected)
+
+
+def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+    """What is filled up to a number already goes on to the next size."""
+    part = batch(model.inputs, 1, seed=1)
+    share = Share(0, 1, plan.captures)
+    model.run(model.replicas[0], [part], [share], 3, None, graphs)
+    assert ran(graphs) == [4]
+
+
+def test_results_last(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+    """What one batch gave is not overwritten by the next of its size, nor is what was sent."""
+    parts = [batch(model.inputs, 3, seed=seed) for seed in (1, 2)]
+    sent = [{name: value.clone() for name, value in part.items()} for part in parts]
+    share = Share(0, 3, plan.captures)
+    one, other = [model.run(model.replicas[0], [part], [share], compiled=graphs).of(share) for part in parts]
+    (again,) = [model.run(model.replicas[0], [part], [share], compiled=graphs).of(share) for part in parts[:1]]
+    for capture in plan.captures:
+        assert torch.equal(one[capture].values, again[capture].values)
+        assert not torch.equal(one[capture].values, other[capture].values)
+    assert all(torch.equal(part[name], kept[name]) for part, kept in zip(parts, sent, strict=True) for name in part)
+
+
+def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+    """Each gets its own rows of a batch that was filled up."""
+    pieces = [batch(model.inputs, count, seed=count) for count in (1, 3, 2)]
+    shares = [Share(0, 1, plan.captures), Share(1, 4, plan.captures), Share(4, 6, plan.captures)]
+    taken = model.run(model.replicas[1], pieces, shares, compiled=graphs)
+    assert ran(graphs) == [8]
+    for piece, share in zip(pieces, shares, strict=True):
+        seen = record(model.module, *piece.values())
+        for capture, found in taken.of(share).items():
+            expected = seen[capture.point.layer, capture.point.call, capture.point.path, capture.point.site]
+            torch.testing.assert_close(found.values, expected)
+
+
+def test_one_at_a_time() -> None:
+    """Replays of a replica share memory: from many threads, each gets what comes of its own rows."""
+    doubled = Counted(lambda rows: [rows * 2])
+    replays = Replays([kept(doubled, (50_000,), size) for size in (1, 2)])
+    asked = [torch.full((1 + number % 2, 50_000), float(number)) for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda rows: replays.run([rows])[0], asked))
+    assert all(bool((value == 2 * rows).all()) for rows, value in zip(asked, found, strict=True))
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.01])
+def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: Compiled, shift: float) -> None:
+    """Replays are compared with the hooked forward: one that gives other numbers is found, for any of its sizes."""
+    wrong = Counted(lambda rows: [value + shift for value in graphs.several.run([rows])])
+    own = model.replicas[0]
+    known = Replays([kept(wrong if size == 8 else graphs.several, model.shapes[0], size) for size in SIZES])
+    changed = replace(graphs, replays={own: known})
+    check(model, plan, changed, own, (1, 2, 4))
+    if not shift:
+        check(model, plan, changed, own, (5, 8))
+        return
+    with pytest.raises(WarmError, match="other numbers"):
+        check(model, plan, changed, own, (1, 2, 5))
+
+
+def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+    """A graph whose outputs are overwritten by its next run is none that may answer."""
+
+    class Reused(Replays):
+        def run(self, inputs: Any) -> list[Tensor]:
+            known = self._known[len(inputs[0])]
+            super().run(inputs)
+            return list(known.outputs)
+
+    own = model.replicas[0]
+    known = Reused([kept(graphs.several, model.shapes[0], 4)])
+    with pytest.raises(WarmError, match="other numbers"):
+        check(model, plan, replace(graphs, replays={own: known}), own, (2, 4))

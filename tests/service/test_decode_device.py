@@ -1,0 +1,185 @@
+"""``decode: device``: which files a GPU is given, and that all others, and all on a CPU, are decoded as ever."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from models.digits import spec as digits
+from models.errors import InputError, TooLargeError
+from models.loaded import LoadedModel, load
+from models.ondevice import Decoder
+from models.spec import ModelSpec, PreprocessSpec
+from service.config import Configuration, read
+from service.engine.rows import rows_of
+from service.inputs import ImageItem
+from service.inputs.images import plain_jpeg
+from service.settings import Settings
+from tests.service.conftest import Serve
+from tests.service.support import arrays_of, image, problem, raw
+
+LIMIT = 1_000_000
+CHINA = Image.fromarray(load_sample_image("china.jpg").copy())
+SIZE = CHINA.size
+HOW = PreprocessSpec(resize=40, crop=32, mean=(0, 0, 0), std=(1, 1, 1))
+
+
+def saved(form: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
+    stream = BytesIO()
+    CHINA.convert(mode).save(stream, form, **options)
+    return stream.getvalue()
+
+
+def oriented(value: object) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif
+
+
+def adobe(data: bytes, transform: int) -> bytes:
+    """A JPEG that says by an Adobe marker, and by no other, whether its components are colours or luma and chroma."""
+    jfif = 2 + 2 + struct.unpack(">H", data[4:6])[0]
+    assert data[2:4] == b"\xff\xe0"
+    body = b"Adobe" + struct.pack(">HHHB", 100, 0, 0, transform)
+    return data[:2] + b"\xff\xee" + struct.pack(">H", len(body) + 2) + body + data[jfif:]
+
+
+def named(data: bytes, *ids: int) -> bytes:
+    """A JPEG whose components have other names, in its frame and its scan."""
+    found = bytearray(data)
+    for mark, first, each in ((b"\xff\xc0", 10, 3), (b"\xff\xda", 5, 2)):
+        start = data.index(mark)
+        for place, name in enumerate(ids):
+            found[start + first + each * place] = name
+    return bytes(found)
+
+
+JPEG = saved()
+PLAIN = {
+    "colours": JPEG,
+    "gray": saved(mode="L"),
+    "progressive": saved(progressive=True),
+    "full colour": saved(subsampling=0),
+    "upright": saved(exif=oriented(1)),
+    "no orientation": saved(exif=oriented(9)),
+    "Adobe's luma": adobe(JPEG, 1),
+}
+OTHERS = {
+    **{f"turned {value}": saved(exif=oriented(value)) for value in range(2, 9)},
+    "CMYK": saved(mode="CMYK"),
+    "Adobe's colours": adobe(JPEG, 0),
+    "both": JPEG[:2] + adobe(JPEG, 0)[2:18] + JPEG[2:],
+    "colours by name": named(adobe(JPEG, 1), *b"RGB"),
+    "more after its end": JPEG + b"\0",
+    "cut short": JPEG[:-2],
+    "its beginning": JPEG[:3],
+    "no picture": b"\xff\xd8\xff" + b"\xff\xd9" * 9,
+    "PNG": saved("PNG"),
+    "WebP": saved("WEBP"),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("data", PLAIN.values(), ids=PLAIN.keys())
+def test_plain(data: bytes) -> None:
+    """Upright JPEGs of luma, alone or with two chromas, whole to their end."""
+    assert plain_jpeg(data, LIMIT) == SIZE
+
+
+@pytest.mark.parametrize("data", OTHERS.values(), ids=OTHERS.keys())
+def test_others(data: bytes) -> None:
+    """What one decoder may see otherwise than another, or refuse, is left to the CPU."""
+    assert plain_jpeg(data, LIMIT) is None
+
+
+def test_limit() -> None:
+    """A picture of too many pixels is refused by its header."""
+    with pytest.raises(TooLargeError, match="the limit is 1000"):
+        plain_jpeg(JPEG, 1000)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    spec = ModelSpec("net", "python:models.digits:digits", weights="random:0", device="cpu", preprocess=HOW)
+    return load(replace(spec, inputs=digits().inputs))
+
+
+@pytest.fixture
+def placed(model: LoadedModel) -> LoadedModel:
+    """The model with the decoder of a GPU's, on the CPU: torchvision decodes and resizes."""
+    spec = replace(model.spec, decode="device")
+    return replace(model, spec=spec, decoder=Decoder(torch.device("cpu"), HOW))
+
+
+def row(model: LoadedModel, data: bytes, **limits: int) -> Any:
+    (rows,) = rows_of(ImageItem(data), model, Settings(**limits))
+    assert not isinstance(rows, Exception)
+    (value,) = rows.values()
+    return value
+
+
+@pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")
+def test_rows(model: LoadedModel, placed: LoadedModel) -> None:
+    """A plain JPEG goes through the device's decoder: nearly the same row, of the same shape."""
+    for data in PLAIN.values():
+        found, wanted = row(placed, data), row(model, data)
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert not torch.equal(found, wanted)
+        assert (found - wanted).abs().max() <= 2.1 / 255
+
+
+@pytest.mark.parametrize("kind", ["turned 3", "turned 6", "CMYK", "Adobe's colours", "more after its end", "PNG"])
+def test_other_rows(model: LoadedModel, placed: LoadedModel, kind: str) -> None:
+    """All other pictures have the bits of ``exact``."""
+    assert torch.equal(row(placed, OTHERS[kind]), row(model, OTHERS[kind]))
+
+
+@pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")
+def test_refused_by_the_decoder(model: LoadedModel, placed: LoadedModel) -> None:
+    """What the device's decoder can't decode the CPU does, or refuses in its own words."""
+    start = JPEG.index(b"\xff\xda")
+    broken = JPEG[: start + 400] + b"\xff\xd9"  # an end where half a picture is missing
+    assert plain_jpeg(broken, LIMIT) == SIZE
+    refusals = []
+    for each in (placed, model):
+        with pytest.raises(InputError) as caught:
+            row(each, JPEG[:start] + b"\xff\xd9")
+        refusals.append(caught.value.detail)
+    assert refusals[0] == refusals[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")
+def test_limits(placed: LoadedModel) -> None:
+    """Both limits hold before anything is decoded."""
+    for limits in ({"max_pixels": 1000}, {"max_resized_pixels": 1000}):
+        with pytest.raises(TooLargeError, match="the limit is 1000"):
+            row(placed, JPEG, **limits)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(serve: Serve, tmp_path: Path) -> None:
+    """On a CPU every picture has the bits of ``exact``, and the fingerprint tells what was asked for."""
+    entry = "{{name: {0}, source: 'python:models.digits:digits', weights: 'random:0', decode: {0}, {1}}}"
+    how = "inputs: [{name: image, shape: [3, 32, 32]}], preprocess: {resize: 32, crop: 32}"
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('device', how)}]", encoding="utf-8")
+    with serve(Configuration((digits(), *read(file).models), "exact")) as live:
+        replies = {}
+        for name in ("exact", "device"):
+            body = {"model": name, "layers": ["block1:input"], "inputs": [image(JPEG), image(OTHERS["PNG"])]}
+            replies[name] = live.client.post("/extract", json=body)
+            assert live.client.get(f"/models/{name}").json()["preprocess"]["decode"] == name
+        one, other = (next(iter(arrays_of(reply).values())) for reply in replies.values())
+        assert np.array_equal(one, other)
+        assert replies["exact"].json()["fingerprint"] != replies["device"].json()["fingerprint"]
+        refused = live.client.post("/extract", **raw(JPEG[:900], "image/jpeg", model="device", layers="pool"))
+        assert "cut short" in problem(refused, 422)["errors"][0]["detail"]

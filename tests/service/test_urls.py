@@ -1,0 +1,511 @@
+"""Pictures at URLs: the same features as sent, from named hosts only, and whatever a host does harms nobody."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+from models.errors import InputError
+from service.config import ConfigError
+from service.fetching.addresses import may_be_dialled
+from service.fetching.fetcher import Fetcher
+from service.settings import Settings
+from tests.server import Live
+from tests.service import canary as canaries
+from tests.service import support
+from tests.service.bad_urls import FORBIDDEN, FORMS, OWN, PUBLIC
+from tests.service.busy import connected, on_the_wire, until
+from tests.service.canary import PNG, Canary, watching
+from tests.service.conftest import Serve
+from tests.service.support import Control, Json, arrays_of, configured, image, net, picture, problem, same
+
+WHOLE: Json = {"layers": ["block2", "head"], "pool": "mean"}
+LOOPBACK = "127.0.0.1"
+COULD_NOT = "the URL could not be fetched"
+
+
+class Names:
+    """A resolver that knows some names, takes every other one for this machine, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, list[list[str]]] = {}
+        self.asked: list[str] = []
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of a host: the next of its answers, at the end the last one again and again."""
+        self.asked.append(host)
+        answers = self.known.get(host, [[LOOPBACK]])
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+@pytest.fixture(scope="module")
+def canary() -> Iterator[Canary]:
+    """A server that counts who comes, on all of this machine's loopback addresses that tests speak of."""
+    with watching((LOOPBACK, "::1")) as canary:
+        yield canary
+
+
+@pytest.fixture(scope="module")
+def other() -> Iterator[Canary]:
+    """Where nobody is to come."""
+    with watching((LOOPBACK, "127.0.0.2")) as canary:
+        yield canary
+
+
+@pytest.fixture(scope="module")
+def names() -> Names:
+    """The resolver of ``fetching``."""
+    return Names()
+
+
+@pytest.fixture(scope="module")
+def fetching(serve: Serve, canary: Canary, other: Canary, names: Names) -> Iterator[Live]:
+    """A server that may fetch from the canary under some names, from others only if their addresses are public."""
+    canary.elsewhere = f"http://{LOOPBACK}:{other.port}/good.png"
+    private = [f"images.test:{canary.port}", f"{LOOPBACK}:{canary.port}", f"[::1]:{canary.port}"]
+    private += [f"images.test:{other.port}"]
+    public = ["images.test", f"*.outside.test:{canary.port}", f"outside.test:{canary.port}", "metadata.test"]
+    settings = {
+        "allow_urls": ",".join(private + public),
+        "allow_private_urls": ",".join(private),
+        "max_body_bytes": 2_000_000,
+        "url_timeout_s": 20,
+    }
+    with serve(configured(net("gated", "Gated")), fetcher=partial(Fetcher, resolve=names), **settings) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def control(fetching: Live) -> Control:
+    """A good request without URLs."""
+    return support.control(fetching)
+
+
+@pytest.fixture(autouse=True)
+def _counted(canary: Canary, other: Canary, names: Names) -> Iterator[None]:
+    """Each test counts from none, and afterwards no connection is left open."""
+    canary.forget()
+    other.forget()
+    names.asked.clear()
+    yield
+    until(lambda: canary.under_way == other.under_way == 0)
+
+
+def body(*urls: str, **more: object) -> Json:
+    """A request for pictures at URLs."""
+    return {"json": {**WHOLE, "inputs": [{"url": url} for url in urls], **more}}
+
+
+def refused(live: Live, url: str) -> Json:
+    """The error that a URL gets: of its input, and without anything that is in it or that was looked up."""
+    reply = live.client.post("/extract", **body(url))
+    found = problem(reply, 422)
+    assert (found["errors"][0]["input"], found["errors"][0]["pointer"]) == (0, "/inputs/0")
+    assert not [each for each in ("127.", "169.254", "::", ".test", "canary") if each in reply.text]
+    assert live.engine.fleet.budget.used == 0
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- good ones
+
+
+@pytest.mark.parametrize("path", [*canaries.GOOD, ""])
+def test_good(fetching: Live, canary: Canary, path: str) -> None:
+    """A picture at a URL has the features that it has when it is sent, by one connection."""
+    reply = fetching.client.post("/extract", **body(f"http://images.test:{canary.port}{path}"))
+    sent = fetching.client.post("/extract", json={**WHOLE, "inputs": [image(PNG)]})
+    assert same(arrays_of(reply), arrays_of(sent))
+    assert reply.headers["x-layertap-fingerprint"] == sent.headers["x-layertap-fingerprint"]
+    assert "fetch;" in reply.headers["server-timing"]
+    assert "fetch;" not in sent.headers["server-timing"]
+    assert canary.hits == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "line", "host"),
+    [
+        ("http://images.test:{port}", "GET / HTTP/1.1", "images.test:{port}"),
+        ("HTTP://IMAGES.test:{port}/?a=b/c?&d=%20", "GET /?a=b/c?&d=%20 HTTP/1.1", "images.test:{port}"),
+        ("http://127.0.0.1:{port}/good.png", "GET /good.png HTTP/1.1", "127.0.0.1:{port}"),
+        ("http://[::1]:{port}/good.png?@x:y", "GET /good.png?@x:y HTTP/1.1", "[::1]:{port}"),
+    ],
+)
+def test_what_is_asked(fetching: Live, canary: Canary, names: Names, url: str, line: str, host: str) -> None:
+    """The request names the host, wants the bytes as they are, and brings along nothing of the server's."""
+    names.known["::1"] = [["::1"]]
+    reply = fetching.client.post("/extract", **body(url.format(port=canary.port)))
+    assert reply.status_code == 200, reply.text
+    first, *lines = canary.heads[0].decode().strip().split("\r\n")
+    headers = dict(each.lower().split(": ") for each in lines)
+    assert (first, headers.pop("host")) == (line, host.format(port=canary.port))
+    assert headers["accept-encoding"] == "identity"
+    assert set(headers) == {"user-agent", "accept", "accept-encoding", "connection"}
+
+
+def test_no_cookies(fetching: Live, canary: Canary) -> None:
+    """A cookie that a host sets never comes back to it, and every fetch has a connection of its own."""
+    for _ in range(2):
+        assert fetching.client.post("/extract", **body(f"http://images.test:{canary.port}/cookie")).status_code == 200
+    assert canary.hits == 2
+    assert not any(b"cookie:" in head.lower() for head in canary.heads)
+
+
+def test_no_proxies(fetching: Live, canary: Canary, other: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies that the environment names are not asked."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, f"http://{LOOPBACK}:{other.port}")
+        monkeypatch.setenv(name.upper(), f"http://{LOOPBACK}:{other.port}")
+    assert fetching.client.post("/extract", **body(f"http://images.test:{canary.port}/good.png")).status_code == 200
+    assert (canary.hits, other.hits) == (1, 0)
+
+
+def test_among_others(fetching: Live, canary: Canary) -> None:
+    """URLs and pictures mix, in their order; with ``skip`` those that can't be had are left out and named."""
+    base, mine = f"http://images.test:{canary.port}", picture(3)
+    inputs = [image(mine), {"url": f"{base}/good.png"}, {"url": f"{base}/missing"}, {"url": "http://elsewhere/"}]
+    inputs += [{"url": f"{base}/text"}, image(mine), {"url": f"{base}/announced"}]
+    reply = fetching.client.post("/extract", json={**WHOLE, "inputs": inputs, "on_error": "skip"})
+    assert reply.json()["rows"] == 3
+    assert [error["input"] for error in reply.json()["errors"]] == [2, 3, 4, 6]
+    sent = fetching.client.post("/extract", json={**WHOLE, "inputs": [image(mine), image(PNG), image(mine)]})
+    assert same(arrays_of(reply), arrays_of(sent))
+
+
+def test_explain(fetching: Live, canary: Canary) -> None:
+    """An explanation is made of a picture at a URL as well."""
+    asked: Json = {"method": "saliency", "inputs": [{"url": f"http://images.test:{canary.port}/good.png"}]}
+    found = arrays_of(fetching.client.post("/explain", json=asked))
+    assert same(found, arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
+
+
+def test_system_resolver(serve: Serve, canary: Canary) -> None:
+    """Names are looked up by the system where nothing else is said."""
+    host = f"localhost:{canary.port}"
+    with serve(allow_urls=host, allow_private_urls=host) as live:
+        assert live.client.post("/extract", **body(f"http://{host}/good.png")).status_code == 200
+        problem(live.client.post("/extract", **body(f"http://{LOOPBACK}:{canary.port}/good.png")), 422)
+    assert canary.hits == 1
+
+
+# ------------------------------------------------------------------------------------------------------- not fetched
+
+
+@pytest.mark.parametrize("form", FORMS, ids=ascii)
+def test_forms(fetching: Live, canary: Canary, names: Names, form: str) -> None:
+    """However another host is written, or an allowed one is written oddly, nobody is asked and nobody dialled."""
+    refused(fetching, re.sub(r":1(?=[/\\#])", f":{canary.port}", form))
+    assert (names.asked, canary.hits) == ([], 0)
+
+
+def test_forms_are_many() -> None:
+    """At least sixty, each once."""
+    assert len(set(FORMS)) == len(FORMS) >= 60
+
+
+def test_controlafter_forms(fetching: Live, canary: Canary, control: Control) -> None:
+    """After all these the server is as ever, and what is allowed is still fetched."""
+    control.check()
+    assert fetching.client.post("/extract", **body(f"http://images.test:{canary.port}/good.png")).status_code == 200
+    assert canary.hits == 1
+
+
+def test_off(serve: Serve, canary: Canary) -> None:
+    """Without hosts in the settings nothing is fetched."""
+    with serve() as live:
+        for host in (LOOPBACK, "localhost", "[::1]"):
+            found = refused(live, f"http://{host}:{canary.port}/good.png")
+            assert "off" in found["detail"]
+    assert canary.hits == 0
+
+
+def test_before_anything_is_asked(fetching: Live, canary: Canary) -> None:
+    """Where one input can't be had, a layer is unknown, or a model takes no pictures, nobody is asked for the rest."""
+    good = f"http://images.test:{canary.port}/good.png"
+    found = problem(fetching.client.post("/extract", **body(good, "http://elsewhere.test/", good)), 422)
+    assert [error["input"] for error in found["errors"]] == [1]
+    problem(fetching.client.post("/extract", **body(good, layers=["nowhere"])), 422)
+    problem(fetching.client.post("/extract", **body(good, model="nowhere")), 404)
+    tensors = problem(fetching.client.post("/extract", **body(good, model="gated", layers=["linear"])), 422)
+    assert "tensors" in tensors["detail"]
+    assert canary.hits == 0
+
+
+# --------------------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize("address", FORBIDDEN)
+def test_forbidden_addresses(fetching: Live, canary: Canary, names: Names, address: str) -> None:
+    """A host that is allowed is not fetched from where any of its addresses is not public, in whatever place."""
+    assert not may_be_dialled(ip_address(address), private=False)
+    assert may_be_dialled(ip_address(address), private=True) == (address in OWN)
+    for number, answer in enumerate(([address], [PUBLIC[0], address], [address, PUBLIC[0]])):
+        host = f"n{number}.outside.test"
+        names.known[host] = [answer]
+        assert refused(fetching, f"http://{host}:{canary.port}/good.png")["detail"] == COULD_NOT
+    assert len(names.asked) == 3
+    assert canary.hits == 0
+
+
+def test_public_addresses() -> None:
+    """Public addresses may be dialled; with leave those of one's own network as well."""
+    assert all(may_be_dialled(ip_address(each), private) for each in PUBLIC for private in (False, True))
+    assert all(may_be_dialled(ip_address(each), private=True) for each in OWN)
+
+
+@pytest.mark.parametrize("answers", [["169.254.169.254"], [LOOPBACK, "169.254.169.254"], ["::ffff:127.0.0.1"], []])
+def test_private_hosts(fetching: Live, canary: Canary, names: Names, answers: list[str]) -> None:
+    """A host that may be private may not be just anything."""
+    names.known["images.test"] = [answers]
+    try:
+        assert refused(fetching, f"http://images.test:{canary.port}/good.png")["detail"] == COULD_NOT
+    finally:
+        del names.known["images.test"]
+    assert canary.hits == 0
+
+
+def test_private_port_only(fetching: Live, names: Names) -> None:
+    """A host that may be private at one port may not be at another."""
+    assert refused(fetching, "http://images.test/good.png")["detail"] == COULD_NOT
+    assert names.asked == ["images.test"]
+
+
+def test_rebinding(fetching: Live, other: Canary, names: Names) -> None:
+    """A name is looked up once for a fetch: an answer that changes afterwards changes nothing."""
+    names.known["images.test"] = [[LOOPBACK], ["127.0.0.2"], ["169.254.169.254"], [LOOPBACK]]
+    url = f"http://images.test:{other.port}/good.png"
+    try:
+        assert fetching.client.post("/extract", **body(url)).status_code == 200
+        assert len(names.asked) == 1
+        assert fetching.client.post("/extract", **body(url)).status_code == 200
+        refused(fetching, url)
+    finally:
+        del names.known["images.test"]
+    assert names.asked == ["images.test"] * 3
+    assert other.hits == 2
+
+
+def test_next_address(fetching: Live, other: Canary, names: Names) -> None:
+    """Where the first address does not answer the next one is dialled."""
+    names.known["images.test"] = [["127.0.0.3", "::1", LOOPBACK]]
+    try:
+        reply = fetching.client.post("/extract", **body(f"http://images.test:{other.port}/good.png"))
+    finally:
+        del names.known["images.test"]
+    assert reply.status_code == 200
+    assert other.hits == 1
+
+
+# ------------------------------------------------------------------------------------------------------- bad answers
+
+
+def test_one_answer_for_all(fetching: Live, canary: Canary, other: Canary, names: Names, control: Control) -> None:
+    """Whatever goes wrong in the network, the answer is the same: nobody learns what is there, nor what was asked."""
+    found = {}
+    for path in canaries.FAILING:
+        canary.forget()
+        found[path] = refused(fetching, f"http://images.test:{canary.port}{path}")
+        assert canary.hits == 1, path
+    names.known["gone.outside.test"] = [[]]
+    found["no address"] = refused(fetching, f"http://gone.outside.test:{canary.port}/")
+    found["private"] = refused(fetching, f"http://private.outside.test:{canary.port}/")
+    names.known["images.test"] = [["127.0.0.4"]]
+    found["refused"] = refused(fetching, f"http://images.test:{canary.port}/")
+    del names.known["images.test"]
+    found["tls"] = refused(fetching, f"https://images.test:{canary.port}/good.png")
+    assert {error.pop("request_id") for error in found.values()}
+    assert {path: error for path, error in found.items() if error != found["/missing"]} == {}
+    assert found["/missing"]["detail"] == COULD_NOT
+    assert other.hits == 0
+    control.check()
+
+
+@pytest.mark.parametrize("path", canaries.UNFIT)
+def test_no_picture(fetching: Live, canary: Canary, path: str, control: Control) -> None:
+    """What was fetched is decoded as if it had been sent: by its bytes."""
+    found = refused(fetching, f"http://images.test:{canary.port}{path}")
+    sent = problem(fetching.client.post("/extract", json={**WHOLE, "inputs": [image(b"<p>secret</p>")]}), 422)
+    assert path == "/half" or found["detail"] == sent["detail"]
+    control.check()
+
+
+@pytest.mark.parametrize("path", canaries.LARGE)
+def test_too_large(fetching: Live, canary: Canary, path: str, control: Control) -> None:
+    """What is longer than a body may be is given up as soon as that is known: 413, with the limit."""
+    reply = fetching.client.post("/extract", **body(f"http://images.test:{canary.port}{path}"))
+    found = problem(reply, 413)
+    assert "2000000" in found["detail"]
+    assert found["errors"][0]["input"] == 0
+    assert fetching.engine.fleet.budget.used == 0
+    control.check()
+
+
+def test_too_large_together(serve: Serve, canary: Canary) -> None:
+    """The limit is of all URLs of a request together."""
+    host = f"{LOOPBACK}:{canary.port}"
+    with serve(allow_urls=host, allow_private_urls=host, max_body_bytes=3 * len(PNG)) as live:
+        good = f"http://{host}/good.png"
+        assert live.client.post("/extract", **body(good, good, good)).status_code == 200
+        problem(live.client.post("/extract", **body(good, good, good, good)), 413)
+
+
+def test_queue_bytes(serve: Serve, canary: Canary) -> None:
+    """What is fetched counts among the bytes that the queue holds, and is given back."""
+    host = f"{LOOPBACK}:{canary.port}"
+    with serve(allow_urls=host, allow_private_urls=host, max_queue_bytes=300_000) as live:
+        problem(live.client.post("/extract", **body(f"http://{host}/endless")), 413)
+        with live.engine.fleet.budget.held() as take:
+            take(299_000)
+            reply = live.client.post("/extract", **body(f"http://{host}/endless", f"http://{host}/gate"))
+            problem(reply, 429, seconds=True)
+        assert live.engine.fleet.budget.used == 0
+        assert live.client.post("/extract", **body(f"http://{host}/good.png")).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def hasty(serve: Serve, canary: Canary) -> Iterator[Live]:
+    """A server that waits for no host."""
+    host = f"{LOOPBACK}:{canary.port}"
+    settings = {"allow_urls": host, "allow_private_urls": host, "url_timeout_s": 0.3}
+    with serve(**settings) as live:
+        yield live
+
+
+@pytest.mark.parametrize("path", canaries.SLOW)
+def test_slow(hasty: Live, canary: Canary, path: str) -> None:
+    """A host that goes on for ever, however slowly, is left, and its connection with it."""
+    assert refused(hasty, f"http://{LOOPBACK}:{canary.port}{path}")["detail"] == COULD_NOT
+    until(canary.gone.is_set)
+
+
+def test_handshake_that_never_ends(hasty: Live, canary: Canary) -> None:
+    """A host that says nothing when it is asked for TLS is left as well."""
+    canary.mute = True
+    try:
+        assert refused(hasty, f"https://{LOOPBACK}:{canary.port}/")["detail"] == COULD_NOT
+        until(canary.gone.is_set)
+    finally:
+        canary.mute = False
+
+
+@pytest.mark.parametrize("seconds", ["0.3", "0.001"])
+def test_deadline(fetching: Live, canary: Canary, seconds: str) -> None:
+    """The request's own deadline ends a fetch: 504."""
+    asked = body(f"http://images.test:{canary.port}/slow")
+    problem(fetching.client.post("/extract", headers={"x-request-timeout": seconds}, **asked), 504)
+    until(lambda: canary.under_way == 0)
+
+
+def test_client_that_leaves(fetching: Live, canary: Canary) -> None:
+    """A client that goes away takes its fetches along."""
+    request = fetching.client.build_request("POST", "/extract", **body(f"http://images.test:{canary.port}/slow"))
+    with connected(fetching) as connection:
+        connection.sendall(on_the_wire(request))
+        until(lambda: canary.under_way == 1)
+    until(canary.gone.is_set)
+
+
+@pytest.mark.parametrize(("settings", "most"), [({"max_url_fetches": 2}, 2), ({}, 8)])
+def test_few_at_once(serve: Serve, canary: Canary, settings: Json, most: int) -> None:
+    """So many fetches are under way at once as may be, and a request has eight; others wait, and are answered."""
+    host = f"{LOOPBACK}:{canary.port}"
+    canary.gate.clear()
+    with serve(allow_urls=host, allow_private_urls=host, **settings) as live, ThreadPoolExecutor(1) as pool:
+        try:
+            asked = pool.submit(live.client.post, "/extract", **body(*[f"http://{host}/gate"] * 20))
+            until(lambda: canary.under_way == most)
+            assert live.engine.fleet._residents["digits"].rows == 1
+        finally:
+            canary.gate.set()
+        assert asked.result().status_code == 200
+    assert (canary.hits, canary.most) == (20, most)
+
+
+# --------------------------------------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A key and a certificate for images.test, signed by itself."""
+    openssl = shutil.which("openssl") or pytest.skip("there is no openssl")
+    file = tmp_path_factory.mktemp("tls") / "both.pem"
+    names = ("-subj", "/CN=images.test", "-addext", "subjectAltName=DNS:images.test")
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(file))
+    subprocess.run(
+        [openssl, "req", "-x509", "-days", "2", *key, *names, "-out", f"{file}.crt"], check=True, capture_output=True
+    )
+    file.write_text(file.read_text() + Path(f"{file}.crt").read_text())
+    return file
+
+
+def test_tls(serve: Serve, names: Names, certificate: Path) -> None:
+    """Over TLS the host is named and its certificate checked, though it is an address that is dialled."""
+    own = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    own.load_cert_chain(certificate)
+    trusting = ssl.create_default_context(cafile=f"{certificate}.crt")
+    with ExitStack() as stack:
+        canary = stack.enter_context(watching((LOOPBACK,), own))
+        hosts = ",".join(f"{host}:{canary.port}" for host in ("images.test", "others.test", LOOPBACK))
+        allowed = {"allow_urls": hosts, "allow_private_urls": hosts}
+        trusts: Mapping[str, ssl.SSLContext | None] = {"own": trusting, "system": None}
+        lives = {
+            name: stack.enter_context(serve(fetcher=partial(Fetcher, resolve=names, tls=tls), **allowed))
+            for name, tls in trusts.items()
+        }
+        url = "https://{}:" + f"{canary.port}/good.png"
+        reply = lives["own"].client.post("/extract", **body(url.format("images.test")))
+        sent = lives["own"].client.post("/extract", json={**WHOLE, "inputs": [image(PNG)]})
+        assert same(arrays_of(reply), arrays_of(sent))
+        assert canary.names == ["images.test"]
+        assert len(canary.heads) == 1
+        for live, host in (("own", "others.test"), ("own", LOOPBACK), ("system", "images.test")):
+            assert refused(lives[live], url.format(host))["detail"] == COULD_NOT
+        assert (canary.hits, len(canary.heads)) == (4, 1)
+        assert refused(lives["own"], url.format("images.test").replace("https", "http"))["detail"] == COULD_NOT
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("*", "*.", "*.org", "*.*.org", "a.*.org", "http://a.org", "a.org/", "a.org:", "a.org:0", "a.org:99999"),
+        *("127.1", "0x7f.0.0.1", "0177.0.0.1", "2130706433", "0x7f000001", "a.0x7f", "[::ffff:0:0:1]:80x"),
+        *("[0:0:0:0:0:0:0:1]", "::1", "[::1", "[1.2.3.4]", "bücher.org", "a.org.", ".a.org", "a..org", "-a.org"),
+        *("a b.org", "user@a.org", "*.127.0.0.1", "*.[::1]", "a" * 64 + ".org"),
+    ],
+)
+def test_bad_hosts(entry: str) -> None:
+    """A setting that names no host, or one that a resolver may take for a number, keeps the server from starting."""
+    with pytest.raises(ConfigError, match="is not a host"):
+        Fetcher(Settings(allow_urls=(entry,)))
+
+
+@pytest.mark.parametrize("private", ["b.org", "a.org", "a.org:81", "*.c.org", "x.c.org"])
+def test_bad_private_hosts(private: str) -> None:
+    """Only a single host that is allowed may be private, at the same port."""
+    with pytest.raises(ConfigError, match="LAYERTAP_ALLOW_PRIVATE_URLS"):
+        Fetcher(Settings(allow_urls="a.org:80, *.c.org", allow_private_urls=private))
+
+
+def test_below(names: Names) -> None:
+    """A star stands for one or more labels, a host without a port for that of the scheme."""
+    fetcher = Fetcher(Settings(allow_urls="*.a.org, B.org, c.org:8080"), resolve=names)
+    for url, port in (
+        *(("http://x.a.org", 80), ("https://x.y.a.org/", 443), ("https://b.ORG:443/", 443), ("http://b.org:80?x", 80)),
+        *(("http://c.org:8080/", 8080), ("https://c.org:8080/", 8080)),
+    ):
+        assert fetcher.target(url).port == port
+    for url in ("http://a.org/", "http://b.org:443/", "https://b.org:80/", "http://c.org/", "http://x.b.org/"):
+        with pytest.raises(InputError):
+            fetcher.target(url)
