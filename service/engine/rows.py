@@ -90,35 +90,33 @@ def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
     how = picture_steps(model)
     row = _on_device(item.data, model.decoder, how, settings) if model.decoder else None
     if row is None:
-        picture = _decoded(item.data, settings.max_pixels, how, model.spec.decode)
-        _check_resized(picture.size, how, settings)
+        picture = _decoded(item.data, settings, how, model.spec.decode)
         row = preprocess(picture.image, how, picture.size, picture.box)
     return row.unsqueeze(0)
 
 
 def _on_device(data: bytes, decoder: Decoder, how: PreprocessSpec, settings: Settings) -> Tensor | None:
     """A picture's row made on the model's GPU; None where it is to be made here, or refused here."""
-    size = plain_jpeg(data, settings.max_pixels)
-    if size is None:
-        return None
-    _check_resized(size, how, settings)
-    return decoder.row(data, size)
+    size = plain_jpeg(data, settings.max_pixels, partial(_check_resized, how, settings.max_resized_pixels))
+    return None if size is None else decoder.row(data, size)
 
 
-def _check_resized(size: tuple[int, int], how: PreprocessSpec, settings: Settings) -> None:
-    pixels = prod(resized_size(how, *size))
-    if pixels > settings.max_resized_pixels:
+def _decoded(data: bytes, settings: Settings, how: PreprocessSpec, decode: Decode) -> Picture:
+    fits = partial(_check_resized, how, settings.max_resized_pixels)
+    if decode == "fast":
+        return decode_reduced(data, settings.max_pixels, partial(enough, how), fits)
+    image = decode_image(data, settings.max_pixels, fits)
+    return Picture(image, image.size)
+
+
+def _check_resized(how: PreprocessSpec, limit: int, width: int, height: int) -> None:
+    """TooLargeError for a picture that would be too large once resized, whichever way up it is."""
+    pixels = prod(resized_size(how, width, height))
+    if pixels > limit:
         raise TooLargeError(
-            f"the picture would be resized to {pixels} pixels, the limit is {settings.max_resized_pixels}",
+            f"the picture would be resized to {pixels} pixels, the limit is {limit}",
             hint="send a picture that is less long and narrow",
         )
-
-
-def _decoded(data: bytes, max_pixels: int, how: PreprocessSpec, decode: Decode) -> Picture:
-    if decode == "fast":
-        return decode_reduced(data, max_pixels, partial(enough, how))
-    image = decode_image(data, max_pixels)
-    return Picture(image, image.size)
 
 
 def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:

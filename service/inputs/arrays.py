@@ -26,8 +26,11 @@ _MAX_ENTRIES = 256
 _ATTEMPTS = 5
 _parsing = Lock()
 _MAX_HEADER = 4096
+_MAX_TENSORS_HEADER = 1 << 20  # of safetensors; its own limit is a hundred times that
+_LOCAL = 30  # the least that stands before an entry's contents in a .zip file
 _MAX_NAME = 200
 _NPZ_HINT = "write it with numpy.savez or numpy.savez_compressed"
+_INPUTS_HINT = "send the model's inputs only"
 _BASE64_HINT = "send standard base64 with its padding and no line breaks, or data:TYPE;base64,…"
 
 
@@ -80,7 +83,7 @@ def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:
     """
     # zipfile builds an object for each entry of the directory, so count their signatures before it does.
     if data.count(b"PK\x01\x02") > _MAX_ENTRIES:
-        raise InputError(f"the .npz file has more than {_MAX_ENTRIES} entries", hint="send the model's inputs only")
+        raise InputError(f"the .npz file has more than {_MAX_ENTRIES} entries", hint=_INPUTS_HINT)
     try:
         archive = zipfile.ZipFile(BytesIO(data))
     except Exception as error:  # zipfile has no one error for a broken directory
@@ -98,12 +101,20 @@ def read_safetensors(data: bytes) -> dict[str, Array]:
     """The arrays of a safetensors file by name; bfloat16 is widened to float32.
 
     InputError: not such a file, empty, or with a dtype that numpy has no counterpart for.
+    TooLargeError: its header is longer than 1 MiB, or names more than 256 tensors.
     """
+    length = int.from_bytes(data[:8], "little")
+    if _MAX_TENSORS_HEADER < length <= len(data):
+        detail = f"the safetensors header has {length} bytes; the limit is {_MAX_TENSORS_HEADER}"
+        raise TooLargeError(detail, hint=_INPUTS_HINT)
     load: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
     try:
         tensors = load(data)
     except Exception as error:  # its error class is not public in every version
         raise InputError("this is not a safetensors file", hint="write it with safetensors.numpy.save") from error
+    if len(tensors) > _MAX_ENTRIES:
+        detail = f"the safetensors file holds {len(tensors)} tensors; the limit is {_MAX_ENTRIES}"
+        raise TooLargeError(detail, hint=_INPUTS_HINT)
     if not tensors:
         raise InputError("the safetensors file holds no tensors", hint="name each of the model's inputs in it")
     return {name: _safetensor(name, entry) for name, entry in tensors}
@@ -165,9 +176,21 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
         if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise InputError(f"entry {quoted(name)} is encrypted or packed in an unusual way", hint=_NPZ_HINT)
         entries[name] = entry
+    _require_apart(archive)
     if not entries:
         raise InputError("the .npz file holds no arrays", hint="name each of the model's inputs in it")
     return entries
+
+
+def _require_apart(archive: zipfile.ZipFile) -> None:
+    """InputError where two entries share bytes: newer Pythons refuse that too, when the entry is read."""
+    ends = 0
+    for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
+        if entry.header_offset < ends:
+            raise InputError("entries of the .npz file lie over each other", hint=_NPZ_HINT)
+        ends = entry.header_offset + _LOCAL + len(entry.orig_filename) + entry.compress_size
+    if ends > archive.start_dir:
+        raise InputError("entries of the .npz file lie over its directory", hint=_NPZ_HINT)
 
 
 def _unpacked(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from threading import Lock
 from typing import Any
 
@@ -24,14 +23,15 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from models.errors import InputError, TooLargeError
+from models.errors import InputError, LayertapError, TooLargeError
 from models.spec import Box
+from service.inputs import files
 
-_HINT = "send a complete JPEG, PNG, WebP, GIF, BMP or TIFF file"
 _SMALLER = "send a smaller picture"
 _CHUNK = 1 << 20
 _JPEG, _END = b"\xff\xd8\xff", b"\xff\xd9"
 _threshold = Lock()
+Fits = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,24 @@ class Picture:
     box: Box | None = None
 
 
-def decode_image(data: bytes, max_pixels: int) -> Image.Image:
+def decode_image(data: bytes, max_pixels: int, fits: Fits = lambda width, height: None) -> Image.Image:
     """The first frame or page of an encoded picture as 8-bit RGB, fully loaded and upright by its EXIF orientation.
 
-    Alpha is dropped, 16-bit gray is scaled to 8 bits, an EXIF block that makes no sense is ignored.
+    Alpha is dropped, 16-bit gray is scaled to 8 bits, an EXIF block that makes no sense is ignored. ``fits`` is told
+    the stored width and height before anything is decoded, and raises where the picture is of no use.
 
     InputError: not one of the formats, damaged, cut short, or of a pixel type with no fixed scale (float, 32-bit).
-    TooLargeError: more than ``max_pixels``, by the header and before anything is decoded.
+    TooLargeError: more than ``max_pixels``, by the header and before anything is decoded; or what ``files`` refuses.
     """
-    return _upright(_opened(data, max_pixels))
+    return _upright(_opened(data, max_pixels, fits))
 
 
-def decode_reduced(data: bytes, max_pixels: int, enough: Callable[[int, int], tuple[int, int] | None]) -> Picture:
+def decode_reduced(
+    data: bytes,
+    max_pixels: int,
+    enough: Callable[[int, int], tuple[int, int] | None],
+    fits: Fits = lambda width, height: None,
+) -> Picture:
     """The same, but a large JPEG at a half, a quarter or an eighth of its width and height.
 
     libjpeg leaves out the higher frequencies of each block, which is less work than to decode and average them.
@@ -66,7 +72,7 @@ def decode_reduced(data: bytes, max_pixels: int, enough: Callable[[int, int], tu
 
     Errors as for ``decode_image``; ``max_pixels`` counts the picture in full.
     """
-    image = _opened(data, max_pixels)
+    image = _opened(data, max_pixels, fits)
     if not isinstance(image, JpegImageFile):
         whole = _upright(image)
         return Picture(whole, whole.size)
@@ -86,16 +92,16 @@ def decode_reduced(data: bytes, max_pixels: int, enough: Callable[[int, int], tu
     return Picture(reduced, size, _box(reduced, margins, turn) if margins else None)
 
 
-def plain_jpeg(data: bytes, max_pixels: int) -> tuple[int, int] | None:
+def plain_jpeg(data: bytes, max_pixels: int, fits: Fits = lambda width, height: None) -> tuple[int, int] | None:
     """Width and height of a JPEG that any decoder should make the same picture of; None for all other bytes.
 
-    It is whole to its end, upright, gray or of luma and two chromas, and says so in no odd way. TooLargeError as for
-    ``decode_image``; what is damaged, the others refuse.
+    It is whole to its end, upright, gray or of luma and two chromas, and says so in no odd way. ``fits`` and
+    TooLargeError as for ``decode_image``; what is damaged, the others refuse.
     """
     if not data.startswith(_JPEG) or not data.endswith(_END):
         return None
     try:
-        image = _opened(data, max_pixels)
+        image = _opened(data, max_pixels, fits)
     except InputError:
         return None
     plain = isinstance(image, JpegImageFile) and _turn(image) is None and (image.layers == 1 or _is_ycc(image))
@@ -109,22 +115,30 @@ def _is_ycc(image: JpegImageFile) -> bool:
     return image.layers == 3 and transform in (None, 1) and (told or "adobe" not in image.info) and ids == (1, 2, 3)
 
 
-def _opened(data: bytes, max_pixels: int) -> ImageFile:
+def _opened(data: bytes, max_pixels: int, fits: Fits) -> ImageFile:
     plugin = _plugin(data)
     _let_through(max_pixels)
+    stream = files.Stream(data)
     try:
-        image = plugin(BytesIO(data))
+        if plugin is TiffImageFile:
+            files.check_directory(data)
+        image = plugin(stream)
+    except LayertapError:
+        raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         detail = f"the picture has more than {Image.MAX_IMAGE_PIXELS} pixels; the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER) from error
     except Exception as error:  # a plugin raises whatever a broken header leads it to
-        raise _damaged() from error
+        raise files.damaged() from error
     # All of it is here: piece by piece, every piece would give Python's lock away and wait for it again.
     image.decodermaxblock = max(len(data), image.decodermaxblock)
     width, height = image.size
     if width * height > max_pixels:
         detail = f"the picture has {width * height} pixels ({width} by {height}); the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER)
+    with _refusing():
+        files.check(image, data, stream)
+    fits(width, height)
     return image
 
 
@@ -132,7 +146,7 @@ def _plugin(data: bytes) -> type[ImageFile]:
     for start, plugin in _PLUGINS.items():
         if data.startswith(start) and (plugin is not WebPImageFile or data[8:12] == b"WEBP"):
             return plugin
-    raise InputError("the bytes are not a picture of a known format", hint=_HINT)
+    raise InputError("the bytes are not a picture of a known format", hint=files.HINT)
 
 
 def _let_through(max_pixels: int) -> None:
@@ -190,14 +204,10 @@ def _refusing() -> Iterator[None]:
     """Decode inside: whatever broken data leads a decoder to raise becomes an InputError."""
     try:
         yield
-    except InputError:
+    except LayertapError:
         raise
     except Exception as error:  # a decoder raises whatever broken data leads it to
-        raise _damaged() from error
-
-
-def _damaged() -> InputError:
-    return InputError("the picture can't be decoded: damaged, cut short, or of an unsupported kind", hint=_HINT)
+        raise files.damaged() from error
 
 
 def _turn(image: ImageFile) -> Image.Transpose | None:
@@ -220,7 +230,7 @@ def _from_lab(image: Image.Image) -> Image.Image:
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
     rgb = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
     if rgb is None:
-        raise _damaged()
+        raise files.damaged()
     return rgb
 
 

@@ -1,0 +1,81 @@
+"""The check of ``make lint`` for calls that could run code in a file: what it finds, and what it lets pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unsafe import findings
+
+ROOT = Path(__file__).parents[1]
+BAD = {
+    "a module": "import pickle",
+    "a module among others": "import os, pickle as p",
+    "something of a module": "from pickle import loads as read",
+    "a module by another name": "import importlib\nimportlib.import_module('pickle').loads(b'')",
+    "a module by a builtin": "__import__('dill').loads(b'')",
+    "a module by a variable": "from importlib import import_module as get\nget(name)",
+    "a part of torch": "import torch\ntorch.package.PackageImporter(path)",
+    "a part of torch by import": "from torch import package",
+    "torch.load": "import torch\ntorch.load(path)",
+    "torch.load over lines": "import torch\ntorch.load(\n    path,\n    map_location='cpu',\n)",
+    "torch.load by another name": "import torch as t\nt.load(path)",
+    "torch.load as a function": "from torch import load as read\nread(path)",
+    "torch.load in a table": "import torch\nREADERS = {'.pth': torch.load}",
+    "torch.load in a partial": "import functools, torch\nread = functools.partial(torch.load, weights_only=True)",
+    "torch.load by assignment": "import torch\nread = torch.load\nread(path)",
+    "torch by assignment": "import torch\nt = torch\nt.load(path)",
+    "torch.load by getattr": "import torch\ngetattr(torch, 'load')(path)",
+    "torch.load where it is made": "import torch\ntorch.serialization.load(path)",
+    "torch.load said otherwise": "import torch\ntorch.load(path, weights_only=False)",
+    "torch.load said by a variable": "import torch\ntorch.load(path, weights_only=safe)",
+    "torch.load said in a dictionary": "import torch\ntorch.load(path, **{'weights_only': True})",
+    "torch.load said in a comment": "import torch\ntorch.load(path)  # weights_only=True",
+    "torch.jit.load": "import torch\ntorch.jit.load(path)",
+    "torch.hub.load": "from torch import hub\nhub.load(repository, name)",
+    "a download": "from torch.hub import load_state_dict_from_url\nload_state_dict_from_url(url)",
+    "torch.export.load": "import torch.export\ntorch.export.load(path)",
+    "numpy.load": "import numpy as np\nnp.load(path)",
+    "numpy.load by position": "import numpy as np\nnp.load(path, None, True)",
+    "numpy.load that unpickles": "import numpy as np\nnp.load(path, allow_pickle=True)",
+    "numpy's own reader": "from numpy.lib import format as f\nf.read_array(stream)",
+    "yaml.load": "import yaml\nyaml.load(text, yaml.SafeLoader)",
+    "yaml.unsafe_load": "from yaml import unsafe_load\nunsafe_load(text)",
+    "a loader": "import yaml\nkind = yaml.UnsafeLoader",
+    "eval": "eval(text)",
+    "exec as a value": "run = exec",
+    "code of a model's directory": "model = cls.from_pretrained(path, trust_remote_code=True)",
+    "pandas": "import pandas as pd\npd.read_pickle(path)",
+}
+GOOD = {
+    "torch.load of weights": "import torch\ntorch.load(path, map_location='cpu', weights_only=True)",
+    "numpy.load of numbers": "import numpy as np\nnp.load(path, allow_pickle=False)",
+    "a header": "from numpy.lib import format as f\nf.read_array_header_1_0(stream)",
+    "yaml.safe_load": "import yaml\nyaml.safe_load(text)",
+    "a method of that name": "registry.load(name)\nloaded.load(spec)",
+    "a module by its name": "import importlib\nimportlib.import_module('transformers')",
+    "a pattern": "import re\nre.compile('x')",
+    "words": "'import pickle; torch.load(path)'",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_found(name: str) -> None:
+    """Whatever it is called, it is found, with its line."""
+    found = findings(BAD[name], "x.py")
+    assert found
+    assert all(line.startswith("x.py:") for line in found)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_passed(name: str) -> None:
+    """What reads data as data passes."""
+    assert findings(GOOD[name], "x.py") == []
+
+
+def test_product() -> None:
+    """Nothing is found in the product, the operator's own factory apart."""
+    files = [path for folder in ("models", "service") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 80
+    assert [line for path in files for line in findings(path.read_text(), path.relative_to(ROOT).as_posix())] == []
