@@ -45,6 +45,6 @@ EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=180s --retries=3 CMD ["python", "-c", \
     "import http.client as h, sys; c = h.HTTPConnection('127.0.0.1', 8000, timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 
-# Beyond loopback the server starts only with LAYERTAP_API_KEYS.
+# Beyond loopback the server starts only with LAYERTAP_API_KEYS. Status 70 means that it has to be started again.
 ENTRYPOINT ["layertap"]
 CMD ["serve", "--host", "0.0.0.0"]

@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.layertap-installed
 PYTHON ?= python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-hard lint format bench lock clean
+.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -21,10 +21,18 @@ test: $(STAMP) ## Run the tests, without the slow and hard ones and those that n
 	$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(STAMP) ## Run the slow tests too
-	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+	$(BIN)/python -m pytest -m 'not gpu and not hard' $(ARGS)
 
-test-hard: $(STAMP) ## Run only hostile input and faults at length
+test-hard: $(STAMP) ## Run hostile input and faults at length (an hour and more)
 	$(BIN)/python -m pytest -m hard $(ARGS)
+
+fuzz: READERS := image npy npz safetensors selector
+fuzz: $(STAMP) ## Fuzz the readers of strangers' bytes, half an hour each; another time in ARGS="--seconds 60"
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r fuzz/requirements.txt
+	@for reader in $(READERS); do $(BIN)/python -m fuzz $$reader $(ARGS) || exit 1; done
+
+soak: $(STAMP) ## Send good and bad requests for an hour and look at the server's memory; ARGS="--seconds 600"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, types, import directions and unsafe loading
 	$(BIN)/python -m ruff check .
@@ -33,6 +41,15 @@ lint: $(STAMP) ## Check style, formatting, types, import directions and unsafe l
 	$(BIN)/lint-imports --no-logo
 	@$(BIN)/python -m tests.unsafe models service \
 		|| { echo 'lint: read files with safetensors or models.weights, never with what may run code in them' >&2; exit 1; }
+
+# Only what requirements.lock names, by version and hash; nothing is installed or resolved.
+audit: $(STAMP) ## Look for known vulnerabilities of what requirements.lock pins (needs the network)
+	$(BIN)/pip-audit --requirement requirements.lock --require-hashes --disable-pip --strict --progress-spinner off $(ARGS)
+
+sbom: $(STAMP) ## Write dist/layertap.cdx.json: what is in .venv, with versions and licences, in CycloneDX
+	@mkdir -p dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
+		--output-file dist/layertap.cdx.json $(BIN)/python
 
 format: $(STAMP) ## Apply ruff's fixes and formatting
 	$(BIN)/python -m ruff check --fix .

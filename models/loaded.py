@@ -270,10 +270,10 @@ class LoadedModel:
         verification.check(plan, catalog, kept, again)
         return Taken({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
 
-    def answers(self, own: Replica) -> bool:
-        """Whether its device still computes: False where a forward of noise meets an error of the device itself.
+    def trouble(self, own: Replica) -> BaseException | None:
+        """What a forward of noise, which went well when the model was loaded, raises now; None where it runs.
 
-        Memory that has run out is none: less may fit.
+        Memory that has run out is no trouble: less may fit.
         """
         try:
             with torch.no_grad():
@@ -281,11 +281,9 @@ class LoadedModel:
                 self.forward(row, own.module)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
-        except torch.AcceleratorError as error:
-            return warmup.is_out_of_memory(error)
-        except Exception:  # the model's own
-            return True
-        return True
+        except BaseException as error:  # a model may raise SystemExit too
+            return None if isinstance(error, MemoryError) or warmup.is_out_of_memory(error) else error
+        return None
 
     def _forward(self, own: Replica, batch: Rows, resumption: Resumption | None) -> object:
         if resumption is None:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -77,6 +76,9 @@ def serve(
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     import uvicorn
 
+    from service import process
+
+    process.ends_with_0()  # the imports below take seconds
     from service import allocator, logs
     from service.app import create_app
 
@@ -85,9 +87,8 @@ def serve(
     logs.configure(settings.log_level)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
-    # uvicorn drains on SIGTERM and then raises it again: a server that was asked to end and did so exits with 0.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    uvicorn.run(
+    fleet = asgi.state.engine.fleet
+    chosen = uvicorn.Config(
         asgi,
         host=settings.host,
         port=settings.port,
@@ -95,9 +96,10 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,  # nobody asks where a client is
-        timeout_graceful_shutdown=math.ceil(settings.deadline_s),
+        timeout_graceful_shutdown=math.ceil(process.PART * settings.deadline_s),
         timeout_keep_alive=KEEP_ALIVE_S,
     )
+    process.Server(chosen, lambda: fleet.alive, fleet.hurry).work()
 
 
 @app.command()

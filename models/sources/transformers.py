@@ -108,7 +108,14 @@ def _saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
     said = "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names)
     if said:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {said}", hint=FIT_HINT)
+    _detach(module)
     return module
+
+
+def _detach(module: Any) -> None:
+    """Copy what lies in the file, which from_pretrained maps: who writes to it would change the model, or end us."""
+    for value in (*module.parameters(), *module.buffers()):
+        value.data = value.data.clone()
 
 
 def _class(library: Any, config: Any) -> Any | None:

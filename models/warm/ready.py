@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
@@ -82,7 +84,11 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
 
 
 def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: int) -> None:
-    """Compile, and tell what went wrong, if anything did; nothing is printed, for a server's log has a form."""
+    """Compile, and tell what went wrong, if anything did; nothing is printed, for a server's log has a form.
+
+    Ended by SIGTERM, it removes what it has begun to write.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)

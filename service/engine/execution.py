@@ -54,11 +54,14 @@ class Failures:
 
 
 class Execution:
-    """Runs one batch; made and used in the thread of its replica. ``lost``: its device computes nothing any more."""
+    """Runs one batch; made and used in the thread of its replica.
+
+    ``lost`` says why nothing can be answered any more, where that is so.
+    """
 
     def __init__(self, model: LoadedModel, own: Replica, batch: Batch, jobs: Jobs, threads: int) -> None:
         self.failures = Failures()
-        self.lost = False
+        self.lost = ""
         self._model = model
         self._own = own
         self._batch = batch
@@ -73,19 +76,22 @@ class Execution:
                 return self._attempt(self._batch.parts)
         except BaseException as error:  # not of a forward: a device that is lost, for one
             found = raised(error)
-            self.lost = self.lost or is_lost(found, self._model, self._own)
+            self.lost = self.lost or lasting(found, self._model, self._own)
             return [Outcome(part, found, self._batch.rows, 1) for part in self._batch.parts]
 
     def _attempt(self, parts: Sequence[Part]) -> list[Outcome]:
         """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
-        found = self._try(parts)
+        found = RuntimeError(self.lost) if self.lost else self._try(parts)
         if isinstance(found, list):
             return found
         # Here, outside the except block, all that the failed forward held is let go.
         if isinstance(found, OutOfMemoryError):
             return self._smaller(parts, found)
-        self.lost = self.lost or is_lost(found, self._model, self._own)
-        halves = None if self.lost else _by_request(parts)
+        halves = _by_request(parts)
+        if halves is None or _of_device(found):  # else the halves tell sooner who is to blame
+            self.lost = self.lost or lasting(found, self._model, self._own)
+        if self.lost:
+            halves = None
         if halves is None:
             return [Outcome(part, found, _rows(parts), len(parts)) for part in parts]
         del found  # its traceback holds what the forward held
@@ -161,12 +167,24 @@ def _kept(results: Results, part: Part) -> Results:
     return {capture: replace(reduced, values=reduced.values.clone()) for capture, reduced in results.items()}
 
 
-def is_lost(error: BaseException, model: LoadedModel, own: Replica) -> bool:
-    """Whether an error that ``raised`` made tells of a device that answers with errors only, until the process ends.
+def lasting(error: BaseException, model: LoadedModel, own: Replica) -> str:
+    """Why nothing can be answered until the process is started anew, after an error that ``raised`` made; or nothing.
 
-    A failed assertion in a kernel is such an error, an odd input that no kernel can be started for is none.
+    A failed assertion in a kernel lasts, and what a model has done to itself; an odd input that no kernel can be
+    started for does not.
     """
-    return isinstance(error.__cause__, torch.AcceleratorError) and not model.answers(own)
+    if isinstance(error, LayertapError) or error.__cause__ is None:
+        return ""
+    trouble = model.trouble(own)
+    if trouble is None:
+        return ""
+    if isinstance(trouble, torch.AcceleratorError):
+        return "a device gives nothing but errors"
+    return f"model {model.spec.name} fails whatever it is given ({type(trouble).__name__})"
+
+
+def _of_device(error: BaseException) -> bool:
+    return isinstance(error.__cause__, torch.AcceleratorError)
 
 
 def raised(error: BaseException) -> RuntimeError:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ T = TypeVar("T")
 log = logging.getLogger("layertap")
 LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
+HURRY_S = 2.0  # for forwards that nobody waits for
 MARGIN = 1.25  # what is expected may take so many times as long
 
 
@@ -36,6 +37,7 @@ class Fleet:
         self.registry = registry
         self.default = default
         self.draining = False
+        self._hurried = asyncio.Event()
         self.scheduler = Scheduler(metrics, settings.cpu_threads, on_loss=self._lose, streams=settings.gpu_streams)
         self._settings = settings
         self._metrics = metrics
@@ -60,13 +62,19 @@ class Fleet:
 
     @property
     def alive(self) -> bool:
-        """Whether the threads of every loaded model are, and no device is lost."""
-        return not self.scheduler.lost and not any(resident.dead for resident in self._residents.values())
+        """Whether the threads of every loaded model are, and nothing is lost for good; asked by any thread."""
+        return not self.scheduler.lost and not any(resident.dead for resident in list(self._residents.values()))
+
+    def hurry(self) -> None:
+        """The process is about to end: whoever waits for a model to be loaded is told so; called on the event loop."""
+        self._hurried.set()
 
     async def close(self) -> None:
-        """Finish what was submitted, then end the threads."""
+        """Finish what was submitted, then end the threads; of a process that ends, those that soon can be."""
         self.draining = True
-        limit = self._settings.deadline_s
+        limit = HURRY_S if self._hurried.is_set() else self._settings.deadline_s
+        if not self.alive:
+            limit = 0.0
         await asyncio.gather(*(self._stop(name, limit) for name in list(self._residents)))
         self.scheduler.close()
 
@@ -79,7 +87,7 @@ class Fleet:
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
         if self.scheduler.lost:
-            raise lost()
+            raise lost(self.scheduler.lost)
         resident = self._residents.get(entry.spec.name) or self._start_one_more(entry)
         if resident.stopping:
             raise _unloaded(entry.spec.name)
@@ -159,12 +167,12 @@ class Fleet:
             ceilings={name: resident.ceilings() for name, resident in residents.items() if resident.ceilings()},
         )
 
-    def _lose(self) -> None:
+    def _lose(self, reason: str) -> None:
         """No model can be relied on, as long as this process lasts."""
-        log.critical("a device gives nothing but errors: the server has to be restarted")
+        log.critical("the server has to be restarted", extra={"fields": {"reason": reason}})
         for entry in self.registry:
             if entry.model is not None:
-                self.registry.fail(entry.spec.name, "a device gives nothing but errors")
+                self.registry.fail(entry.spec.name, reason)
 
     def _check_place(self, resident: Resident, rows: int, held: int, deadline: float) -> None:
         limit, others = self._settings.max_queue_rows, resident.rows - held
@@ -195,11 +203,13 @@ class Fleet:
         return max((self._wait(each, each.rows) for each in self._residents.values()), default=0.0)
 
     async def _loaded(self, resident: Resident, name: str, deadline: float) -> None:
-        try:
-            await within(deadline, asyncio.wait((asyncio.wrap_future(resident.settled),)))
-        except DeadlineError:
-            if not resident.loaded.done():
-                raise UnavailableError(f"model {name} is loading", retry_after=LOADING_RETRY_S) from None
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        settled = asyncio.wrap_future(resident.settled)
+        with suppress(DeadlineError):
+            await within(deadline, asyncio.wait((settled, hurried), return_when=asyncio.FIRST_COMPLETED))
+        hurried.cancel()
+        if not resident.loaded.done():
+            raise UnavailableError(f"model {name} is loading", retry_after=LOADING_RETRY_S)
 
     def _start_one_more(self, entry: Entry) -> Resident:
         self._make_room()

@@ -55,7 +55,7 @@ class Resident:
         self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
         self._lanes: dict[tuple[Shapes, bool, str, Compiled | None], tuple[Catalog, Lane]] = {}
-        self._workers = [Worker(f"load-{name}")]
+        self._workers = [self._worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
 
@@ -127,6 +127,9 @@ class Resident:
         if self._empty is not None and not self.rows:
             self._empty.set()
 
+    def _worker(self, name: str) -> Worker:
+        return Worker(name, lambda: self._scheduler.lose(f"a thread of model {self._name} died"))
+
     def _load(self, load: Callable[[], LoadedModel]) -> None:
         try:
             model = load()
@@ -141,7 +144,7 @@ class Resident:
             self._workers[0].stop()
             self.loaded.set_exception(error)
             return
-        except Exception as error:  # a third party's forward may raise anything
+        except BaseException as error:  # a third party's forward may raise anything, SystemExit too
             self._workers[0].stop()
             reason = f"a forward of {self._settings.fixed_batch_rows} rows ended in {type(error).__name__}"
             self._fail(reason)
@@ -152,7 +155,7 @@ class Resident:
         # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of
         # these than cores, which makes every other model's rows on all cores slower.
         self._workers[0].stop()
-        self._workers = [Worker(f"model-{number}-{self._name}") for number in range(len(model.replicas))]
+        self._workers = [self._worker(f"model-{number}-{self._name}") for number in range(len(model.replicas))]
         for worker in self._workers:
             worker.post(partial(torch.set_num_threads, 1))
             if model.device.type == "cuda":

@@ -16,7 +16,7 @@ from models import transfer
 from models.errors import LayertapError
 from models.loaded import LoadedModel
 from service.engine.deadline import ending
-from service.engine.execution import Execution, Interval, Outcome, Results, is_lost, raised
+from service.engine.execution import Execution, Interval, Outcome, Results, lasting, raised
 from service.engine.job import Job
 from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
 from service.engine.worker import Worker, lone
@@ -43,7 +43,7 @@ class Crew:
     forward_pace: float
     decode_pace: float = 0.0
     idle: list[int] = field(default_factory=list)
-    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    calls: deque[tuple[Callable[[LoadedModel], Any], Future[Any]]] = field(default_factory=deque)
     drained: Future[None] | None = None
 
     @property
@@ -86,8 +86,9 @@ class _Pending:
 class Scheduler:
     """One for a process. Its methods may be called from any thread unless they say otherwise.
 
-    ``lost``: a device answers with errors only. CUDA says that such a process must end: nothing is answered any more.
-    ``on_loss`` is called once, in any thread. ``streams``: forwards that a GPU may have begun at a time.
+    ``lost`` says why this process can't go on, where that is so (CUDA asks for a new one after some errors of a
+    device): nothing is answered any more. ``on_loss`` is told once, in any thread. ``streams``: forwards that a GPU may
+    have begun at a time.
     """
 
     def __init__(
@@ -95,12 +96,12 @@ class Scheduler:
         metrics: Metrics,
         slots: int,
         clock: Clock = time.monotonic,
-        on_loss: Callable[[], None] = lambda: None,
+        on_loss: Callable[[str], None] = lambda reason: None,
         streams: int = 1,
     ) -> None:
         self._streams = streams
         self.slots = slots
-        self.lost = False
+        self.lost = ""
         self._on_loss = on_loss
         self._metrics = metrics
         self._policy = Policy({CPU: Device(slots)}, clock)
@@ -155,9 +156,25 @@ class Scheduler:
         future: Future[T] = Future()
         with self._lock:
             crew = self._crews[name]
-            crew.calls.append(partial(self._called, crew, run, future))
+            crew.calls.append((run, future))
             self._dispatch()
         return future
+
+    def lose(self, reason: str) -> None:
+        """Nothing can be answered any more: whoever waits is told."""
+        with self._lock:
+            if not self.lost:
+                self.lost = reason
+                self._on_loss(reason)
+            for work, pending in self._pending.items():
+                self._policy.remove(work)
+                pending.answer.get_loop().call_soon_threadsafe(_deliver, [(pending.answer, lost(reason))])
+            self._pending.clear()
+            for crew in self._crews.values():
+                while crew.calls:
+                    _, future = crew.calls.popleft()
+                    if future.set_running_or_notify_cancel():
+                        future.set_exception(lost(reason))
 
     async def decode(
         self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority, deadline: float
@@ -192,7 +209,7 @@ class Scheduler:
         pending = _Pending(job, answer, work.rows, time.perf_counter())
         with self._lock:
             if self.lost:
-                raise lost()
+                raise lost(self.lost)
             self._pending[work] = pending
             self._policy.add(work)
             self._dispatch()
@@ -219,7 +236,7 @@ class Scheduler:
         for crew in self._crews.values():
             if crew.calls and 0 in crew.idle:
                 crew.idle.remove(0)
-                crew.workers[0].post(crew.calls.popleft())
+                crew.workers[0].post(partial(self._called, crew, *crew.calls.popleft()))
         while (what := self._policy.take({name: len(crew.idle) for name, crew in self._crews.items()})) is not None:
             if isinstance(what, Preparation):
                 task = self._decoding.pop(what)
@@ -270,7 +287,7 @@ class Scheduler:
         seconds = time.perf_counter() - begun
         with self._lock:
             if execution.lost:
-                self._lose()
+                self.lose(execution.lost)
             if execution.failures.too_many is not None:
                 self._policy.lower(batch.lane, execution.failures.too_many)
             self._policy.done(batch, seconds)
@@ -305,16 +322,6 @@ class Scheduler:
         if ready:
             ready[0][0].get_loop().call_soon_threadsafe(_deliver, ready)
 
-    def _lose(self) -> None:
-        """A device is lost: whoever waits is told; under the lock."""
-        if not self.lost:
-            self.lost = True
-            self._on_loss()
-        for work, pending in self._pending.items():
-            self._policy.remove(work)
-            pending.answer.get_loop().call_soon_threadsafe(_deliver, [(pending.answer, lost())])
-        self._pending.clear()
-
     def _report(self, batch: Batch, execution: Execution, seconds: float) -> None:
         model, lane = batch.lane.model, batch.lane
         requests = len({part.work for part in batch.parts})
@@ -336,10 +343,10 @@ class Scheduler:
     def _called(self, crew: Crew, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
         if future.set_running_or_notify_cancel():
             found = _caught(partial(_ended, run, crew.model))
-            if isinstance(found, Exception) and is_lost(found, crew.model, crew.model.replicas[0]):
-                with self._lock:
-                    self._lose()
-                found = lost()
+            reason = lasting(found, crew.model, crew.model.replicas[0]) if isinstance(found, Exception) else ""
+            if reason:
+                self.lose(reason)
+                found = lost(reason)
             _settle(future, found)
         with self._lock:
             crew.idle.append(0)
@@ -364,11 +371,9 @@ class Scheduler:
         answer.get_loop().call_soon_threadsafe(_deliver, [(answer, found)])
 
 
-def lost() -> UnavailableError:
-    """The answer where a device is lost."""
-    return UnavailableError(
-        "a device gives nothing but errors", hint="the server has to be restarted", retry_after=LOST_RETRY_S
-    )
+def lost(reason: str) -> UnavailableError:
+    """The answer where this process can't go on."""
+    return UnavailableError(reason, hint="the server has to be restarted", retry_after=LOST_RETRY_S)
 
 
 def _given(answer: asyncio.Future[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -11,13 +12,18 @@ from pathlib import Path
 import torch
 
 Task = Callable[[], None]
+log = logging.getLogger("layertap")
 
 
 class Worker:
-    """A thread and its queue. Tasks raise nothing: what goes wrong in them is theirs to tell."""
+    """A thread and its queue. Tasks raise nothing: what goes wrong in them is theirs to tell.
 
-    def __init__(self, name: str) -> None:
+    One that does so all the same ends the thread; ``on_death`` is told, in that thread, and the log says why.
+    """
+
+    def __init__(self, name: str, on_death: Callable[[], None]) -> None:
         self._stopped = False
+        self._on_death = on_death
         self._queue: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -42,9 +48,13 @@ class Worker:
 
     def _work(self) -> None:
         show_name()
-        while (task := self._queue.get()) is not None:
-            task()
-            del task  # or what it holds would live until the next one comes
+        try:
+            while (task := self._queue.get()) is not None:
+                task()
+                del task  # or what it holds would live until the next one comes
+        except BaseException:
+            log.critical("a thread died", exc_info=True, extra={"fields": {"thread": self._thread.name}})
+            self._on_death()
 
 
 def lone() -> None:

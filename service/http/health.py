@@ -13,7 +13,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/livez")
 async def livez(request: Request) -> dict[str, str]:
-    """Whether the process works: 503 once the thread of a loaded model has died, or a device gives errors only."""
+    """Whether the process works: 503 once it can't go on and is about to end."""
     engine: Engine = request.app.state.engine
     if not engine.fleet.alive:
         raise _dead()
@@ -38,4 +38,6 @@ async def root() -> RedirectResponse:
 
 
 def _dead() -> UnavailableError:
-    return UnavailableError("a model's thread or a device has died; restart the server", retry_after=5.0)
+    return UnavailableError(
+        "a device, a model or a thread has failed for good; the server has to be restarted", retry_after=5.0
+    )

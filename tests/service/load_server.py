@@ -38,10 +38,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Process:
-    """A running server and its log."""
+    """A running server, its log, and what else it prints."""
 
     running: subprocess.Popen[bytes]
     log: Path
+    out: Path
 
     @cached_property
     def url(self) -> str:
@@ -81,23 +82,29 @@ class Process:
 
 
 @contextmanager
-def process(specs: Iterable[ModelSpec], folder: Path) -> Iterator[Process]:
-    """``layertap serve`` with some models on a free port, ready."""
-    config, log = folder / "models.json", folder / "log"
+def process(
+    specs: Iterable[ModelSpec], folder: Path, *, wait: bool = True, before: tuple[str, ...] = (), **variables: str
+) -> Iterator[Process]:
+    """``layertap serve`` with some models on a free port, by default ready."""
+    config, log, out = folder / "models.json", folder / "log", folder / "out"
     config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
-    words = [sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(config)]
+    words = [*before, sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(config)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | SETTINGS | {"PYTHONPATH": path}
-    with log.open("wb") as stream, subprocess.Popen(words, cwd=ROOT, env=environment, stderr=stream) as running:
+    environment = os.environ | SETTINGS | {"PYTHONPATH": path} | variables
+    with (
+        log.open("wb") as stream,
+        out.open("wb") as printed,
+        subprocess.Popen(words, cwd=ROOT, env=environment, stderr=stream, stdout=printed) as running,
+    ):
         try:
-            found = Process(running, log)
+            found = Process(running, log, out)
             until(
                 lambda: (
                     running.poll() is not None or any(each["message"].startswith(STARTED) for each in found.logged())
                 )
             )
             assert running.poll() is None, log.read_text()
-            until(lambda: httpx.get(f"{found.url}/readyz").status_code == 200)
+            until(lambda: not wait or httpx.get(f"{found.url}/readyz").status_code == 200)
             yield found
         finally:
             running.kill()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from concurrent.futures import CancelledError
 from threading import Event
 
 from torch import Tensor, nn
 
 PATIENCE_S = 60
-PORT_VARIABLE = "TESTS_OF_LAYERTAP_PORT"
 
 
 class Gated(nn.Module):
@@ -47,23 +44,6 @@ class Touchy(nn.Module):
         largest = int(x.amax())
         if largest >= self.LIMIT:
             raise ERRORS[largest - self.LIMIT]
-        out: Tensor = self.linear(x)
-        return out
-
-
-class Far(nn.Module):
-    """Where its input is large, tells another process that it runs and goes on when that one says so."""
-
-    LIMIT = 1000
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.amax() >= self.LIMIT:
-            with socket.create_connection(("127.0.0.1", int(os.environ[PORT_VARIABLE])), PATIENCE_S) as other:
-                other.recv(1)
         out: Tensor = self.linear(x)
         return out
 

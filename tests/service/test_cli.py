@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
 from service import cli
 from tests.server import Live
-from tests.service.nets_http import PORT_VARIABLE, Far
-from tests.service.support import Json, npy, picture, raw, rows
+from tests.service.support import Json, picture
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
 models:
-  - name: far
-    source: python:tests.service.nets_http:Far
+  - name: touchy
+    source: python:tests.service.nets_http:Touchy
     weights: random:0
     device: cpu
     inputs: [{name: x, shape: [4]}]
@@ -79,7 +73,7 @@ def test_models(command: Command, tmp_path: Path) -> None:
     assert str(ROOT) not in done.out
     (tmp_path / "m.yaml").write_text(CONFIG)
     done = command("models", "--config", tmp_path / "m.yaml")
-    assert ("far (default)" in done.out, "digits" in done.out) == (True, False)
+    assert ("touchy (default)" in done.out, "digits" in done.out) == (True, False)
 
 
 def test_layers(command: Command) -> None:
@@ -210,60 +204,13 @@ for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
     assert done.stderr.count("LAYERTAP_API_KEYS") == 6
 
 
-@contextmanager
-def process(folder: Path, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """``layertap serve`` as a process of its own, on a free port."""
-    (folder / "models.yaml").write_text(CONFIG)
-    words = [sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(folder / "models.yaml")]
-    with subprocess.Popen(
-        words, cwd=ROOT, env={**os.environ, **variables}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as running:
-        try:
-            yield running
-        finally:
-            running.kill()
-
-
-def logged(running: subprocess.Popen[str], message: str) -> list[Json]:
-    """The log of a process until a message that begins so."""
-    assert running.stderr is not None
-    lines: list[Json] = []
-    for line in running.stderr:
-        lines.append(json.loads(line))
-        if lines[-1]["message"].startswith(message):
-            return lines
-    raise AssertionError(f"the process ended without saying {message!r}: {lines}")
-
-
-def test_sigterm(tmp_path: Path) -> None:
-    """On SIGTERM the server stops accepting, answers what runs, says all of it in JSON, and exits with 0."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        listener.settimeout(60)
-        running = stack.enter_context(process(tmp_path, **{PORT_VARIABLE: str(listener.getsockname()[1])}))
-        url = logged(running, "Uvicorn running on ")[-1]["message"].split()[3]
-        pool = stack.enter_context(ThreadPoolExecutor(1))
-        request = raw(npy(rows(1, Far.LIMIT)), "application/x-npy", layers="linear")
-        reply = pool.submit(httpx.post, f"{url}/extract", timeout=60, **request)
-        with closing(listener.accept()[0]) as far:
-            running.send_signal(signal.SIGTERM)
-            logged(running, "Waiting for connections to close")
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{url}/livez")
-            far.sendall(b"go on")
-        assert reply.result().status_code == 200
-        assert running.wait(60) == 0
-        assert running.stdout is not None
-        assert running.stdout.read() == ""
-
-
 def test_plan(command: Command, tmp_path: Path) -> None:
     """``plan`` lists every warm plan, what answers it, and what a row costs; a bad one is told in a line."""
     file = tmp_path / "models.yaml"
     file.write_text(f"{CONFIG}    warm: [{{layers: ['.'], pool: flatten}}]\n")
     done = command("plan", "--config", file)
     assert done.status == 0
-    line = next(line for line in done.out.splitlines() if "far" in line)
+    line = next(line for line in done.out.splitlines() if "touchy" in line)
     assert "hooks" in line
     assert "." in line
     file.write_text(f"{CONFIG}    warm: [{{layers: [nowhere]}}]\n")

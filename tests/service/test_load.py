@@ -57,9 +57,9 @@ def _check(server: Process, seed: int, count: int, options: Sequence[Option]) ->
     faults: list[str] = []
     for start in range(0, count, AT_ONCE):
         requests = [asked(seed, number, options) for number in range(start, min(start + AT_ONCE, count))]
-        answers = asyncio.run(_answers(server.url, requests))
-        with _one_thread():
-            found = [_fault(request, answer) for request, answer in zip(requests, answers, strict=True)]
+        received = asyncio.run(answers(server.url, requests))
+        with one_thread():
+            found = [wrong(request, answer) for request, answer in zip(requests, received, strict=True)]
         for request, fault in zip(requests, found, strict=True):
             if fault:
                 faults.append(f"seed {seed}, request {request.number}, {request.words}\n  {fault}")
@@ -68,7 +68,7 @@ def _check(server: Process, seed: int, count: int, options: Sequence[Option]) ->
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Small forwards take longest where threads wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -78,7 +78,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-async def _answers(url: str, requests: Sequence[Asked]) -> list[Answer]:
+async def answers(url: str, requests: Sequence[Asked]) -> list[Answer]:
     """What comes back for each request, so many of them at a time."""
     gate = asyncio.Semaphore(CONCURRENCY)
     limits = httpx.Limits(max_connections=CONCURRENCY, keepalive_expiry=IDLE_S)
@@ -114,7 +114,7 @@ async def _left(request: httpx.Request, leave: Leave) -> None:
         await writer.wait_closed()
 
 
-def _fault(request: Asked, answer: Answer) -> str:
+def wrong(request: Asked, answer: Answer) -> str:
     """What is wrong with an answer; nothing where all is well."""
     if answer is None:
         return ""

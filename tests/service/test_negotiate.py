@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.errors import NotAcceptableError
 from service.wire import FORMATS, Format
@@ -111,3 +113,32 @@ def test_other_table() -> None:
     assert choose(None, None, table).name == "png"
     with pytest.raises(NotAcceptableError):
         choose("application/json", None, table)
+
+
+@given(st.text(max_size=60) | st.text("*/;=q0.,aplictonjs-x ", max_size=60))
+def test_any_accept(accept: str) -> None:
+    """No header does anything but choose a format or be refused."""
+    try:
+        assert choose(accept, None, FORMATS) in FORMATS.values()
+    except NotAcceptableError:
+        return
+
+
+RANGES = ["*/*", "application/*", "image/*", "text/html", *(each.media_type for each in FORMATS.values())]
+
+
+@given(st.dictionaries(st.sampled_from(RANGES), st.integers(0, 10), min_size=1))
+def test_accept_by_quality(qualities: dict[str, int]) -> None:
+    """The format is one of those that the header likes best, each as the range that names it most exactly says."""
+
+    def liked(media_type: str) -> int:
+        ranges = (media_type, media_type.partition("/")[0] + "/*", "*/*")
+        return next((qualities[each] for each in ranges if each in qualities), 0)
+
+    accept = ", ".join(f"{name};q={quality / 10}" for name, quality in qualities.items())
+    best = max(liked(each.media_type) for each in FORMATS.values())
+    if best == 0:
+        with pytest.raises(NotAcceptableError):
+            choose(accept, None, FORMATS)
+    else:
+        assert liked(choose(accept, None, FORMATS).media_type) == best

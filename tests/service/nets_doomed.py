@@ -1,0 +1,105 @@
+"""Models that can bring a process down. Each class is a ``python:`` factory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+LIMIT = 1000  # the survey's noise is far below
+LOOK_S = 0.01
+LONG_S = 600.0
+
+
+class Doomed(nn.Module):
+    """A row's first number, from ``LIMIT`` on, says what breaks for good: ``WAYS`` by their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.broken: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        mark = int(x[:, 0].amax())
+        if mark >= LIMIT:
+            self.broken = list(WAYS.values())[mark - LIMIT]
+        self.broken()
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Stuck(nn.Module):
+    """Takes for ever to be built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Event().wait(LONG_S)
+
+
+class Leaving(nn.Module):
+    """Asks the process to exit, only when several rows are there: in a forward that only ``fixed_batch_rows`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > ROWS:
+            raise SystemExit(0)
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Unhurried(nn.Module):
+    """Takes a while for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(ROW_S * len(x))
+        out: Tensor = self.linear(x)
+        return out
+
+
+ROWS = 6  # more than any forward has while a model is loaded
+ROW_S = 0.05
+
+
+def _device() -> None:
+    raise torch.AcceleratorError("CUDA error: secret")
+
+
+def _model() -> None:
+    raise RuntimeError("secret")
+
+
+def _exit() -> None:
+    raise SystemExit(0)
+
+
+def _thread() -> None:
+    """Kill this thread as soon as it is done with all that it has to do."""
+    threading.Thread(target=_kill, args=(threading.get_ident(),), daemon=True).start()
+
+
+def _kill(ident: int) -> None:
+    while (frame := sys._current_frames().get(ident)) is not None:
+        if frame.f_code.co_name == "_work":  # it waits for something to do
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
+        del frame
+        time.sleep(LOOK_S)
+
+
+WAYS: dict[str, Callable[[], None]] = {"device": _device, "model": _model, "exit": _exit, "thread": _thread}
+
+
+def mark(way: str) -> float:
+    """The number that breaks things in a way."""
+    return LIMIT + float(list(WAYS).index(way))

@@ -1,0 +1,196 @@
+"""The server as a process: asked to end under load, or brought down by what it runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from models.spec import ModelSpec, WarmSpec
+from service.process import FAILED
+from tests.nets import INPUTS
+from tests.server import Live
+from tests.service.busy import until
+from tests.service.conftest import Serve
+from tests.service.faults import CLIENTS, Crowd, accepted, asking, crowded, descendants, doomed_net, gone
+from tests.service.load_server import ROOT, process
+from tests.service.nets_doomed import ROWS, WAYS, mark
+from tests.service.support import arrays_of, configured, npy, problem, raw, rows
+
+END_S, LOST_S = 30, 5
+TIMES = 20
+ONCE = [pytest.param(number, marks=pytest.mark.hard) if number else 0 for number in range(TIMES)]
+FAILING = """
+import asyncio
+import sys
+import uvicorn
+from service.process import Server, ends_with_0
+
+asked = []
+
+async def app(scope, receive, send):
+    asked.append(1)
+    await send({"type": "http.response.start", "status": 503})
+    await send({"type": "http.response.body", "body": b"last words", "more_body": True})
+    if "hanging" in sys.argv:
+        await asyncio.Event().wait()
+    await send({"type": "http.response.body"})
+
+def alive():
+    return not asked
+
+def on_end():
+    print("ending", flush=True)
+
+ends_with_0()
+Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_end).work()
+"""
+DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
+
+
+@pytest.fixture
+def doomed(serve: Serve) -> Iterator[Live]:
+    """A server that nothing has happened to yet."""
+    with serve(configured(doomed_net("Doomed")), replicas=1) as live:
+        yield live
+
+
+def ask(live: Live, value: float = 1.0) -> httpx.Response:
+    """The reply of the model that can be brought down."""
+    request = raw(npy(rows(1, value)), "application/x-npy", layers="linear", model="doomed")
+    return live.client.post("/extract", **request)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_failure_that_lasts(doomed: Live, way: str) -> None:
+    """A device, a model or a thread that fails for good: whoever asks gets 503 and is told so, never 200 again."""
+    assert ask(doomed).status_code == 200
+    first = ask(doomed, mark(way))
+    assert first.status_code == (200 if way == "thread" else 503)
+    until(lambda: ask(doomed).status_code != 200)  # a thread that has nothing to do dies of the next thing
+    for _ in range(3):
+        assert "restarted" in str(problem(ask(doomed), 503, seconds=True))
+    for path in ("/livez", "/readyz"):
+        problem(doomed.client.get(path), 503, seconds=True)
+    for name in ("doomed", "digits"):
+        body = doomed.client.get(f"/models/{name}").json()
+        assert (body["state"], body["hooks"]) == ("failed", 0)
+        assert body["reason"]
+
+
+def test_exit_while_loading(serve: Serve) -> None:
+    """A model that ends its thread, of all forwards in the last of loading, is failed; the others serve on."""
+    with serve(configured(doomed_net("Leaving")), fixed_batch_rows=ROWS + 1, replicas=1) as live:
+        body = live.client.get("/models/leaving").json()
+        assert (body["state"], "SystemExit" in body["reason"]) == ("failed", True)
+        assert live.client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize("number", ONCE)
+def test_end_under_load(tmp_path: Path, number: int) -> None:
+    """SIGTERM amid many requests: each that was accepted is answered in full, nobody else; the status is 0.
+
+    All that the server says is in its log, in JSON.
+    """
+    with process([doomed_net("Unhurried")], tmp_path, **DEADLINE) as server:
+        request = asking(server.url, "unhurried")
+        reply = accepted(request)
+        assert reply is not None
+        wanted = arrays_of(reply)[""]
+        with crowded(request) as crowd:
+            until(lambda: crowd.waiting == CLIENTS and bool(crowd.replies))
+            answered = len(crowd.replies)
+            server.running.send_signal(signal.SIGTERM)
+        assert server.running.wait(END_S) == 0
+        assert crowd.waiting == 0
+        assert len(crowd.replies) > answered
+        for each in crowd.replies.values():
+            np.testing.assert_allclose(arrays_of(each)[""], wanted, rtol=1e-5, atol=1e-6)
+        assert [line for line in server.logged() if line["level"] in ("warning", "error", "critical")] == []
+        assert server.out.read_bytes() == b""
+
+
+@pytest.mark.parametrize("hanging", [False, pytest.param(True, marks=pytest.mark.hard)])
+def test_status(hanging: bool) -> None:
+    """A process whose application is not alive any more ends with a status that says so, even with a reply to send."""
+    words = [sys.executable, "-c", FAILING, *["hanging"][: int(hanging)]]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        url = next(line.split()[4] for line in running.stderr if "Uvicorn running on" in line)
+        with httpx.stream("GET", url) as reply:
+            assert next(reply.iter_text()) == "last words"
+            assert running.wait(2 * LOST_S) == FAILED
+        assert running.stdout is not None
+        assert running.stdout.read() == "ending\n"
+
+
+@pytest.mark.hard
+@pytest.mark.parametrize("way", WAYS)
+def test_end_by_itself(tmp_path: Path, way: str) -> None:
+    """What fails for good ends the process, with a status that is not 0, once all that wait have their 503."""
+    with process([doomed_net("Doomed")], tmp_path, **DEADLINE) as server:
+        with crowded(asking(server.url, "doomed")) as crowd:
+            until(lambda: len(crowd.replies) > CLIENTS)
+            accepted(asking(server.url, "doomed", mark(way)))
+            until(lambda: gone(server.url))
+            after = crowd.count
+            assert server.running.wait(LOST_S) == FAILED
+        check_end(crowd, after)
+        said = [line["message"] for line in server.logged() if line["level"] == "critical"]
+        assert said == (["a thread died"] if way == "thread" else []) + ["the server has to be restarted"]
+
+
+def check_end(crowd: Crowd, after: int) -> None:
+    """All that were accepted have their answer; from some number on it is that nothing can be answered."""
+    assert crowd.waiting == 0
+    for number, reply in crowd.replies.items():
+        if number >= after or reply.status_code != 200:
+            assert "restarted" in str(problem(reply, 503, seconds=True))
+
+
+@pytest.mark.hard
+def test_end_while_loading(tmp_path: Path) -> None:
+    """SIGTERM while a model loads, that somebody waits for: he gets 503, and the status is 0."""
+    specs = [doomed_net("Unhurried"), doomed_net("Stuck", load="lazy")]
+    with process(specs, tmp_path, **DEADLINE) as server, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(accepted, asking(server.url, "stuck"))
+        until(lambda: httpx.get(f"{server.url}/models/stuck").json()["state"] == "loading")
+        server.running.send_signal(signal.SIGTERM)
+        assert server.running.wait(END_S) == 0
+        reply = waits.result()
+        assert reply is not None
+        problem(reply, 503, seconds=True)
+
+
+@pytest.mark.hard
+@pytest.mark.parametrize("number", range(5))
+def test_end_while_drawing_weights(tmp_path: Path, number: int) -> None:
+    """SIGTERM while torch computes in the threads that load models: the status is 0, and nothing is aborted."""
+    specs = [ModelSpec(name, f"torchvision:{name}", "random:0", "cpu") for name in ("resnet101", "vgg11")]
+    with process(specs, tmp_path, wait=False, **DEADLINE) as server:
+        until(lambda: "loading" in httpx.get(f"{server.url}/models").text)
+        server.running.send_signal(signal.SIGTERM)
+        assert server.running.wait(END_S) == 0
+
+
+@pytest.mark.hard
+def test_end_while_compiling(tmp_path: Path, compiler: str) -> None:
+    """SIGTERM while a warm plan is compiled: the status is 0, the compiler ends too and leaves nothing behind."""
+    warm = WarmSpec(("conv", "head"), compile=True)
+    spec = ModelSpec("chain", "python:tests.nets:Chain", "random:0", "cpu", inputs=INPUTS["Chain"], warm=(warm,))
+    plans = tmp_path / "cache" / "plans"
+    with process([spec], tmp_path, wait=False, LAYERTAP_CACHE_DIR=str(plans.parent), **DEADLINE) as server:
+        until(lambda: list(plans.glob("tmp*")) != [])
+        children = descendants(server.running.pid)
+        assert children
+        server.running.send_signal(signal.SIGTERM)
+        assert server.running.wait(END_S) == 0
+    until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert list(plans.glob("tmp*")) == []
