@@ -14,7 +14,7 @@ from service.config import Configuration
 from service.engine.engine import Engine
 from service.engine.fleet import Fleet
 from service.fetching.fetcher import Fetcher
-from service.http import errors, explain, extract, health, metrics, models, openapi
+from service.http import docs, errors, explain, extract, health, metrics, models, openapi
 from service.http.direct import Direct
 from service.http.outermost import Outermost
 from service.metrics import Metrics
@@ -40,6 +40,8 @@ def create_app(
         version=_version(),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # our own
+        redoc_url=None,
     )
     app.state.engine = engine
     app.state.metrics = engine.metrics
@@ -47,6 +49,7 @@ def create_app(
         app.include_router(router)
     errors.install(app)
     openapi.install(app)
+    docs.install(app)
     app.add_middleware(Direct, routes=(*extract.router.routes, *explain.router.routes))
     app.add_middleware(Outermost, settings=settings, metrics=engine.metrics)
     return app

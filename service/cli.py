@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
 import sys
 import time
@@ -32,10 +31,8 @@ if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need th
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
 out = Console()
 notes = Console(stderr=True)
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 BATCH = 32
 SPINS = "20000"
-KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 POOLS = "none, mean, max, gem, cls, flatten"
 
 Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
@@ -65,6 +62,8 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start the server."""
+    from service.settings import LOOPBACK
+
     settings = _settings(host=host, port=port, config=config, log_level=log_level)
     if settings.host not in LOOPBACK and not settings.guarded:
         raise LayertapError(
@@ -81,6 +80,7 @@ def serve(
     process.ends_with_0()  # the imports below take seconds
     from service import allocator, logs
     from service.app import create_app
+    from service.http.listening import options
 
     allocator.keep_large_blocks()
     asgi = create_app(settings)
@@ -88,17 +88,7 @@ def serve(
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
     fleet = asgi.state.engine.fleet
-    chosen = uvicorn.Config(
-        asgi,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,  # nobody asks where a client is
-        timeout_graceful_shutdown=math.ceil(process.PART * settings.deadline_s),
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
+    chosen = uvicorn.Config(asgi, host=settings.host, port=settings.port, **options(settings))
     process.Server(chosen, lambda: fleet.alive, fleet.hurry).work()
 
 

@@ -9,6 +9,7 @@ LayertapError
 ├── UnsupportedMediaError      the body's type is not taken                      415
 ├── RetryLaterError            carries seconds for Retry-After
 │   ├── QueueFullError                                                            429
+│   ├── KeyRateError       a key is over its rate                                 429
 │   └── UnavailableError       model loading or failed, server draining          503
 ├── DeadlineError              time ran out                                      504
 └── ClientGoneError            nobody is there to be answered                    499
@@ -53,6 +54,10 @@ class RetryLaterError(LayertapError):
 
 class QueueFullError(RetryLaterError):
     """The queue holds as many rows as it may."""
+
+
+class KeyRateError(RetryLaterError):
+    """A key is used more often than it may be."""
 
 
 class UnavailableError(RetryLaterError):

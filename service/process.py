@@ -19,7 +19,6 @@ FAILED = 70  # as sysexits.h has it: an error of the software
 LOOK_S = 0.1
 LAST_S = 4.0  # for the last answers of a process that can't go on
 CHILD_S = 1.0  # for a compiler to remove its files
-PART = 0.9  # of the deadline: what is admitted is expected to end within less, and a supervisor's patience is as long
 
 
 class Server(uvicorn.Server):

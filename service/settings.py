@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
 Keys = Annotated[tuple[str, ...], NoDecode]
 Hosts = Annotated[tuple[str, ...], NoDecode]
@@ -18,6 +19,17 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _keys(text: str) -> tuple[str, ...]:
+    return tuple(key for key in map(str.strip, text.replace("\n", ",").split(",")) if key)
+
+
+def _read(file: Path) -> tuple[str, ...]:
+    keys = _keys(file.read_text("utf-8"))
+    if not keys:  # who names a file wants keys asked for
+        raise ValueError(f"there is no key in {file}")
+    return keys
 
 
 class Settings(BaseSettings):
@@ -29,11 +41,18 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535)
     config: Path | None = None
     log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
-    api_keys: Keys = Field((), repr=False)
-    admin_keys: Keys = Field((), repr=False)
+    api_keys_file: Path | None = None
+    admin_keys_file: Path | None = None
+    api_keys: Keys = Field((), repr=False, validate_default=True)
+    admin_keys: Keys = Field((), repr=False, validate_default=True)
+    key_rate: float | None = Field(None, gt=0)
+    key_burst: int | None = Field(None, gt=0)
     allow_urls: Hosts = ()
     allow_private_urls: Hosts = ()
 
+    max_head_bytes: int = Field(64 * KIB, ge=KIB)
+    head_timeout_s: float = Field(15.0, gt=0)
+    send_timeout_s: float = Field(60.0, gt=0)
     max_body_bytes: int = Field(32 * MIB, gt=0)
     body_timeout_s: float = Field(15.0, gt=0)
     max_inputs: int = Field(256, gt=0)
@@ -59,11 +78,11 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys", "admin_keys", "allow_urls", "allow_private_urls", mode="before")
     @classmethod
-    def _split(cls, value: object) -> object:
-        """Keys and hosts are separated by commas."""
-        if isinstance(value, str):
-            return tuple(each.strip() for each in value.split(",") if each.strip())
-        return value
+    def _split(cls, value: object, info: ValidationInfo) -> object:
+        """Keys and hosts are separated by commas; keys of a file, by line breaks too, come on top."""
+        given = _keys(value) if isinstance(value, str) else value
+        file = info.data.get(f"{info.field_name}_file")
+        return (*given, *_read(file)) if file is not None and isinstance(given, (tuple, list)) else given
 
     @field_validator("cache_dir")
     @classmethod

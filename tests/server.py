@@ -16,6 +16,7 @@ from service.app import create_app
 from service.config import Configuration
 from service.engine.engine import Engine
 from service.fetching.fetcher import Fetcher
+from service.http.listening import options
 from service.settings import Settings
 
 STARTUP_TRIES = 600
@@ -46,7 +47,7 @@ def serving(
     listener = socket.create_server(("127.0.0.1", 0))
     chosen = Settings(**settings)
     app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=30))
+    server = uvicorn.Server(uvicorn.Config(app, **options(chosen) | {"timeout_graceful_shutdown": 30}))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

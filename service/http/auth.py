@@ -3,40 +3,87 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+import math
+import os
+import time
+from dataclasses import dataclass
+from hashlib import blake2b
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from service.errors import ForbiddenError, KeyMissingError
-from service.settings import Settings
+from service.errors import ForbiddenError, KeyMissingError, KeyRateError
+from service.http.rate import Bucket
+from service.settings import LOOPBACK, Settings
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
-def authorize(path: str, headers: Headers, settings: Settings) -> bool:
-    """Whether the caller is an administrator; KeyMissingError where a key is asked for and none that is known is given.
+@dataclass(frozen=True)
+class Known:
+    """A key that is let in: its digest, and what goes with it."""
 
-    Without any configured key the server is reachable from this machine only, and whoever reaches it may do everything.
-    """
-    if not settings.guarded:
-        return True
-    if path in OPEN_PATHS:
-        return False
-    key = _key(headers)
-    if key is None:
-        raise KeyMissingError("this server asks for an API key", hint=HINT)
-    admin, user = _among(key, settings.admin_keys), _among(key, settings.api_keys)
-    if not (admin or user):
-        raise KeyMissingError("this API key is not known", hint=HINT)
-    return admin
+    digest: bytes
+    admin: bool
+    bucket: Bucket | None
+
+
+class Keyring:
+    """The configured keys, as digests, each with how often it may still be used."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._salt = os.urandom(16)
+        # A key that is in both lists is an administrator's, and is counted once.
+        kinds = dict.fromkeys(settings.api_keys, False) | dict.fromkeys(settings.admin_keys, True)
+        self._known = [Known(self._digest(key.encode()), admin, _bucket(settings)) for key, admin in kinds.items()]
+
+    def authorize(self, path: str, headers: Headers) -> bool:
+        """Whether the caller is an administrator.
+
+        KeyMissingError where a key is asked for and none that is known is given, KeyRateError where it is used too
+        often. Without any configured key the server is reachable from this machine only, and whoever reaches it may do
+        everything.
+        """
+        if not self._known:
+            return True
+        if path in OPEN_PATHS:
+            return False
+        key = _key(headers)
+        if key is None:
+            raise KeyMissingError("this server asks for an API key", hint=HINT)
+        known = self._find(key)
+        if known is None:
+            raise KeyMissingError("this API key is not known", hint=HINT)
+        seconds = known.bucket.take(time.monotonic()) if known.bucket else 0.0
+        if seconds:
+            raise KeyRateError("this API key is used too often", retry_after=seconds, hint="wait, as Retry-After says")
+        return known.admin
+
+    def _find(self, key: str) -> Known | None:
+        # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
+        digest = self._digest(key.encode("latin-1"))  # the bytes as they came
+        found = [known for known in self._known if hmac.compare_digest(known.digest, digest)]
+        return found[0] if found else None
+
+    def _digest(self, key: bytes) -> bytes:
+        return blake2b(key, key=self._salt, digest_size=32).digest()
 
 
 def admin_only(request: Request) -> None:
     """ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
+    # A browser sends no key by itself, but reaches what this machine alone does: not at the wish of any page it shows.
+    if not request.app.state.engine.settings.guarded and _foreign(request.headers.get("origin")):
+        raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
+
+
+def _bucket(settings: Settings) -> Bucket | None:
+    if settings.key_rate is None:
+        return None
+    return Bucket(settings.key_rate, settings.key_burst or math.ceil(settings.key_rate))
 
 
 def _key(headers: Headers) -> str | None:
@@ -46,7 +93,10 @@ def _key(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
-def _among(key: str, known: Iterable[str]) -> bool:
-    # Every key is compared, each in constant time: how long it takes tells nothing.
-    given = key.encode("utf-8", "surrogateescape")
-    return sum(hmac.compare_digest(given, each.encode()) for each in known) > 0
+def _foreign(origin: str | None) -> bool:
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).hostname not in LOOPBACK
+    except ValueError:
+        return True

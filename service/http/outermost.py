@@ -13,14 +13,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.errors import quoted
-from service.errors import KeyMissingError
-from service.http.auth import authorize
+from service.errors import KeyMissingError, KeyRateError
+from service.http.auth import Keyring
 from service.http.errors import bug, of_error
+from service.http.guards import GUARDS
 from service.metrics import OTHER, Metrics
 from service.settings import Settings
 
 log = logging.getLogger("layertap.access")
-ALWAYS = ((b"vary", b"Accept"), (b"x-content-type-options", b"nosniff"))
+ALWAYS = ((b"vary", b"Accept"), *GUARDS)
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
@@ -32,11 +33,11 @@ class Outermost:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
-        self.settings = settings
+        self.keys = Keyring(settings)
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request without a good key, pass on every other."""
+        """Answer a request without a good key, or too many with one; pass on every other."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -67,8 +68,8 @@ class Outermost:
             sent += len(message.get("body", b""))
 
         try:
-            state["admin"] = authorize(scope["path"], headers, self.settings)
-        except KeyMissingError as error:
+            state["admin"] = self.keys.authorize(scope["path"], headers)
+        except (KeyMissingError, KeyRateError) as error:
             await of_error(error, state["request_id"])(scope, counted, dressed)
         else:
             await self._answered(scope, counted, dressed, lambda: status == 0)

@@ -69,6 +69,9 @@ def spoiled(shape: tuple[int, ...] = (3, 32, 32), value: float = np.nan) -> Arra
 PART = '--x\nContent-Disposition: form-data; name="{}"\n\n{}\n'
 REQUEST = json.dumps({"layers": ["pool"]})
 
+FORM = "multipart/form-data; boundary=x"
+FILE = '--x\r\nContent-Disposition: form-data; name="images"; filename="p.png"\r\n\r\np\r\n'
+
 BAD: dict[str, Case] = {
     # 400
     "empty JSON": Case(400, text("")),
@@ -83,6 +86,9 @@ BAD: dict[str, Case] = {
     "Infinity": Case(400, text('{"layers": ["pool"], "normalize": -Infinity}')),
     "a number beyond all": Case(400, text('{"layers": [{"layer": "pool", "call": ' + "9" * 400 + "}]}")),
     "a huge exponent": Case(400, text('{"layers": ["pool"], "normalize": 1e400}')),
+    "5,000 digits": Case(400, text('{"layers": [{"layer": "pool", "call": ' + "9" * 5000 + "}]}")),
+    "-5,000 digits behind a point": Case(422, text('{"layers": ["pool"], "normalize": -0.' + "9" * 5000 + "}")),
+    "1e999": Case(400, text('{"layers": [{"layer": "pool", "call": 1e999}]}')),
     "lone surrogate": Case(400, text('{"layers": ["\\ud800"]}')),
     "lone surrogate as a key": Case(400, text('{"\\udfff": 1}')),
     "deeper than allowed": Case(400, text('{"layers": ' + "[" * 17 + "]" * 17 + "}"), says="16"),
@@ -99,6 +105,14 @@ BAD: dict[str, Case] = {
     "multipart with a bad header": Case(400, multipart("--x\nNo header at all\n\na\n--x--\n")),
     "a request part that is no JSON": Case(400, multipart(PART.format("request", "{") + "--x--\n")),
     "a request part with a surrogate": Case(400, multipart(PART.format("request", '"\\ud800"') + "--x--\n")),
+    "multipart of lines that end in LF": Case(400, text(FILE.replace("\r", "") + "--x--\n", FORM)),
+    "multipart of an endless header": Case(400, text(f"--x\r\nX: {'a' * 500_000}", FORM)),
+    "multipart of a long header": Case(400, text(FILE.replace("form-data", "a" * 500_000) + "--x--\r\n", FORM)),
+    "multipart of many headers": Case(400, text("--x\r\n" + "X: a\r\n" * 50_000 + "\r\na\r\n--x--\r\n", FORM)),
+    "multipart of many parameters": Case(400, text("--x\r\nContent-Disposition: " + "a=b;" * 99_999, FORM)),
+    "multipart of boundaries": Case(400, text("--x\r\n" * 300_000, FORM)),
+    "multipart with an empty boundary": Case(400, text(FILE + "--x--\r\n", "multipart/form-data; boundary=")),
+    "a deep request part": Case(400, multipart(PART.format("request", "[" * 100_000) + "--x--\n")),
     # 404, 405
     "unknown model": Case(404, body(model="digit"), says="'digits'"),
     "a model named like a file": Case(404, body(model="../../etc/passwd")),
@@ -128,6 +142,9 @@ BAD: dict[str, Case] = {
     "resized pixels": Case(413, raw(picture(size=(1, 1300)), "image/png", **ONE), input=0, says="40000"),
     "JSON inputs": Case(413, body(inputs=[image(PNG)] * 5), says="5 inputs"),
     "multipart inputs": Case(413, {"files": [("images", PNG)] * 5, "params": ONE}, says="5"),
+    "10,001 inputs": Case(413, body(inputs=[{"image": ""}] * 10_001), says="10001 inputs"),
+    "1,001 parts": Case(413, text(FILE * 1001 + "--x--\r\n", FORM), says="5 parts"),
+    "1,001 request parts": Case(413, text(FILE.replace("images", "request") * 1001 + "--x--\r\n", FORM)),
     "rows of a batch": Case(413, raw(npy(np.zeros((5, 3, 32, 32), np.float32)), "application/x-npy", **ONE), says="5"),
     "results": Case(413, body(layers=["*"]), says="8"),
     "distinct names": Case(413, body(layers=[f"block1.{number}" for number in range(50_000)]), says="8"),

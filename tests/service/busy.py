@@ -63,14 +63,26 @@ def on_the_wire(request: httpx.Request) -> bytes:
 
 def received(connection: socket.socket, request: httpx.Request) -> httpx.Response:
     """What comes back on a connection until the server closes it."""
+    reply = replied(rest(connection))
+    reply.request = request
+    return reply
+
+
+def rest(connection: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
     data = bytearray()
     with suppress(ConnectionResetError):  # where it closes without having read everything
         while part := connection.recv(2**16):
             data += part
-    head, _, content = bytes(data).partition(b"\r\n\r\n")
+    return bytes(data)
+
+
+def replied(data: bytes) -> httpx.Response:
+    """The first reply in what came; its content is all that follows its head, further replies too."""
+    head, _, content = data.partition(b"\r\n\r\n")
     status, *lines = head.decode().split("\r\n")
     headers = [(name, value.strip()) for name, _, value in (line.partition(":") for line in lines)]
-    return httpx.Response(int(status.split()[1]), headers=headers, content=content, request=request)
+    return httpx.Response(int(status.split()[1]), headers=headers, content=content)
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.sockets import exchanged
 from tests.service.support import Control, Json, configured, image, net, picture, problem
 
 USER, ADMIN = {"x-api-key": "user-key"}, {"x-api-key": "admin-key"}
@@ -52,6 +55,40 @@ def test_key_missing(guarded: Live, method: str, path: str) -> None:
         if method != "HEAD":
             found = problem(reply, 401)
             assert "Authorization: Bearer KEY" in found["errors"][0]["hint"]
+
+
+TARGETS = (
+    *(b"GET http://x/models", b"GET http://livez/models", b"GET http://x:y@livez/models", b"GET HTTP://[::1]/models"),
+    *(b"GET http://x//livez", b"GET http://x/livez/../models", b"GET /livez/..;/models", b"GET /livez;/../models"),
+    *(b"GET /livez%00", b"GET /livez%20", b"GET /livez%2f", b"GET /livez%3f", b"GET /models?/livez", b"GET ///livez"),
+    *(b"GET /.//livez", b"GET /./livez", b"GET /livez/.", b"GET \\livez", b"OPTIONS *", b"GET /models#/livez"),
+    *(b"POST http://x/extract", b"POST /extract#/livez", b"DELETE /models/digits", b"TRACE /models", b"PROPFIND /"),
+)
+FIELDS = (
+    *(b"Host: x", b"Host: livez", b"Host: 127.0.0.1/livez", b"Host:", b"Host: a\r\nHost: b", b"X: no host at all"),
+    *(b"Host: localhost\r\nX-Forwarded-For: 127.0.0.1", b"Host: x\r\nX-Original-URL: /livez"),
+    *(b"Host: x\r\nX-Rewrite-URL: /livez", b"Host: x\r\nX-Forwarded-Prefix: /livez"),
+    *(b"Host: x\r\nX-HTTP-Method-Override: GET", b"Host: x\r\nForwarded: for=127.0.0.1;host=localhost"),
+)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_target_without_a_key(guarded: Live, target: bytes) -> None:
+    """However a request's target is written, and whatever its head says of hosts, there is no way in without a key."""
+    for fields in FIELDS:
+        reply = exchanged(guarded, b"%b HTTP/1.1\r\n%b\r\nConnection: close\r\n\r\n" % (target, fields))
+        assert reply.status_code in (400, 401)
+        problem(reply, reply.status_code)
+
+
+def test_every_route_asks_for_a_key(guarded: Live) -> None:
+    """Of all routes that there are, two are open."""
+    document = guarded.client.get("/openapi.json", headers=USER).json()
+    listed = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    asked = listed | {("GET", path) for path in ("/", "/docs", "/openapi.json", "/metrics", "/redoc")}
+    assert len(listed) >= 8
+    closed = {(method, path) for method, path in asked if guarded.client.request(method, path).status_code == 401}
+    assert asked - closed == {("GET", "/livez"), ("GET", "/readyz")}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +156,61 @@ def test_admin_keys_alone(serve: Serve) -> None:
     with serve(admin_keys="admin-key") as live:
         problem(live.client.get("/models"), 401)
         assert live.client.get("/models", headers=ADMIN).status_code == 200
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file of keys."""
+    file = tmp_path / "keys"
+    file.write_bytes("first-key\r\n\n  second-key, third-key\nключ\n".encode())
+    return file
+
+
+def test_keys_in_a_file(serve: Serve, keys: Path) -> None:
+    """Keys may stand in a file, by line or by comma, beside those of the environment; of any letters."""
+    with serve(api_keys="user-key", api_keys_file=keys) as live:
+        problem(live.client.get("/models"), 401)
+        for key in ("first-key", "second-key", "third-key", "user-key", "ключ"):
+            assert live.client.get("/models", headers={b"x-api-key": key.encode()}).status_code == 200
+        for key in ("first-key,second-key", str(keys), "", ",", "first-key\u2028"):
+            problem(live.client.get("/models", headers={b"x-api-key": key.encode()}), 401)
+        problem(live.client.post("/models/digits/unload", headers={"x-api-key": "first-key"}), 403)
+
+
+def test_files_of_keys(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is named and holds no key is an error, and never means that none is asked for."""
+    monkeypatch.setenv("LAYERTAP_ADMIN_KEYS_FILE", str(keys))
+    assert Settings().admin_keys == ("first-key", "second-key", "third-key", "ключ")
+    assert Settings().guarded
+    assert "first-key" not in repr(Settings())
+    (empty := tmp_path / "empty").write_text(" \n,\n")
+    with pytest.raises(ValidationError, match="no key in"):
+        Settings(api_keys_file=empty)
+    with pytest.raises(FileNotFoundError):
+        Settings(api_keys_file=tmp_path / "nowhere")
+
+
+def test_rate_of_a_key(serve: Serve) -> None:
+    """A key that is used too often is told when to come again; no other key, and no open route, hears of it."""
+    with serve(api_keys="user-key, other-key", admin_keys="admin-key", key_rate=0.001, key_burst=3) as live:
+        for _ in range(5):
+            problem(live.client.get("/models", headers={"x-api-key": "wrong"}), 401)  # costs nobody anything
+        assert [live.client.get("/models", headers=USER).status_code for _ in range(4)] == [200, 200, 200, 429]
+        for path in ("/models", "/nowhere", "//extract"):
+            reply = live.client.get(path, headers={"authorization": "Bearer user-key"})
+            problem(reply, 429, seconds=True)
+            assert 900 < int(reply.headers["retry-after"]) <= 1000
+        assert live.client.get("/models", headers={"x-api-key": "other-key"}).status_code == 200
+        assert live.client.get("/models/digits", headers=ADMIN).json()["hooks"] == 0
+        assert live.client.get("/readyz", headers=USER).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1.evil.example", "http://[", ""])
+def test_pages_of_other_sites(live: Live, origin: str) -> None:
+    """Where no key is asked for, pages of other sites that this machine's browser shows manage no models."""
+    reply = live.client.post("/models/two/unload", headers={"origin": origin})
+    assert "another site" in problem(reply, 403)["detail"]
+    assert live.client.post("/models/two/load", headers={"origin": "http://localhost:8000"}).status_code == 200
 
 
 def test_settings() -> None:

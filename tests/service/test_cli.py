@@ -169,6 +169,9 @@ def test_unknown_model(command: Command) -> None:
         ({}, ("--config", "nowhere.yaml"), "can't read nowhere.yaml"),
         ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "can't read nowhere.yaml"),
         ({"LAYERTAP_HOST": "0.0.0.0"}, (), "LAYERTAP_API_KEYS"),
+        ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "nowhere/keys: No such file"),
+        ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull, "LAYERTAP_HOST": "0.0.0.0"}, (), "no key in /dev/null"),
+        ({"LAYERTAP_MAX_HEAD_BYTES": "0"}, (), "LAYERTAP_MAX_HEAD_BYTES"),
     ],
 )
 def test_serve_refused(

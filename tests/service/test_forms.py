@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,15 @@ def test_multipart_bytes(live: Live, name: str | None) -> None:
     parts = [("images", (name, PNG)), ("request", (name, json.dumps(BODY)))]
     reply = live.client.post("/extract", files=parts)
     assert same(arrays_of(reply), arrays_of(live.client.post("/extract", json=BODY | {"inputs": [image(PNG)]})))
+
+
+def test_no_temporary_file(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of any size stay in memory: a server that could write nowhere takes them all the same."""
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
+    large = picture(5, (1500, 1500))
+    assert len(large) > 4 * 2**20
+    reply = live.client.post("/extract", files=files(large, PNG, request=BODY))
+    assert reply.json()["rows"] == 2
 
 
 def test_another_shape(live: Live) -> None:

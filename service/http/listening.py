@@ -1,0 +1,36 @@
+"""How the server listens: what uvicorn is told."""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from typing import Any
+
+from service.settings import Settings
+
+PART = 0.9  # of the deadline: what is admitted is expected to end within less, and a supervisor's patience is as long
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
+
+
+def options(settings: Settings) -> dict[str, Any]:
+    """Arguments of ``uvicorn.Config``, but for where to listen."""
+    return {
+        "http": _protocol(settings),
+        "ws": "none",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,  # nobody asks where a client is
+        "timeout_graceful_shutdown": math.ceil(PART * settings.deadline_s),
+        "timeout_keep_alive": KEEP_ALIVE_S,
+        "h11_max_incomplete_event_size": settings.max_head_bytes,
+    }
+
+
+def _protocol(settings: Settings) -> Any:
+    if sys.platform == "win32":
+        return "h11"
+    from service.http.protocol import Connection
+
+    return partial(Connection, settings=settings)

@@ -1,0 +1,205 @@
+"""One HTTP/1.1 connection: uvicorn's own, with the bounds on heads and on slow peers that it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from asyncio import TimerHandle
+from itertools import chain
+from typing import Any
+
+from httptools import HttpParserError, HttpParserUpgrade
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from service.http.errors import problem
+from service.http.guards import GUARDS
+from service.settings import Settings
+
+MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
+SLOWEST = 1024  # bytes a second that whoever asked for a large reply has to take
+
+
+class Connection(HttpToolsProtocol):
+    """A connection whose requests have heads of bounded size that arrive, and replies that are taken, in bounded time.
+
+    httptools keeps a field in memory until it ends, so no more than ``max_head_bytes`` (and one read) may go by that
+    are no body: a head, trailers, what frames chunks, empty lines between requests.
+    """
+
+    def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = settings
+        self._silent = 0  # bytes since the last of a body
+        self._in_head = False
+        self._deaf = False
+        self._upgrade = False
+        self._head_timer: TimerHandle | None = None
+        self._send_timer: TimerHandle | None = None
+        self._unsent = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, but not for ever."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._head_came()
+        self._all_sent()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, within the bounds."""
+        if self._deaf:
+            return
+        self._silent += len(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
+        if self._silent > self._settings.max_head_bytes and not self._deaf:
+            self._refuse_head()
+        elif self._head_timer is None and (self._in_head or not self._busy()) and not self.transport.is_closing():
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        self._in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """A head is whole: its request begins, unless it is too large."""
+        size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
+        if size > self._settings.max_head_bytes or len(self.headers) > MOST_FIELDS:
+            self._refuse_head()
+            raise _TooLargeHead
+        self._upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._upgrade:
+            return
+        self._in_head = False
+        self._head_came()
+        super().on_headers_complete()
+        self.headers = []  # what comes as a trailer is none of the request's headers
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a body."""
+        self._silent = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._silent = 0
+        if not self._upgrade:
+            super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """More of a reply waits to be sent than the system takes: look whether the peer reads."""
+        super().pause_writing()
+        self._expect_sent()
+
+    def resume_writing(self) -> None:
+        """The peer reads."""
+        self._all_sent()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing was asked for long; whoever has not even read the last reply does not get the rest."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            left = self._fed(data)
+            while left is not None:
+                self.parser.feed_data(self._without_upgrade())
+                left = self._fed(left)
+        except HttpParserError:
+            if not self._deaf:
+                self._refuse(400, "bad-request", "this is no HTTP/1.1 request", "let a client library write it")
+
+    def _fed(self, data: bytes | memoryview) -> memoryview | None:
+        """What is left after a head that offers an upgrade, be it empty; None where there is no such head."""
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            return memoryview(data)[upgrade.args[0] :]
+        return None
+
+    def _without_upgrade(self) -> bytes:
+        """The head again, for who offers another protocol: clients that would rather speak HTTP/2 expect HTTP/1.1 then.
+
+        The parser takes no body of a request that is to be upgraded, so it must not see that it was.
+        """
+        first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
+        return b"".join((first, *fields, b"\r\n"))
+
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._late)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _late(self) -> None:
+        self._head_timer = None
+        if self._in_head:
+            seconds = self._settings.head_timeout_s
+            self._refuse(408, "head-timeout", f"the request's head did not arrive within {seconds:g} s")
+        else:
+            self.transport.close()
+
+    def _expect_sent(self) -> None:
+        self._unsent = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._settings.send_timeout_s, self._slow)
+
+    def _all_sent(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _slow(self) -> None:
+        taken = self._unsent - self.transport.get_write_buffer_size()
+        if taken < SLOWEST * self._settings.send_timeout_s:
+            self.logger.warning("a reply was not read")
+            self.transport.abort()
+        else:
+            self._expect_sent()
+
+    def _refuse_head(self) -> None:
+        most = self._settings.max_head_bytes
+        detail = f"the request has more than {most} bytes or {MOST_FIELDS} header fields beside its body"
+        self._refuse(431, "head-too-large", detail, "send what is long in the body")
+
+    def _refuse(self, status: int, kind: str, detail: str, hint: str = "") -> None:
+        """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
+        self._deaf = True
+        self.logger.warning("refused with %d: %s", status, detail)
+        if self._busy() and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+            return
+        if not (self.pipeline or (self._busy() and self.cycle.response_started)):
+            self.transport.write(self._written(status, kind, detail, hint))
+        self.transport.close()
+
+    def _written(self, status: int, kind: str, detail: str, hint: str) -> bytes:
+        request_id = uuid.uuid4().hex
+        reply = problem(status, kind, detail, request_id, hint=hint)
+        headers = [
+            *self.server_state.default_headers,
+            *reply.raw_headers,
+            (b"connection", b"close"),
+            (b"x-request-id", request_id.encode()),
+            (b"server-timing", b"total;dur=0"),
+            (b"vary", b"Accept"),
+            *GUARDS,
+        ]
+        lines = b"".join(b"%b: %b\r\n" % field for field in headers)
+        return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))
+
+
+class _TooLargeHead(Exception):  # noqa: N818  (it only gets out of the parser)
+    """The parser is to stop."""

@@ -1,0 +1,37 @@
+"""Connections on which bytes are written by hand."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from select import select
+
+import httpx
+
+from tests.server import Live
+from tests.service.busy import connected, replied, rest, until
+
+END = b"Host: x\r\nConnection: close\r\n\r\n"
+POST = b"POST /extract HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def exchanged(live: Live, *data: bytes) -> httpx.Response:
+    """The first reply to bytes on a connection of their own, which the server has closed then."""
+    with connected(live) as connection:
+        with suppress(ConnectionError):  # where it has heard enough
+            for each in data:
+                connection.sendall(each)
+        return replied(rest(connection))
+
+
+def dripped(connection: socket.socket, drop: bytes) -> bytes:
+    """What the server says before it closes a connection on which drop comes after drop."""
+
+    def answered() -> bool:
+        with suppress(ConnectionError):
+            connection.sendall(drop)
+        return bool(select([connection], [], [], 0)[0])
+
+    until(answered)
+    return rest(connection)

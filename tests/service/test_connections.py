@@ -1,0 +1,229 @@
+"""What comes over a connection before, around and instead of a request: bounded in bytes and in time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from service.http.protocol import MOST_FIELDS
+from tests.server import Live
+from tests.service.busy import connected, on_the_wire, replied, rest, until
+from tests.service.conftest import Serve
+from tests.service.sockets import CHUNKED, END, POST, dripped, exchanged
+from tests.service.support import Control, npy, problem, raw
+
+GET = b"GET /livez HTTP/1.1\r\n"
+LONG = b"a" * 100_000
+PIECES = (b"a" * 2**16,) * 64
+
+TOO_LARGE: dict[str, tuple[bytes, ...]] = {
+    "a field": (GET + b"X: " + LONG + b"\r\n" + END,),
+    "a field's name": (GET + LONG + b": x\r\n" + END,),
+    "fields": (GET + b"X: " + b"a" * 300 + b"\r\n" + (b"X: " + b"a" * 300 + b"\r\n") * 230 + END,),
+    "very many fields": (GET + b"a:\r\n" * 20_000 + END,),
+    "a target": (b"GET /livez?" + LONG + b" HTTP/1.1\r\n" + END,),
+    "a model's name": (b"GET /models/" + b"Q" * 2**20 + b" HTTP/1.1\r\n" + END,),
+    "a field without end": (GET + b"X: ", *PIECES),
+    "a name without end": (GET, *PIECES),
+    "a target without end": (b"GET /", *PIECES),
+    "empty lines without end": (b"\r\n" * 2**15,) * 64,
+    "a trailer without end": (CHUNKED + b"2\r\n{}\r\n0\r\nX: ", *PIECES),
+    "trailers without end": (CHUNKED + b"2\r\n{}\r\n0\r\n", *((b"X: " + b"a" * 500 + b"\r\n") * 100,) * 64),
+    "a chunk's extension without end": (CHUNKED + b"2;", *PIECES),
+    "a head after a reply": (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" * 2 + GET + b"X: ", *PIECES),
+}
+
+NO_HTTP = {
+    "words": b"hello\r\n\r\n",
+    "NULs": b"\0" * 100,
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "LF only": GET.replace(b"\r\n", b"\n") + END.replace(b"\r\n", b"\n"),
+    "a NUL in a field": GET + b"X: a\0b\r\n" + END,
+    "a folded field": GET + b"X: a\r\n b\r\n" + END,
+    "a blank before the colon": GET + b"X : a\r\n" + END,
+    "bytes in a target": b"GET /\xff\xfe HTTP/1.1\r\n" + END,
+    "a broken target": b"GET http://[::1/livez HTTP/1.1\r\n" + END,
+    "CONNECT": b"CONNECT x:80 HTTP/1.1\r\n" + END,
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a length and chunks": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a length of 5,000 digits": POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    "a length below zero": POST + b"Content-Length: -5\r\n\r\n",
+    "an unknown encoding": POST + b"Transfer-Encoding: bogus\r\n\r\n{}",
+    "a chunk's size in words": CHUNKED + b"two\r\n{}\r\n0\r\n\r\n",
+    "a chunk's size beyond 64 bits": CHUNKED + b"f" * 17 + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_too_large(live: Live, control: Control, name: str) -> None:
+    """What is no body has a limit, and is refused as soon as it is over it; requests before it are answered."""
+    reply = exchanged(live, *TOO_LARGE[name])
+    if "after a reply" in name:
+        assert reply.status_code == 200
+    else:
+        assert "65536 bytes" in problem(reply, 431)["detail"]
+        assert reply.headers["connection"] == "close"
+    control.check()
+
+
+def test_within_limits(live: Live) -> None:
+    """A head of nearly the limit, or of as many fields as there may be, is taken; so is the next one."""
+    large = GET + b"Host: x\r\nX: " + b"a" * 65_000 + b"\r\n\r\n"
+    many = GET + b"a:\r\n" * (MOST_FIELDS - 2) + END
+    reply = exchanged(live, large, many)
+    assert reply.status_code == 200
+    assert reply.text.count("HTTP/1.1 200") == 1  # the second reply
+    problem(exchanged(live, GET + b"a:\r\n" * (MOST_FIELDS - 1) + END), 431)
+
+
+@pytest.mark.parametrize("name", NO_HTTP)
+def test_no_http(live: Live, control: Control, name: str) -> None:
+    """What is no HTTP/1.1 is refused in words, as every other error is."""
+    reply = exchanged(live, NO_HTTP[name])
+    problem(reply, 400)
+    assert reply.headers["connection"] == "close"
+    control.check()
+
+
+def test_tiny_chunks(live: Live, control: Control) -> None:
+    """A body in 70,000 chunks is one body."""
+    body = json.dumps(control.request["json"]).encode().ljust(70_000)
+    reply = exchanged(live, CHUNKED + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert (reply.status_code, reply.content) == (200, control.expected)
+
+
+def test_trailers_are_no_headers(live: Live, control: Control) -> None:
+    """What comes after a body says nothing about it."""
+    body = json.dumps(control.request["json"]).encode()
+    trailer = b"Content-Encoding: gzip\r\nContent-Type: image/png\r\n"
+    reply = exchanged(live, CHUNKED + b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailer))
+    assert (reply.status_code, reply.content) == (200, control.expected)
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("pieces", [1, 2, 200])
+def test_offer_to_upgrade(live: Live, control: Control, protocol: bytes, pieces: int) -> None:
+    """A client that offers another protocol is answered in this one, body and all; nothing of it is another request."""
+    body = json.dumps(control.request["json"]).encode()
+    fields = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABk\r\n" % protocol
+    head = POST.replace(b"Connection: close\r\n", fields) + b"Content-Length: %d\r\n\r\n" % len(body)
+    with connected(live) as connection:
+        data = head + body
+        for at in range(pieces):
+            connection.sendall(data[at * len(data) // pieces : (at + 1) * len(data) // pieces])
+        connection.sendall(GET + END)
+        reply = replied(rest(connection))
+    assert reply.status_code == 200
+    first, _, second = reply.content.partition(b"HTTP/1.1 ")
+    assert first == control.expected
+    assert second.startswith(b"200")
+    problem(exchanged(live, head.replace(b"Content-Length: ", b"Content-Length: x") + body), 400)
+    with connected(live) as connection:
+        for _ in range(2):  # a head and nothing after it, as browsers and curl send it
+            connection.sendall(GET + b"Host: x\r\n" + fields + b"\r\n")
+            assert connection.recv(2**16).endswith(b'{"status":"alive"}')
+        connection.sendall((GET + b"Host: x\r\n" + fields + b"\r\n") * 1500 + GET + END)
+        assert rest(connection).count(b"HTTP/1.1 200 OK") == 1501
+
+
+def test_requests_in_a_row(live: Live) -> None:
+    """Requests sent at once on one connection are answered in order; rubbish after them only ends the connection."""
+    lines = (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
+    text = exchanged(live, b"".join(lines) * 2 + GET + END).text
+    assert [text.count(f"HTTP/1.1 {status}") for status in (200, 404)] == [2, 2]  # after the first
+    reply = exchanged(live, b"".join(lines) + lines[0] + b"\0rubbish\r\n\r\n")
+    assert reply.status_code == 200
+    assert reply.text.count("HTTP/1.1 404") == 1
+    assert reply.text.endswith('{"status":"alive"}')
+
+
+@pytest.fixture(scope="module")
+def hasty(serve: Serve) -> Iterator[Live]:
+    """A server that waits for nobody."""
+    with serve(head_timeout_s=0.3, body_timeout_s=0.3, send_timeout_s=0.3) as live:
+        yield live
+
+
+def test_nothing(hasty: Live) -> None:
+    """A connection on which nothing is ever said is closed, without a word."""
+    with connected(hasty) as connection:
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize("begun", [b"G", b"GET /", GET, GET + b"Host: x\r\n", GET + b"X: a"])
+def test_half_a_head(hasty: Live, begun: bytes) -> None:
+    """A head that does not go on is given up."""
+    with connected(hasty) as connection:
+        connection.sendall(begun)
+        reply = replied(rest(connection))
+    assert "0.3 s" in problem(reply, 408)["detail"]
+    assert reply.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_slow_head(hasty: Live, before: bytes) -> None:
+    """A head that comes byte by byte is given up as well, be it the first of its connection or a later one."""
+    with connected(hasty) as connection:
+        if before:
+            connection.sendall(before)
+            assert connection.recv(2**16).endswith(b'{"status":"alive"}')
+        connection.sendall(GET + b"X: ")
+        problem(replied(dripped(connection, b"a")), 408)
+    assert hasty.client.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_slow_empty_lines(hasty: Live, before: bytes) -> None:
+    """Empty lines keep no connection open."""
+    with connected(hasty) as connection:
+        if before:
+            connection.sendall(before)
+            assert connection.recv(2**16).endswith(b'{"status":"alive"}')
+        assert dripped(connection, b"\r\n") == b""
+    assert hasty.client.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("head", [CHUNKED, POST + b"Content-Length: 100000\r\n\r\n"])
+def test_slow_body(hasty: Live, head: bytes) -> None:
+    """A body that comes byte by byte is given up when its time is over, and its connection is closed."""
+    with connected(hasty) as connection:
+        connection.sendall(head)
+        reply = replied(dripped(connection, b"1\r\n \r\n" if head is CHUNKED else b" "))
+    assert "0.3 s" in problem(reply, 408)["detail"]
+    assert reply.headers["connection"] == "close"
+    assert hasty.client.get("/readyz").status_code == 200
+
+
+def test_reply_that_nobody_reads(hasty: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """A large reply is kept only as long as it is taken."""
+    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+    with connected(hasty) as connection:
+        connection.sendall(on_the_wire(hasty.client.build_request("POST", "/extract", **request)))
+        until(lambda: "a reply was not read" in caplog.messages)
+        reply = replied(rest(connection))
+    assert reply.status_code == 200
+    assert 0 < len(reply.content) < int(reply.headers["content-length"])
+    assert hasty.client.get("/models/digits").json()["hooks"] == 0
+
+
+def test_large_reply_read_slowly(live: Live, control: Control) -> None:
+    """A large reply that is taken comes whole."""
+    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+    with live.client.stream("POST", "/extract", **request) as reply:
+        size = sum(map(len, reply.iter_raw()))
+    assert size == int(reply.headers["content-length"]) > 200 * 2**16
+    control.check()
+
+
+def test_log_of_refusals(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """What is refused before it is a request is told in the log, without what was sent."""
+    with caplog.at_level(logging.INFO):
+        exchanged(live, b"my-secret \x1b[31m\r\n\r\n")
+        exchanged(live, GET + b"X: my-secret" + LONG + END)
+    assert sum("refused with" in message for message in caplog.messages) == 2
+    assert "my-secret" not in caplog.text
