@@ -397,7 +397,8 @@ def faults_of(errors: Iterable[Any]) -> tuple[Fault, ...]:
 def _hint(error: Any) -> str:
     loc = [part for part in error["loc"] if isinstance(part, str)]
     if error["type"] == "extra_forbidden":
-        return near(tuple(get_close_matches(loc[-1][:100], KNOWN, n=1))) if loc else ""
+        # Known elsewhere, perhaps, but refused in this place.
+        return near(tuple(get_close_matches(loc[-1][:100], sorted(KNOWN - {loc[-1]}), n=1))) if loc else ""
     return HINTS.get(loc[-1], "") if loc else HINTS.get("", "")
 
 
@@ -417,15 +418,11 @@ def _raise(faults: list[Fault]) -> None:
         raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
 
 
-KNOWN = sorted(
-    {
-        name
-        for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
-        for name in model.model_fields
-    }
-    - {"alias", "klass"}
-    | {"as", "class"}
-)
+KNOWN = {
+    name
+    for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
+    for name in model.model_fields
+} - {"alias", "klass"} | {"as", "class"}
 HINTS = {
     "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
     "inputs": 'write "inputs": [{"image": "<base64>"}]',

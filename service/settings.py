@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,12 +22,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _keys(text: str) -> tuple[str, ...]:
-    return tuple(key for key in map(str.strip, text.replace("\n", ",").split(",")) if key)
+def _stripped(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(text for text in map(str.strip, texts) if text)
 
 
 def _read(file: Path) -> tuple[str, ...]:
-    keys = _keys(file.read_text("utf-8"))
+    keys = _stripped(file.read_text("utf-8-sig").splitlines())
     if not keys:  # who names a file wants keys asked for
         raise ValueError(f"there is no key in {file}")
     return keys
@@ -45,16 +46,16 @@ class Settings(BaseSettings):
     admin_keys_file: Path | None = None
     api_keys: Keys = Field((), repr=False, validate_default=True)
     admin_keys: Keys = Field((), repr=False, validate_default=True)
-    key_rate: float | None = Field(None, gt=0)
+    key_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
     key_burst: int | None = Field(None, gt=0)
     allow_urls: Hosts = ()
     allow_private_urls: Hosts = ()
 
     max_head_bytes: int = Field(64 * KIB, ge=KIB)
-    head_timeout_s: float = Field(15.0, gt=0)
-    send_timeout_s: float = Field(60.0, gt=0)
+    head_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
+    send_timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
     max_body_bytes: int = Field(32 * MIB, gt=0)
-    body_timeout_s: float = Field(15.0, gt=0)
+    body_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
     max_inputs: int = Field(256, gt=0)
     max_pixels: int = Field(50_000_000, gt=0)
     max_resized_pixels: int = Field(4_000_000, gt=0)
@@ -63,8 +64,8 @@ class Settings(BaseSettings):
     max_reply_bytes: int = Field(256 * MIB, gt=0)
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: int = Field(1024 * MIB, gt=0)
-    deadline_s: float = Field(30.0, gt=0)
-    url_timeout_s: float = Field(10.0, gt=0)
+    deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    url_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     max_url_fetches: int = Field(32, gt=0)
 
     max_batch_rows: int = Field(32, gt=0)
@@ -79,10 +80,17 @@ class Settings(BaseSettings):
     @field_validator("api_keys", "admin_keys", "allow_urls", "allow_private_urls", mode="before")
     @classmethod
     def _split(cls, value: object, info: ValidationInfo) -> object:
-        """Keys and hosts are separated by commas; keys of a file, by line breaks too, come on top."""
-        given = _keys(value) if isinstance(value, str) else value
+        """Keys and hosts are separated by commas; keys of a file, one a line, come on top."""
+        given = _stripped(value.split(",")) if isinstance(value, str) else value
         file = info.data.get(f"{info.field_name}_file")
         return (*given, *_read(file)) if file is not None and isinstance(given, (tuple, list)) else given
+
+    @field_validator("key_burst")
+    @classmethod
+    def _of_a_rate(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("key_rate") is None:
+            raise ValueError("it means nothing without KEY_RATE")
+        return value
 
     @field_validator("cache_dir")
     @classmethod

@@ -38,13 +38,17 @@ def serving(
     *,
     wait: bool = True,
     fetcher: Callable[[Settings], Fetcher] | None = None,
+    send_buffer: int | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
     """Run a server with a configuration and settings until the block ends; by default wait until it is ready.
 
-    ``fetcher`` makes what fetches URLs, where it is not the usual one.
+    ``fetcher`` makes what fetches URLs, where it is not the usual one; of replies the system holds ``send_buffer``
+    bytes for each connection.
     """
     listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     chosen = Settings(**settings)
     app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
     server = uvicorn.Server(uvicorn.Config(app, **options(chosen) | {"timeout_graceful_shutdown": 30}))

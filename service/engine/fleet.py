@@ -205,9 +205,11 @@ class Fleet:
     async def _loaded(self, resident: Resident, name: str, deadline: float) -> None:
         hurried = asyncio.ensure_future(self._hurried.wait())
         settled = asyncio.wrap_future(resident.settled)
-        with suppress(DeadlineError):
-            await within(deadline, asyncio.wait((settled, hurried), return_when=asyncio.FIRST_COMPLETED))
-        hurried.cancel()
+        try:
+            with suppress(DeadlineError):
+                await within(deadline, asyncio.wait((settled, hurried), return_when=asyncio.FIRST_COMPLETED))
+        finally:
+            hurried.cancel()
         if not resident.loaded.done():
             raise UnavailableError(f"model {name} is loading", retry_after=LOADING_RETRY_S)
 

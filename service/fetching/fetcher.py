@@ -7,6 +7,8 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import ip_address
 
 import httpcore
@@ -29,10 +31,17 @@ BYTES = frozenset({b"application/octet-stream", b"binary/octet-stream"})
 FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError)
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, best first, by the system's resolver; OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+class System:
+    """The system's resolver, in threads of its own: a look-up can't be ended, and an event loop has few for that."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "resolve")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of a host, best first; OSError."""
+        look = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._pool, look)
+        return [str(address[0]) for *_, address in found]
 
 
 class Allowance:
@@ -66,15 +75,16 @@ class Unfit(Exception):  # noqa: N818  (nobody outside sees it)
 class Fetcher:
     """Fetches pictures from the hosts that ``LAYERTAP_ALLOW_URLS`` names; ConfigError where one of these is no host.
 
-    Used on the event loop, which it never blocks. ``resolve`` gives a host's addresses; ``tls`` says which
+    Used on the event loop, which it never blocks. ``resolve`` gives a host's addresses, the system's own
+    without it; ``tls`` says which
     certificates are good.
     """
 
-    def __init__(self, settings: Settings, resolve: Resolve = resolve, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, settings: Settings, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None) -> None:
         self._hosts = Hosts(settings.allow_urls, settings.allow_private_urls)
         self._limit = settings.max_body_bytes
         self._seconds = settings.url_timeout_s
-        self._resolve = resolve
+        self._resolve = resolve or System(settings.max_url_fetches)
         self._tls = tls or (httpcore.default_ssl_context() if self._hosts else None)
         self._slots = asyncio.Semaphore(settings.max_url_fetches)
 

@@ -120,8 +120,8 @@ def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
 
 def _is_short(sent: Sent) -> bool:
     """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
-    kind = sent.headers.get("content-type", "")
-    short = kind.startswith("image/") or (len(sent.data) <= SHORT and not kind.startswith("multipart/"))
+    kind = sent.media_type
+    short = kind.startswith("image/") or (len(sent.data) <= SHORT and kind != "multipart/form-data")
     return short and len(sent.query.text) <= SHORT
 
 

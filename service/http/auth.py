@@ -18,6 +18,8 @@ from service.http.rate import Bucket
 from service.settings import LOOPBACK, Settings
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
+CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
+BLANKS = " \t"  # around a field's value they are none of it
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
@@ -44,9 +46,11 @@ class Keyring:
 
         KeyMissingError where a key is asked for and none that is known is given, KeyRateError where it is used too
         often. Without any configured key the server is reachable from this machine only, and whoever reaches it may do
-        everything.
+        everything, but for pages of other sites that a browser there shows (ForbiddenError).
         """
         if not self._known:
+            if path not in OPEN_PATHS and headers.get("sec-fetch-site") == CROSS_SITE:
+                raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
             return True
         if path in OPEN_PATHS:
             return False
@@ -75,8 +79,8 @@ def admin_only(request: Request) -> None:
     """ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
-    # A browser sends no key by itself, but reaches what this machine alone does: not at the wish of any page it shows.
-    if not request.app.state.engine.settings.guarded and _foreign(request.headers.get("origin")):
+    # Browsers that say no more than where a page is from.
+    if not request.app.state.engine.settings.guarded and _is_foreign(request.headers.get("origin")):
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 
@@ -88,12 +92,13 @@ def _bucket(settings: Settings) -> Bucket | None:
 
 def _key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip()
-    return headers.get("x-api-key")
+    if scheme.lower() == "bearer" and token.strip(BLANKS):
+        return token.strip(BLANKS)
+    key = headers.get("x-api-key")
+    return None if key is None else key.strip(BLANKS)
 
 
-def _foreign(origin: str | None) -> bool:
+def _is_foreign(origin: str | None) -> bool:
     if origin is None:
         return False
     try:

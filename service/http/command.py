@@ -77,6 +77,11 @@ class Sent:
     settings: Settings
     dialect: Dialect
 
+    @property
+    def media_type(self) -> str:
+        """What the body is said to be, without parameters, in small letters."""
+        return self.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
+
 
 def read(sent: Sent) -> Command:
     """The command in what arrived; computes, so it belongs in a thread.
@@ -85,7 +90,7 @@ def read(sent: Sent) -> Command:
     """
     if sent.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise UnsupportedMediaError("a compressed body is not taken", hint="send it uncompressed")
-    media_type = sent.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = sent.media_type
     if not sent.data and not media_type:  # a dry run needs no input
         return _raw(sent, ())
     reader = READERS.get("image/*" if media_type.startswith("image/") else media_type)

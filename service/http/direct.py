@@ -22,15 +22,13 @@ class Direct:
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self.app = app
-        self._routes = {
-            (method, route.path): route
-            for route in routes
-            if isinstance(route, APIRoute)
-            for method in route.methods or ()
-        }
+        plain = [route for route in routes if isinstance(route, APIRoute)]
+        self._routes = {(method, route.path): route for route in plain for method in route.methods or ()}
+        if not self._routes:
+            raise RuntimeError("this version of FastAPI keeps routes in another way")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request by its endpoint, its errors by the table."""
+        """Answer a request by its endpoint, its errors by the table: the endpoints raise no HTTPException."""
         route = self._routes.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
         if route is None:
             await self.app(scope, receive, send)

@@ -10,6 +10,11 @@ from typing import Any
 from service.settings import Settings
 
 PART = 0.9  # of the deadline: what is admitted is expected to end within less, and a supervisor's patience is as long
+OVERRIDDEN = (
+    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    "timeout_keep_alive_handler",
+)
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 
 
@@ -33,4 +38,8 @@ def _protocol(settings: Settings) -> Any:
         return "h11"
     from service.http.protocol import Connection
 
+    parent = Connection.__mro__[1]
+    missing = [name for name in OVERRIDDEN if not hasattr(parent, name)]
+    if missing:  # an override of what is gone would just never be called
+        raise RuntimeError(f"this version of uvicorn has no {', '.join(missing)} to override")
     return partial(Connection, settings=settings)

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.errors import quoted
-from service.errors import KeyMissingError, KeyRateError
+from service.errors import ForbiddenError, KeyMissingError, KeyRateError
 from service.http.auth import Keyring
 from service.http.errors import bug, of_error
 from service.http.guards import GUARDS
@@ -22,13 +22,14 @@ from service.settings import Settings
 
 log = logging.getLogger("layertap.access")
 ALWAYS = ((b"vary", b"Accept"), *GUARDS)
+LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
 class Outermost:
     """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` and ``notes`` for routes to fill.
 
-    ``until_sent`` in it is a stack of contexts that are left when the reply is sent.
+    ``until_sent`` in it is a stack of contexts that are left when the reply is sent, but for its last ``LARGE`` bytes.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
@@ -37,7 +38,7 @@ class Outermost:
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request without a good key, or too many with one; pass on every other."""
+        """Answer a request that is not let in; pass on every other."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -64,12 +65,16 @@ class Outermost:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 _dress(message, state, begun)
+            size = len(message.get("body", b""))
+            if size > LARGE and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
             await send(message)
-            sent += len(message.get("body", b""))
+            sent += size
 
         try:
             state["admin"] = self.keys.authorize(scope["path"], headers)
-        except (KeyMissingError, KeyRateError) as error:
+        except (KeyMissingError, KeyRateError, ForbiddenError) as error:
             await of_error(error, state["request_id"])(scope, counted, dressed)
         else:
             await self._answered(scope, counted, dressed, lambda: status == 0)

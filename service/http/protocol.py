@@ -8,7 +8,7 @@ from asyncio import TimerHandle
 from itertools import chain
 from typing import Any
 
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service.http.errors import problem
@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Read on, within the bounds."""
-        if self._deaf:
+        if self._deaf or self.transport.is_closing():
             return
         self._silent += len(data)
         self._unset_keepalive_if_required()
@@ -71,7 +71,9 @@ class Connection(HttpToolsProtocol):
         if size > self._settings.max_head_bytes or len(self.headers) > MOST_FIELDS:
             self._refuse_head()
             raise _TooLargeHead
-        self._upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self.parser.get_method() == b"CONNECT":
+            raise _NoProxyError
+        self._upgrade = self.parser.should_upgrade()
         if self._upgrade:
             return
         self._in_head = False
@@ -90,6 +92,11 @@ class Connection(HttpToolsProtocol):
         if not self._upgrade:
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """A reply is handed to the system, or waits for that."""
+        super().on_response_complete()
+        self._expect_end()
+
     def pause_writing(self) -> None:
         """More of a reply waits to be sent than the system takes: look whether the peer reads."""
         super().pause_writing()
@@ -99,6 +106,7 @@ class Connection(HttpToolsProtocol):
         """The peer reads."""
         self._all_sent()
         super().resume_writing()
+        self._expect_end()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing was asked for long; whoever has not even read the last reply does not get the rest."""
@@ -110,7 +118,9 @@ class Connection(HttpToolsProtocol):
         try:
             left = self._fed(data)
             while left is not None:
-                self.parser.feed_data(self._without_upgrade())
+                again = self._without_upgrade()
+                self.parser = HttpRequestParser(self)  # the old one takes no more where the client wants it closed
+                self.parser.feed_data(again)
                 left = self._fed(left)
         except HttpParserError:
             if not self._deaf:
@@ -146,11 +156,22 @@ class Connection(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._head_timer = None
-        if self._in_head:
+        if self.pipeline:  # it is not read before earlier requests are answered
+            self._expect_head()
+        elif self._in_head:
             seconds = self._settings.head_timeout_s
             self._refuse(408, "head-timeout", f"the request's head did not arrive within {seconds:g} s")
         else:
-            self.transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._expect_end()
+
+    def _expect_end(self) -> None:
+        """What is left of the last reply is not kept for a peer that does not read it."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size() and self._send_timer is None:
+            self._expect_sent()
 
     def _expect_sent(self) -> None:
         self._unsent = self.transport.get_write_buffer_size()
@@ -177,16 +198,16 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, kind: str, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
         self._deaf = True
-        self.logger.warning("refused with %d: %s", status, detail)
+        request_id = uuid.uuid4().hex
+        self.logger.warning("refused with %d: %s", status, detail, extra={"fields": {"request_id": request_id}})
         if self._busy() and not self.cycle.more_body:
             self.cycle.keep_alive = False
             return
         if not (self.pipeline or (self._busy() and self.cycle.response_started)):
-            self.transport.write(self._written(status, kind, detail, hint))
-        self.transport.close()
+            self.transport.write(self._written(status, kind, detail, hint, request_id))
+        self._close()
 
-    def _written(self, status: int, kind: str, detail: str, hint: str) -> bytes:
-        request_id = uuid.uuid4().hex
+    def _written(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         reply = problem(status, kind, detail, request_id, hint=hint)
         headers = [
             *self.server_state.default_headers,
@@ -203,3 +224,7 @@ class Connection(HttpToolsProtocol):
 
 class _TooLargeHead(Exception):  # noqa: N818  (it only gets out of the parser)
     """The parser is to stop."""
+
+
+class _NoProxyError(Exception):
+    """The parser is to stop: it would take all that follows for another protocol."""

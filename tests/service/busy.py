@@ -48,10 +48,15 @@ def row_request(live: Live, count: int, model: str = "gated", timeout: str | Non
     return live.client.build_request("POST", "/extract", **request)
 
 
-def connected(live: Live) -> socket.socket:
-    """A connection of its own."""
+def connected(live: Live, buffer: int | None = None) -> socket.socket:
+    """A connection of its own; with ``buffer`` the system holds no more bytes of a reply for it."""
     url = httpx.URL(live.url)
-    return socket.create_connection((url.host, url.port), timeout=TRIES * TRY_S)
+    connection = socket.socket()
+    connection.settimeout(TRIES * TRY_S)
+    if buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect((url.host, url.port))
+    return connection
 
 
 def on_the_wire(request: httpx.Request) -> bytes:

@@ -158,21 +158,28 @@ def test_admin_keys_alone(serve: Serve) -> None:
         assert live.client.get("/models", headers=ADMIN).status_code == 200
 
 
+@pytest.mark.parametrize("field", [b"X-API-Key: user-key \t", b"Authorization: Bearer  user-key \t"])
+def test_blanks_after_a_key(guarded: Live, field: bytes) -> None:
+    """Blanks around a field's value are none of it."""
+    reply = exchanged(guarded, b"GET /models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%b\r\n\r\n" % field)
+    assert reply.status_code == 200
+
+
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
     """A file of keys."""
     file = tmp_path / "keys"
-    file.write_bytes("first-key\r\n\n  second-key, third-key\nключ\n".encode())
+    file.write_bytes("\ufefffirst-key\r\n\n  second-key \nthird,key\nключ\n".encode())
     return file
 
 
 def test_keys_in_a_file(serve: Serve, keys: Path) -> None:
-    """Keys may stand in a file, by line or by comma, beside those of the environment; of any letters."""
+    """Keys may stand in a file, one a line, beside those of the environment; of any letters."""
     with serve(api_keys="user-key", api_keys_file=keys) as live:
         problem(live.client.get("/models"), 401)
-        for key in ("first-key", "second-key", "third-key", "user-key", "ключ"):
+        for key in ("first-key", "second-key", "third,key", "user-key", "ключ"):
             assert live.client.get("/models", headers={b"x-api-key": key.encode()}).status_code == 200
-        for key in ("first-key,second-key", str(keys), "", ",", "first-key\u2028"):
+        for key in ("first-key,second-key", "third", "key", str(keys), "", ",", "first-key\u2028"):
             problem(live.client.get("/models", headers={b"x-api-key": key.encode()}), 401)
         problem(live.client.post("/models/digits/unload", headers={"x-api-key": "first-key"}), 403)
 
@@ -180,10 +187,10 @@ def test_keys_in_a_file(serve: Serve, keys: Path) -> None:
 def test_files_of_keys(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is named and holds no key is an error, and never means that none is asked for."""
     monkeypatch.setenv("LAYERTAP_ADMIN_KEYS_FILE", str(keys))
-    assert Settings().admin_keys == ("first-key", "second-key", "third-key", "ключ")
+    assert Settings().admin_keys == ("first-key", "second-key", "third,key", "ключ")
     assert Settings().guarded
     assert "first-key" not in repr(Settings())
-    (empty := tmp_path / "empty").write_text(" \n,\n")
+    (empty := tmp_path / "empty").write_text(" \n\n")
     with pytest.raises(ValidationError, match="no key in"):
         Settings(api_keys_file=empty)
     with pytest.raises(FileNotFoundError):
@@ -207,10 +214,15 @@ def test_rate_of_a_key(serve: Serve) -> None:
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1.evil.example", "http://[", ""])
 def test_pages_of_other_sites(live: Live, origin: str) -> None:
-    """Where no key is asked for, pages of other sites that this machine's browser shows manage no models."""
+    """Where no key is asked for, pages of other sites that this machine's browser shows use nothing of it."""
     reply = live.client.post("/models/two/unload", headers={"origin": origin})
     assert "another site" in problem(reply, 403)["detail"]
-    assert live.client.post("/models/two/load", headers={"origin": "http://localhost:8000"}).status_code == 200
+    said = {"origin": origin, "sec-fetch-site": "cross-site"}
+    for method, path in (("POST", "/models/two/unload"), ("GET", "/models/two/layers"), ("POST", "/extract")):
+        assert "another site" in problem(live.client.request(method, path, headers=said), 403)["detail"]
+    assert live.client.get("/readyz", headers=said).status_code == 200
+    own = {"origin": "http://localhost:8000", "sec-fetch-site": "same-site"}
+    assert live.client.post("/models/two/load", headers=own).status_code == 200
 
 
 def test_settings() -> None:

@@ -13,6 +13,7 @@ from service.http.protocol import MOST_FIELDS
 from tests.server import Live
 from tests.service.busy import connected, on_the_wire, replied, rest, until
 from tests.service.conftest import Serve
+from tests.service.pile import gauges
 from tests.service.sockets import CHUNKED, END, POST, dripped, exchanged
 from tests.service.support import Control, npy, problem, raw
 
@@ -49,6 +50,8 @@ NO_HTTP = {
     "bytes in a target": b"GET /\xff\xfe HTTP/1.1\r\n" + END,
     "a broken target": b"GET http://[::1/livez HTTP/1.1\r\n" + END,
     "CONNECT": b"CONNECT x:80 HTTP/1.1\r\n" + END,
+    "CONNECT to a path": b"CONNECT /livez HTTP/1.1\r\n" + END,
+    "CONNECT to a URL": b"CONNECT http://a/livez HTTP/1.1\r\n" + END,
     "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "a length and chunks": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "a length of 5,000 digits": POST + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
@@ -131,6 +134,16 @@ def test_offer_to_upgrade(live: Live, control: Control, protocol: bytes, pieces:
         assert rest(connection).count(b"HTTP/1.1 200 OK") == 1501
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_offer_to_upgrade_and_to_close(live: Live, control: Control, version: bytes) -> None:
+    """A client that offers another protocol, and has the connection closed after this request, is answered as well."""
+    body = json.dumps(control.request["json"]).encode()
+    fields = b"Connection: Upgrade, close\r\nUpgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = POST.replace(b"Connection: close\r\n", fields.partition(b"Content")[0]).replace(b"1.1", version)
+    reply = exchanged(live, head + b"Content" + fields.partition(b"Content")[2] + body)
+    assert (reply.status_code, reply.content) == (200, control.expected)
+
+
 def test_requests_in_a_row(live: Live) -> None:
     """Requests sent at once on one connection are answered in order; rubbish after them only ends the connection."""
     lines = (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -209,6 +222,29 @@ def test_reply_that_nobody_reads(hasty: Live, caplog: pytest.LogCaptureFixture) 
     assert reply.status_code == 200
     assert 0 < len(reply.content) < int(reply.headers["content-length"])
     assert hasty.client.get("/models/digits").json()["hooks"] == 0
+
+
+def test_bytes_of_a_reply_that_nobody_reads(serve: Serve) -> None:
+    """What waits to be sent counts to the bytes that the queue holds, until it is read or given up."""
+    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+    with serve(send_timeout_s=20, send_buffer=2**12) as live:
+        with connected(live, buffer=2**11) as connection:
+            connection.sendall(on_the_wire(live.client.build_request("POST", "/extract", **request)))
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            assert gauges(live)["queue_bytes"] > 200 * 2**16
+        until(lambda: gauges(live)["queue_bytes"] == 0)
+
+
+def test_last_reply_that_nobody_reads(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """The rest of a short reply is kept no longer, though the server has closed the connection already."""
+    with serve(send_timeout_s=0.3, send_buffer=2**12) as live:
+        request = raw(npy(np.zeros((1, 3, 32, 32), np.float32)), "application/x-npy", layers="block2", format="npy")
+        request["headers"] |= {"connection": "close"}
+        assert 2**15 < len(live.client.post("/extract", **request).content) < 2**16  # uvicorn waits for none so short
+        with connected(live, buffer=2**11) as connection:
+            connection.sendall(on_the_wire(live.client.build_request("POST", "/extract", **request)))
+            until(lambda: "a reply was not read" in caplog.messages)
+            assert len(rest(connection)) < 2**15
 
 
 def test_large_reply_read_slowly(live: Live, control: Control) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from PIL import Image
 
 from models.preprocess import preprocess
 from service.inputs.images import decode_image
@@ -87,6 +89,18 @@ def test_truth(live: Live) -> None:
         layer, _, site = key.partition(":")
         np.testing.assert_allclose(array, seen[layer, 0, (), site or "output"].numpy(), atol=1e-5)
     assert not np.array_equal(found["block2.bn2"], seen["block2.relu", 1, (), "output"].numpy())
+
+
+def test_multipart_in_capitals(live: Live) -> None:
+    """A body that is short enough to be read at once is multipart however its content type is written."""
+    stream = BytesIO()
+    Image.new("RGB", (1, 1)).save(stream, "PNG")
+    sent = live.client.build_request("POST", "/extract", files=files(stream.getvalue()), params=QUERY)
+    kind = sent.headers["content-type"]
+    reply = live.client.post("/extract", **raw(sent.read(), kind, **QUERY))
+    assert reply.status_code == 200
+    again = live.client.post("/extract", **raw(sent.read(), kind.replace("multipart/form", "Multipart/FORM"), **QUERY))
+    assert again.content == reply.content
 
 
 @pytest.mark.parametrize("form", ["json", "request and images", "images and query", "npy", "npz", "safetensors"])
