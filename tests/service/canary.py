@@ -24,7 +24,7 @@ Answer = Callable[["Canary", socket.socket], None]
 
 @dataclass
 class Canary:
-    """Counts connections; ``heads`` are what was asked, ``under_way`` and ``most`` how many were open at once.
+    """Counts connections; ``heads`` are what was asked, ``under_way`` how many are open.
 
     ``gate`` holds up what asks for ``/gate``; ``gone`` is set when a client has left an answer that does not end;
     redirects lead ``elsewhere``; where it is ``mute`` it never answers who begins with a handshake.
@@ -35,7 +35,6 @@ class Canary:
     mute: bool = False
     hits: int = 0
     under_way: int = 0
-    most: int = 0
     heads: list[bytes] = field(default_factory=list)
     names: list[str | None] = field(default_factory=list)
     gate: Event = field(default_factory=Event)
@@ -46,7 +45,7 @@ class Canary:
     def forget(self) -> None:
         """Begin to count again."""
         with self._lock:
-            self.hits = self.most = 0
+            self.hits = 0
             self.heads.clear()
             self.names.clear()
             self.gone.clear()
@@ -57,7 +56,6 @@ class Canary:
         with self._lock:
             self.hits += 1
             self.under_way += 1
-            self.most = max(self.most, self.under_way)
         try:
             with suppress(OSError), closing(accepted), closing(self._secured(accepted, tls)) as connection:
                 self._answer(connection)
