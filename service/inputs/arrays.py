@@ -6,26 +6,21 @@ import base64
 import math
 import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from io import BytesIO
-from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 from safetensors import deserialize
 
 from models.errors import InputError, TooLargeError, quoted
+from service.inputs.npy_header import NpyHeader
 
 Array = NDArray[Any]
 
 _MAX_RANK = 8
 _MAX_AXIS = 2**31 - 1
 _MAX_ENTRIES = 256
-_ATTEMPTS = 5
-_parsing = Lock()
-_MAX_HEADER = 4096
 _MAX_TENSORS_HEADER = 1 << 20  # of safetensors; its own limit is a hundred times that
 _LOCAL = 30  # the least that stands before an entry's contents in a .zip file
 _MAX_NAME = 200
@@ -51,28 +46,9 @@ def read_npy(data: bytes) -> Array:
 
     InputError: not such a file, a dtype other than bool, integers and floats, or a body of another size than declared.
     """
-    stream = BytesIO(data)
-    try:
-        shape, fortran, dtype = _header(stream)
-    except Exception as error:  # numpy parses the header as a Python literal, and fails in as many ways
-        raise InputError("this is not a .npy file", hint="write it with numpy.save") from error
-    name = dtype.newbyteorder("=").name
-    if dtype.kind not in "biuf" or name not in _STORED:
-        hint = "convert the array to one of " + ", ".join(_STORED)
-        raise InputError("a .npy array of this dtype is not taken", hint=hint)
-    return _array(dtype, name, shape, data, stream.tell(), "F" if fortran else "C")
-
-
-def _header(stream: BytesIO) -> tuple[tuple[int, ...], bool, Any]:
-    # Python 3.11 counts how deep it is in a literal for all threads together, and raises SystemError where two are in
-    # one at the same time (CPython issue 106905).
-    for _ in range(_ATTEMPTS):
-        with _parsing, suppress(SystemError):
-            stream.seek(0)
-            read_header = _HEADERS[npy_format.read_magic(stream)]
-            found: tuple[tuple[int, ...], bool, Any] = read_header(stream, max_header_size=_MAX_HEADER)
-            return found
-    raise ValueError("the header can't be parsed")
+    header = NpyHeader.of(data)
+    name = header.dtype.newbyteorder("=").name
+    return _array(header.dtype, name, header.shape, data, header.end, header.order)
 
 
 def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:
@@ -214,8 +190,6 @@ def _safetensor(name: str, entry: dict[str, Any]) -> Array:
     except InputError as error:
         raise InputError(f"tensor {quoted(name)}: {error.detail}", hint=error.hint) from error
 
-
-_HEADERS = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
 
 _STORED: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),

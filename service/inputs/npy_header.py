@@ -1,0 +1,78 @@
+"""The header of a .npy file, matched against what it may say; nothing in it is evaluated or given to numpy.
+
+numpy's own reader evaluates it as a Python literal and makes a dtype of any string in it: some of those end the process
+(numpy 2.4: ``numpy.dtype("8<2T ").newbyteorder("=")``), the literals of others upset the threads of Python 3.11.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+
+from models.errors import InputError
+
+_MAGIC = b"\x93NUMPY"
+_LENGTHS = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by the format's version
+_MOST = 4096  # bytes; numpy.save writes 118 or so
+_OPENING = re.compile(rb"\s*+\{\s*+")
+_STRING, _FIELDS, _FLAG = rb"'[^']*+'|\"[^\"]*+\"", rb"\[[^]]*+\]", rb"True|False"
+_SHAPE = rb"\(\s*+(?:(?:-?\d++L?\s*+,\s*+)++(?:-?\d++L?\s*+)?+)?+\)"  # Python 2 wrote an L behind large numbers
+_ENTRY = re.compile(
+    rb"['\"](?P<key>\w++)['\"]\s*+:\s*+(?P<value>%b|%b|%b|%b)\s*+(?:,\s*+|(?=\}))" % (_STRING, _FIELDS, _FLAG, _SHAPE)
+)
+_CLOSING = re.compile(rb"\}\s*+")
+_NUMBER = re.compile(rb"-?\d++")
+_ORDERS: dict[bytes, Literal["C", "F"]] = {b"False": "C", b"True": "F"}
+_CODES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
+_DTYPES = {(order + code).encode(): np.dtype(order + code) for order, code in product(("", *"<>=|"), _CODES)}
+
+
+@dataclass(frozen=True)
+class NpyHeader:
+    """What a .npy file says of its numbers, and at which byte they begin."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    order: Literal["C", "F"]
+    end: int
+
+    @classmethod
+    def of(cls, data: bytes) -> NpyHeader:
+        """The header at the start of ``data``; its shape may be any.
+
+        InputError: no .npy file, or one of anything but plain numbers.
+
+        The format: numpy.lib.format, versions 1.0 to 3.0.
+        """
+        begin = len(_MAGIC) + 2 + _LENGTHS.get(int.from_bytes(data[6:7], "little"), 0)
+        end = begin + int.from_bytes(data[8:begin], "little")
+        if not data.startswith(_MAGIC) or not 8 < begin < end <= min(len(data), begin + _MOST):
+            raise _not_npy()
+        said = _entries(data[begin:end])
+        order, shape = _ORDERS.get(said.get(b"fortran_order", b"")), said.get(b"shape", b"")
+        if order is None or not shape.startswith(b"("):
+            raise _not_npy()
+        dtype = _DTYPES.get(said.get(b"descr", b"")[1:-1])
+        if dtype is None:
+            names = ", ".join(_DTYPES[code.encode()].name for code in _CODES)
+            raise InputError("a .npy array of this dtype is not taken", hint=f"convert the array to one of {names}")
+        return cls(dtype, tuple(map(int, _NUMBER.findall(shape))), order, end)
+
+
+def _entries(header: bytes) -> dict[bytes, bytes]:
+    """What a header says, as written; nothing where it is not written as such headers are."""
+    found: dict[bytes, bytes] = {}
+    opening = _OPENING.match(header)
+    place = opening.end() if opening else 0
+    while entry := _ENTRY.match(header, place):
+        found[entry["key"]] = entry["value"]
+        place = entry.end()
+    return found if _CLOSING.fullmatch(header, place) else {}
+
+
+def _not_npy() -> InputError:
+    return InputError("this is not a .npy file of plain numbers", hint="write an array of numbers with numpy.save")
