@@ -52,6 +52,8 @@ class Outermost:
             "notes": {},
             "until_sent": (until_sent := ExitStack()),
         }
+        # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
+        asked = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         status = received = sent = 0
 
         async def counted() -> Message:
@@ -77,11 +79,11 @@ class Outermost:
         except (KeyMissingError, KeyRateError, ForbiddenError) as error:
             await of_error(error, state["request_id"])(scope, counted, dressed)
         else:
-            await self._answered(scope, counted, dressed, lambda: status == 0)
+            await self._answered(asked, counted, dressed, lambda: status == 0)
         finally:
             until_sent.close()
             seconds = time.perf_counter() - begun
-            self.metrics.request(_route(scope), status, seconds, state["timings"], received, sent)
+            self.metrics.request(_route(asked), status, seconds, state["timings"], received, sent)
             _log(scope, status, seconds)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send, silent: Callable[[], bool]) -> None:

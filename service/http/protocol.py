@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio import TimerHandle
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,9 @@ from service.http.guards import GUARDS
 from service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
+LINGER_S = (
+    5  # what a peer still sends after its reply is read for so long: else the system would take the reply from it
+)
 SLOWEST = 1024  # bytes a second that whoever asked for a large reply has to take
 
 
@@ -35,17 +39,21 @@ class Connection(HttpToolsProtocol):
         self._upgrade = False
         self._head_timer: TimerHandle | None = None
         self._send_timer: TimerHandle | None = None
+        self._linger_timer: TimerHandle | None = None
         self._unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever."""
         super().connection_made(transport)
+        self._closing = _Closing(transport, self._end)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._head_came()
         self._all_sent()
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -79,6 +87,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_came()
         super().on_headers_complete()
+        self.cycle.transport = self._closing  # type: ignore[assignment]
         self.headers = []  # what comes as a trailer is none of the request's headers
 
     def on_body(self, body: bytes) -> None:
@@ -164,6 +173,19 @@ class Connection(HttpToolsProtocol):
         else:
             self._close()
 
+    def _end(self) -> None:
+        """Close after a reply; while its request still arrives, say no more but listen for a while.
+
+        A system that gets bytes nobody reads tells the peer so, and the peer throws away what it has not read yet.
+        """
+        if self._busy() or not (self._in_head or (self.cycle is not None and self.cycle.more_body)):
+            self._close()
+            return
+        self._deaf = True
+        self._head_came()
+        self.transport.write_eof()
+        self._linger_timer = self.loop.call_later(LINGER_S, self._close)
+
     def _close(self) -> None:
         self.transport.close()
         self._expect_end()
@@ -205,7 +227,7 @@ class Connection(HttpToolsProtocol):
             return
         if not (self.pipeline or (self._busy() and self.cycle.response_started)):
             self.transport.write(self._written(status, kind, detail, hint, request_id))
-        self._close()
+        self._end()
 
     def _written(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         reply = problem(status, kind, detail, request_id, hint=hint)
@@ -220,6 +242,15 @@ class Connection(HttpToolsProtocol):
         ]
         lines = b"".join(b"%b: %b\r\n" % field for field in headers)
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))
+
+
+class _Closing:
+    """A transport as uvicorn's cycles use it, closed in another way."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
 
 
 class _TooLargeHead(Exception):  # noqa: N818  (it only gets out of the parser)

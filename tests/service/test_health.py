@@ -22,6 +22,17 @@ def test_alive_and_ready(live: Live) -> None:
     assert live.client.get("/readyz").json() == {"status": "ready"}
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/models", "/metrics", "/openapi.json", "/models/nothing"])
+def test_head(live: Live, path: str) -> None:
+    """Whoever only wants to know whether there is something gets the head of it, as load balancers do."""
+    head, whole = live.client.head(path), live.client.get(path)
+    assert head.status_code == whole.status_code
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert int(head.headers["content-length"]) > 0
+    assert head.content == b""
+    assert live.client.head("/extract").status_code == 405
+
+
 def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until every model wanted from the start is loaded the server is alive, not ready, and serves what it has."""
     gate = Event()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
 
+import httpx
 import numpy as np
 import pytest
 
@@ -119,6 +122,25 @@ def test_chunks_without_end(limited: Live, limited_control: Control) -> None:
         connection.sendall(head + b"\r\n\r\n" + chunk * 31)
         reply = received(connection, request)
     problem(reply, 413)
+    limited_control.check()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_reply_before_the_body_is_sent(limited: Live, limited_control: Control, chunked: bool) -> None:
+    """Clients that send all before they read get the refusal of a body that is far too large."""
+    url = httpx.URL(limited.url)
+    connection = HTTPConnection(url.host, url.port, timeout=60)
+    body = bytes(30_000_000)
+    for _ in range(3):
+        with closing(connection):
+            if chunked:
+                pieces = (body[:100_000] for _ in range(300))
+                connection.request("POST", "/extract", pieces, {"content-type": "image/png"}, encode_chunked=True)
+            else:
+                connection.request("POST", "/extract", body, {"content-type": "image/png"})
+            reply = connection.getresponse()
+            assert reply.status == 413
+            assert "limit is" in json.load(reply)["detail"]
     limited_control.check()
 
 
