@@ -120,9 +120,11 @@ class Execution:
     def _try(self, parts: Sequence[Part]) -> list[Outcome] | LayertapError | RuntimeError:
         try:
             return self._run(parts)
-        except LayertapError as error:
+        except LayertapError as error:  # frames hold the batch, and a model may keep the error that it raised
+            if error.__cause__ is not None:
+                error.__cause__.with_traceback(None)
             error.__cause__ = error.__context__ = None
-            return error.with_traceback(None)  # its frames hold the batch
+            return error.with_traceback(None)
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
             if not warmup.is_out_of_memory(error):
                 return raised(error)

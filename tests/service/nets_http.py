@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import CancelledError
+from copy import copy
 from threading import Event
 
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class Touchy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         largest = int(x.amax())
         if largest >= self.LIMIT:
-            raise ERRORS[largest - self.LIMIT]
+            raise copy(ERRORS[largest - self.LIMIT])  # an error that is kept keeps all that it came by
         out: Tensor = self.linear(x)
         return out
 
