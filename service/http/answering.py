@@ -58,7 +58,7 @@ async def answered(request: Request, dialect: Dialect, cook: Cook) -> Response:
     state = request.scope["state"]
     timings = Timings(state["timings"], state["notes"])
     query = Query.of(request.scope["query_string"])
-    format = choose(request.headers.get("accept"), query.parameters.get("format"), FORMATS)  # noqa: A001
+    format = choose(request.headers.get("accept"), query.one("format"), FORMATS)  # noqa: A001
     dry = _flag(query, "dry_run")
     deadline = time.monotonic() + _seconds(request, engine.settings)
     reserve = state["until_sent"].enter_context(engine.fleet.budget.held())
@@ -144,10 +144,10 @@ class Size:
 
 
 def _flag(query: Query, name: str) -> bool:
-    value = query.parameters.get(name, "false").lower()
-    if value not in FLAGS:
+    given = query.one(name)
+    if given is not None and given.lower() not in FLAGS:
         raise RequestError(f"'{name}' is true or false")
-    return FLAGS[value]
+    return given is not None and FLAGS[given.lower()]
 
 
 def _seconds(request: Request, settings: Settings) -> float:

@@ -60,6 +60,13 @@ class Query:
         """What was sent, read."""
         return _kept_query(text) if len(text) <= KEPT_BYTES else cls(text, QueryParams(text))
 
+    def one(self, key: str) -> str | None:
+        """What a parameter says, None where it is not given; RequestError where it is given several times."""
+        given = self.parameters.getlist(key)
+        if len(given) > 1:
+            raise RequestError(f"the query parameter '{key}' is given {len(given)} times", hint="give it once")
+        return given[0] if given else None
+
 
 @lru_cache(maxsize=KEPT)
 def _kept_query(text: bytes) -> Query:
@@ -179,23 +186,16 @@ def _raw(sent: Sent, found: tuple[tuple[int, Given], ...]) -> Command:
 def _body(query: Query, dialect: Dialect) -> RequestBody:
     known, parameters = dialect.fields, query.parameters
     _only(parameters, ALWAYS | known | OBJECTIVE.keys(), "")
-    fields: dict[str, Any] = {key: _single(parameters, key) for key in parameters if key in known - LISTS}
+    fields: dict[str, Any] = {key: query.one(key) for key in parameters if key in known - LISTS}
     for name in LISTS & known:
         given = parameters.getlist(name)
         fields[name] = [each for value in given for each in value.split(",", MAX_LAYER_PARAMETERS) if each]
-    if objective := {name: _single(parameters, key) for key, name in OBJECTIVE.items() if key in parameters}:
+    if objective := {name: query.one(key) for key, name in OBJECTIVE.items() if key in parameters}:
         fields["objective"] = objective
     return _validated(dialect, fields)
 
 
 _kept_body = lru_cache(maxsize=KEPT)(_body)
-
-
-def _single(query: QueryParams, key: str) -> str:
-    value, *more = query.getlist(key)
-    if more:
-        raise RequestError(f"the query parameter '{key}' is given {1 + len(more)} times", hint="give it once")
-    return value
 
 
 def _near(key: str, known: frozenset[str]) -> tuple[str, ...]:

@@ -123,6 +123,9 @@ BAD: dict[str, Case] = {
     "unknown route": Case(404, body(), path="/nowhere"),
     "a route that climbs": Case(404, body(), path="/models/..%2f..%2fetc%2fpasswd/load"),
     "wrong method": Case(405, body(), path="/models"),
+    # What may be said once
+    "two formats": Case(422, {**body(), "params": {"format": ["json", "npy"]}}, says="'format' is given 2 times"),
+    "dry and not dry": Case(422, {**body(), "params": {"dry_run": ["true", "false"]}}, says="given 2 times"),
     # 406
     "unknown format": Case(406, {**body(), "params": {"format": "exe"}}, says="safetensors"),
     "no format": Case(406, {**body(), "params": {"format": ""}}),
