@@ -28,7 +28,7 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
     for place, selector in enumerate(ask.selectors):
         places.setdefault(selector, place)
     # Each selector that is good gives at least one result: too many need not be looked up.
-    _check(len(places), max_results)
+    check_results(len(places), max_results)
     try:
         plan = resolve(tuple(places), catalog, ask.interventions, ask.objective)
     except RequestError as error:
@@ -37,7 +37,7 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
             replace(fault, pointer=sent.get(fault.pointer or "", fault.pointer)) for fault in error.faults
         )
         raise
-    _check(len(plan.results), max_results)
+    check_results(len(plan.results), max_results)
     return plan
 
 
@@ -110,7 +110,8 @@ def _grown(result: Result, ratio: float) -> Result:
     return replace(result, capture=replace(result.capture, leaf=replace(leaf, shape=shape)))
 
 
-def _check(results: int, limit: int) -> None:
+def check_results(results: int, limit: int) -> None:
+    """TooLargeError for more results than a request may have."""
     if results > limit:
         raise TooLargeError(
             f"the request names {results} results, the limit is {limit}", hint="ask for fewer layers at once"

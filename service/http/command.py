@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 
 from models.errors import Fault, LayertapError, RequestError, TooLargeError, near, quoted
 from service.engine.engine import check_count
+from service.engine.planning import check_results
 from service.errors import BadRequestError, UnsupportedMediaError
 from service.http import body as body_
 from service.inputs import ArraysItem, Given, ImageItem, TextItem
@@ -113,8 +114,7 @@ def read(sent: Sent) -> Command:
 def _json(sent: Sent) -> Command:
     _only(sent.query.parameters, ALWAYS, "a JSON body says everything itself")
     value = load_json(sent.data, sent.settings.max_json_depth)
-    if isinstance(value, dict) and isinstance(value.get("inputs"), list):
-        check_count(len(value["inputs"]), sent.settings)
+    _check_sizes(value, sent.settings)
     body = _validated(sent.dialect, value)
     good, faults = items(body.inputs, skip=body.on_error == "skip")
     return Command(body, tuple(good), tuple(faults))
@@ -133,7 +133,9 @@ def _multipart(sent: Sent) -> Command:
     if not requests:
         return _raw(sent, found)
     _only(sent.query.parameters, ALWAYS, "the part 'request' says everything itself")
-    body = _validated(sent.dialect, load_json(requests[0].data, sent.settings.max_json_depth))
+    value = load_json(requests[0].data, sent.settings.max_json_depth)
+    _check_sizes(value, sent.settings)
+    body = _validated(sent.dialect, value)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts 'images'", hint="leave 'inputs' out")
     return Command(body, found)
@@ -208,11 +210,21 @@ def load_json(data: bytes, max_depth: int) -> Any:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise BadRequestError(f"the body is not JSON: {where}", hint="send UTF-8, without NaN and Infinity") from None
+        raise BadRequestError(f"the body is not JSON: {where}", hint="send UTF-8 without a byte order mark, NaN and Infinity") from None
     # Only a document with that many brackets can be that deep.
     if data.count(b"[") + data.count(b"{") > max_depth and _deeper(value, max_depth):
         raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
     return value
+
+
+def _check_sizes(value: Any, settings: Settings) -> None:
+    """TooLargeError where more is asked than may be: what would take long to look at need not be looked at."""
+    fields = value if isinstance(value, dict) else {}
+    inputs, layers = fields.get("inputs"), fields.get("layers")
+    if isinstance(inputs, list):
+        check_count(len(inputs), settings)
+    if isinstance(layers, list):
+        check_results(len({each for each in layers if isinstance(each, str)}), settings.max_results)
 
 
 def _deeper(value: Any, limit: int) -> bool:
