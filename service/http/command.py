@@ -210,7 +210,8 @@ def load_json(data: bytes, max_depth: int) -> Any:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise BadRequestError(f"the body is not JSON: {where}", hint="send UTF-8 without a byte order mark, NaN and Infinity") from None
+        hint = "send UTF-8 without a byte order mark, NaN and Infinity"
+        raise BadRequestError(f"the body is not JSON: {where}", hint=hint) from None
     # Only a document with that many brackets can be that deep.
     if data.count(b"[") + data.count(b"{") > max_depth and _deeper(value, max_depth):
         raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
@@ -224,7 +225,8 @@ def _check_sizes(value: Any, settings: Settings) -> None:
     if isinstance(inputs, list):
         check_count(len(inputs), settings)
     if isinstance(layers, list):
-        check_results(len({each for each in layers if isinstance(each, str)}), settings.max_results)
+        names = (each.get("layer") if isinstance(each, dict) else each for each in layers)
+        check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
 
 
 def _deeper(value: Any, limit: int) -> bool:
