@@ -14,7 +14,7 @@ from tests.server import Live
 from tests.service.nets_http import Gated
 from tests.service.support import npy, raw, rows
 
-TRIES, TRY_S = 1500, 0.02
+TRIES, TRY_S = 5000, 0.02
 
 
 def until(come_true: Callable[[], bool]) -> None:
