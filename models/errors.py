@@ -28,6 +28,21 @@ def near(names: tuple[str, ...]) -> str:
     return "did you mean " + ", ".join(quoted(name) for name in names) + "?" if names else ""
 
 
+def let_go(error: BaseException) -> None:
+    """Drop the frames of an error and of all that it came from.
+
+    They hold batches and requests, and a model may keep the error that it raises.
+    """
+    rest: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while rest:
+        each = rest.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            rest += [each.__cause__, each.__context__]
+
+
 @dataclass(frozen=True)
 class Fault:
     """One reason for a refusal: what is wrong, what to type instead, and where in the request it stands."""

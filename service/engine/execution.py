@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models import transfer, warmup
-from models.errors import LayertapError, OutOfMemoryError
+from models.errors import LayertapError, OutOfMemoryError, let_go
 from models.loaded import LoadedModel, out_of_memory
 from models.plan import Capture
 from models.pooling import Reduced
@@ -120,11 +120,10 @@ class Execution:
     def _try(self, parts: Sequence[Part]) -> list[Outcome] | LayertapError | RuntimeError:
         try:
             return self._run(parts)
-        except LayertapError as error:  # frames hold the batch, and a model may keep the error that it raised
-            if error.__cause__ is not None:
-                error.__cause__.with_traceback(None)
+        except LayertapError as error:
+            let_go(error)  # its frames hold the batch
             error.__cause__ = error.__context__ = None
-            return error.with_traceback(None)
+            return error
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
             if not warmup.is_out_of_memory(error):
                 return raised(error)

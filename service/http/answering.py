@@ -145,9 +145,10 @@ class Size:
 
 def _flag(query: Query, name: str) -> bool:
     given = query.one(name)
-    if given is not None and given.lower() not in FLAGS:
+    found = FLAGS.get("false" if given is None else given.lower())
+    if found is None:
         raise RequestError(f"'{name}' is true or false")
-    return given is not None and FLAGS[given.lower()]
+    return found
 
 
 def _seconds(request: Request, settings: Settings) -> float:

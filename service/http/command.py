@@ -181,23 +181,28 @@ def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
 
 def _raw(sent: Sent, found: tuple[tuple[int, Given], ...]) -> Command:
     """A command whose body is the query parameters."""
-    body = _kept_body if len(sent.query.text) <= KEPT_BYTES else _body
-    return Command(body(sent.query, sent.dialect), found)
+    if len(sent.query.text) <= KEPT_BYTES:
+        return Command(_kept_body(sent.query, sent.dialect), found)
+    _check_sizes({name: _listed(sent.query, name) for name in LISTS}, sent.settings)
+    return Command(_body(sent.query, sent.dialect), found)
 
 
 def _body(query: Query, dialect: Dialect) -> RequestBody:
     known, parameters = dialect.fields, query.parameters
     _only(parameters, ALWAYS | known | OBJECTIVE.keys(), "")
     fields: dict[str, Any] = {key: query.one(key) for key in parameters if key in known - LISTS}
-    for name in LISTS & known:
-        given = parameters.getlist(name)
-        fields[name] = [each for value in given for each in value.split(",", MAX_LAYER_PARAMETERS) if each]
+    fields |= {name: _listed(query, name) for name in LISTS & known}
     if objective := {name: query.one(key) for key, name in OBJECTIVE.items() if key in parameters}:
         fields["objective"] = objective
     return _validated(dialect, fields)
 
 
 _kept_body = lru_cache(maxsize=KEPT)(_body)
+
+
+def _listed(query: Query, name: str) -> list[str]:
+    given = query.parameters.getlist(name)
+    return [each for value in given for each in value.split(",", MAX_LAYER_PARAMETERS) if each]
 
 
 def _near(key: str, known: frozenset[str]) -> tuple[str, ...]:
@@ -210,7 +215,7 @@ def load_json(data: bytes, max_depth: int) -> Any:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        hint = "send UTF-8 without a byte order mark, NaN and Infinity"
+        hint = "send UTF-8 without a byte order mark, NaN or Infinity"
         raise BadRequestError(f"the body is not JSON: {where}", hint=hint) from None
     # Only a document with that many brackets can be that deep.
     if data.count(b"[") + data.count(b"{") > max_depth and _deeper(value, max_depth):

@@ -18,6 +18,7 @@ from models.errors import (
     RequestError,
     TooLargeError,
     UnknownModelError,
+    let_go,
 )
 from service.errors import (
     BadRequestError,
@@ -66,7 +67,8 @@ def problem(
 
 
 def of_error(error: LayertapError, request_id: str) -> Response:
-    """The reply to an error of the tree, by the table."""
+    """The reply to an error of the tree, by the table; of the error nothing else is left."""
+    let_go(error)
     status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     headers = dict(HEADERS.get(status, {}))
     if isinstance(error, RetryLaterError):

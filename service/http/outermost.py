@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from models.errors import quoted
+from models.errors import let_go, quoted
 from service.errors import ForbiddenError, KeyMissingError, KeyRateError
 from service.http.auth import Keyring
 from service.http.errors import bug, of_error
@@ -72,7 +72,7 @@ class Outermost:
                 await send({**message, "more_body": True})
                 message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
             await send(message)
-            sent += size
+            sent += size if asked is scope else 0
 
         try:
             state["admin"] = self.keys.authorize(scope["path"], headers)
@@ -90,9 +90,10 @@ class Outermost:
         """Whatever the app raises is a bug: it goes to the log, and the caller hears no more than that."""
         try:
             await self.app(scope, receive, send)
-        except Exception:
+        except Exception as error:
             request_id = scope["state"]["request_id"]
             log.exception("bug", extra={"fields": {"request_id": request_id}})
+            let_go(error)
             if silent():
                 await bug(request_id)(scope, receive, send)
 

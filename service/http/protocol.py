@@ -17,9 +17,7 @@ from service.http.guards import GUARDS
 from service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
-LINGER_S = (
-    5  # what a peer still sends after its reply is read for so long: else the system would take the reply from it
-)
+LINGER_S = 5  # how long a peer that still sends is listened to after its reply
 SLOWEST = 1024  # bytes a second that whoever asked for a large reply has to take
 
 
@@ -45,7 +43,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever."""
         super().connection_made(transport)
-        self._closing = _Closing(transport, self._end)
+        self._for_cycles = _Transport(transport, self._end)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -54,6 +52,8 @@ class Connection(HttpToolsProtocol):
         self._all_sent()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
+        self._unset_keepalive_if_required()
+        self._for_cycles.close = self.transport.close  # nothing waits for the garbage collector
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -63,10 +63,7 @@ class Connection(HttpToolsProtocol):
         self._silent += len(data)
         self._unset_keepalive_if_required()
         self._parse(data)
-        if self._silent > self._settings.max_head_bytes and not self._deaf:
-            self._refuse_head()
-        elif self._head_timer is None and (self._in_head or not self._busy()) and not self.transport.is_closing():
-            self._expect_head()
+        self._parsed()
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -87,7 +84,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._head_came()
         super().on_headers_complete()
-        self.cycle.transport = self._closing  # type: ignore[assignment]
+        self.cycle.transport = self._for_cycles  # type: ignore[assignment]
         self.headers = []  # what comes as a trailer is none of the request's headers
 
     def on_body(self, body: bytes) -> None:
@@ -135,6 +132,15 @@ class Connection(HttpToolsProtocol):
             if not self._deaf:
                 self._refuse(400, "bad-request", "this is no HTTP/1.1 request", "let a client library write it")
 
+    def _parsed(self) -> None:
+        """What was read is within the bounds, or refused."""
+        if self._deaf:
+            return
+        if self._silent > self._settings.max_head_bytes:
+            self._refuse_head()
+        elif self._head_timer is None and (self._in_head or not self._busy()) and not self.transport.is_closing():
+            self._expect_head()
+
     def _fed(self, data: bytes | memoryview) -> memoryview | None:
         """What is left after a head that offers an upgrade, be it empty; None where there is no such head."""
         try:
@@ -171,20 +177,24 @@ class Connection(HttpToolsProtocol):
             seconds = self._settings.head_timeout_s
             self._refuse(408, "head-timeout", f"the request's head did not arrive within {seconds:g} s")
         else:
-            self._close()
+            self._end()
 
     def _end(self) -> None:
-        """Close after a reply; while its request still arrives, say no more but listen for a while.
+        """Close after a reply; where more may still arrive, say no more but listen for a while.
 
         A system that gets bytes nobody reads tells the peer so, and the peer throws away what it has not read yet.
         """
-        if self._busy() or not (self._in_head or (self.cycle is not None and self.cycle.more_body)):
+        if self.pipeline or not self._arriving():
             self._close()
             return
         self._deaf = True
         self._head_came()
         self.transport.write_eof()
         self._linger_timer = self.loop.call_later(LINGER_S, self._close)
+
+    def _arriving(self) -> bool:
+        """Whether the peer may be sending: what was refused, a head, or a body."""
+        return self._deaf or self._in_head or (self.cycle is not None and self.cycle.more_body)
 
     def _close(self) -> None:
         self.transport.close()
@@ -225,8 +235,13 @@ class Connection(HttpToolsProtocol):
         if self._busy() and not self.cycle.more_body:
             self.cycle.keep_alive = False
             return
-        if not (self.pipeline or (self._busy() and self.cycle.response_started)):
-            self.transport.write(self._written(status, kind, detail, hint, request_id))
+        if self.pipeline or (self._busy() and self.cycle.response_started):
+            self._close()
+            return
+        self.transport.write(self._written(status, kind, detail, hint, request_id))
+        if self._busy():  # it waits for the rest of its body
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._end()
 
     def _written(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
@@ -244,7 +259,7 @@ class Connection(HttpToolsProtocol):
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))
 
 
-class _Closing:
+class _Transport:
     """A transport as uvicorn's cycles use it, closed in another way."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:

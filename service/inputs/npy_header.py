@@ -16,7 +16,7 @@ import numpy as np
 from models.errors import InputError
 
 _MAGIC = b"\x93NUMPY"
-_LENGTHS = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by the format's version
+_LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}  # bytes of the header's length, by the format's version
 _MOST = 4096  # bytes; numpy.save writes 118 or so
 _OPENING = re.compile(rb"\s*+\{\s*+")
 _STRING, _FIELDS, _FLAG = rb"'[^']*+'|\"[^\"]*+\"", rb"\[[^]]*+\]", rb"True|False"
@@ -27,8 +27,10 @@ _ENTRY = re.compile(
 _CLOSING = re.compile(rb"\}\s*+")
 _NUMBER = re.compile(rb"-?\d++")
 _ORDERS: dict[bytes, Literal["C", "F"]] = {b"False": "C", b"True": "F"}
-_CODES = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
-_DTYPES = {(order + code).encode(): np.dtype(order + code) for order, code in product(("", *"<>=|"), _CODES)}
+_KINDS = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
+_TEXTS = tuple(order + kind for order, kind in product(("", *"<>=|"), _KINDS))
+_DTYPES = {f"{quote}{text}{quote}".encode(): np.dtype(text) for text in _TEXTS for quote in "'\""}
+_NAMES = ", ".join(np.dtype(kind).name for kind in _KINDS)
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,19 @@ class NpyHeader:
 
         The format: numpy.lib.format, versions 1.0 to 3.0.
         """
-        begin = len(_MAGIC) + 2 + _LENGTHS.get(int.from_bytes(data[6:7], "little"), 0)
+        begin = len(_MAGIC) + 2 + _LENGTHS.get(data[6:8], 0)
         end = begin + int.from_bytes(data[8:begin], "little")
         if not data.startswith(_MAGIC) or not 8 < begin < end <= min(len(data), begin + _MOST):
             raise _not_npy()
         said = _entries(data[begin:end])
-        order, shape = _ORDERS.get(said.get(b"fortran_order", b"")), said.get(b"shape", b"")
-        if order is None or not shape.startswith(b"("):
+        if said.keys() != {b"descr", b"fortran_order", b"shape"}:
             raise _not_npy()
-        dtype = _DTYPES.get(said.get(b"descr", b"")[1:-1])
+        dtype, order = _DTYPES.get(said[b"descr"]), _ORDERS.get(said[b"fortran_order"])
+        if order is None or not said[b"shape"].startswith(b"("):
+            raise _not_npy()
         if dtype is None:
-            names = ", ".join(_DTYPES[code.encode()].name for code in _CODES)
-            raise InputError("a .npy array of this dtype is not taken", hint=f"convert the array to one of {names}")
-        return cls(dtype, tuple(map(int, _NUMBER.findall(shape))), order, end)
+            raise InputError("a .npy array of this dtype is not taken", hint=f"convert the array to one of {_NAMES}")
+        return cls(dtype, tuple(map(int, _NUMBER.findall(said[b"shape"]))), order, end)
 
 
 def _entries(header: bytes) -> dict[bytes, bytes]:

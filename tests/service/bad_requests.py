@@ -151,6 +151,9 @@ BAD: dict[str, Case] = {
     "rows of a batch": Case(413, raw(npy(np.zeros((5, 3, 32, 32), np.float32)), "application/x-npy", **ONE), says="5"),
     "results": Case(413, body(layers=["*"]), says="8"),
     "distinct names in objects": Case(413, body(layers=[{"layer": f"#{number}"} for number in range(9)]), says="8"),
+    "distinct names in a query": Case(
+        413, raw(PNG, "image/png", layers=",".join(f"{number}{'#' * 99}" for number in range(9))), says="8"
+    ),
     "distinct names": Case(413, body(layers=[f"block1.{number}" for number in range(50_000)]), says="8"),
     "predicted reply": Case(413, body(layers=["block1", "block2", "block1.*"]), says="400000"),
     "predicted reply, batch": Case(413, body(layers=["block1"], inputs=[image(PNG)] * 3), says="400000"),

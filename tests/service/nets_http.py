@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import CancelledError
-from copy import copy
 from threading import Event
 
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ class Touchy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         largest = int(x.amax())
         if largest >= self.LIMIT:
-            raise copy(ERRORS[largest - self.LIMIT])  # an error that is kept keeps all that it came by
+            raise ERRORS[largest - self.LIMIT]
         out: Tensor = self.linear(x)
         return out
 

@@ -93,10 +93,11 @@ def test_npy_shapes(array: Array) -> None:
     assert same(read_npy(npy(array)), np.asarray(array, order="C"))
 
 
-def test_npy_version_2() -> None:
-    """The format's version 2.0 is read as well."""
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_npy_versions(version: tuple[int, int]) -> None:
+    """All versions of the format are read."""
     stream = BytesIO()
-    np.lib.format.write_array(stream, sample("f4"), version=(2, 0))
+    np.lib.format.write_array(stream, sample("f4"), version=version)
     assert same(read_npy(stream.getvalue()), sample("f4"))
 
 
@@ -157,6 +158,9 @@ BAD_NPY = {
     "ends numpy's process": described("'8<2T '", "()", bytes(16)),
     "no shape": header("{'descr': '<f4', 'fortran_order': False}", bytes(4)),
     "order by number": header("{'descr': '<f4', 'fortran_order': 1, 'shape': (1,)}", bytes(4)),
+    "another key": header("{'descr': '<f4', 'fortran_order': False, 'shape': (1,), 'x': 'y'}", bytes(4)),
+    "brackets for quotes": described("[<f4]", "(1,)", bytes(4)),
+    "a version to come": npy(sample("f4")).replace(b"\x93NUMPY\x01\x00", b"\x93NUMPY\x01\x07"),
     "more behind it": header("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} + {}", bytes(4)),
     "unknown dtype": described("'<q9'", "(1,)"),
     "deep": header("(" * 3000),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import socket
+import struct
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
 
+from service.http import protocol
 from service.http.protocol import MOST_FIELDS
 from tests.server import Live
 from tests.service.busy import connected, on_the_wire, replied, rest, until
@@ -210,6 +215,59 @@ def test_slow_body(hasty: Live, head: bytes) -> None:
     assert "0.3 s" in problem(reply, 408)["detail"]
     assert reply.headers["connection"] == "close"
     assert hasty.client.get("/readyz").status_code == 200
+
+
+LATE: dict[str, tuple[bytes, ...]] = {
+    "a head": (GET + b"X : a\r\n",),
+    "a long head": (GET + b"X: " + LONG,),
+    "a broken chunk": (CHUNKED, b"two\r\n"),
+    "a body nobody wants": (b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n",),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_end_of_listening(
+    hasty: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Who sends on after a refusal is listened to for a while, hears no more, and has the reply all the same."""
+    monkeypatch.setattr(protocol, "LINGER_S", 0.6)  # longer than a head may take
+    with connected(hasty) as connection:
+        for piece in LATE[name]:
+            connection.sendall(piece)
+        assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 431")
+
+        def refused() -> bool:
+            try:
+                connection.sendall(b"x" * 2**16)
+            except ConnectionError:
+                return True
+            return False
+
+        until(refused)
+    assert sum(message.startswith("refused with") for message in caplog.messages) == ("nobody" not in name)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
+    """A connection that is over, however it ended, does not wait for the garbage collector or a timer."""
+
+    def left() -> int:
+        return sum(isinstance(each, protocol.Connection) for each in gc.get_objects())
+
+    upload = b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+    with serve() as live:
+        before = left()
+        gc.disable()
+        try:
+            for sent, reset in product((GET + b"Host: x\r\n\r\n", upload, GET + b"X : a\r\n"), (True, False)):
+                with connected(live) as connection:
+                    connection.sendall(sent)
+                    assert connection.recv(9) == b"HTTP/1.1 "
+                    if reset:
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            until(lambda: left() == before)
+        finally:
+            gc.enable()
 
 
 def test_reply_that_nobody_reads(hasty: Live, caplog: pytest.LogCaptureFixture) -> None:

@@ -129,10 +129,9 @@ def test_chunks_without_end(limited: Live, limited_control: Control) -> None:
 def test_reply_before_the_body_is_sent(limited: Live, limited_control: Control, chunked: bool) -> None:
     """Clients that send all before they read get the refusal of a body that is far too large."""
     url = httpx.URL(limited.url)
-    connection = HTTPConnection(url.host, url.port, timeout=60)
     body = bytes(30_000_000)
     for _ in range(3):
-        with closing(connection):
+        with closing(HTTPConnection(url.host, url.port, timeout=60)) as connection:
             if chunked:
                 pieces = (body[:100_000] for _ in range(300))
                 connection.request("POST", "/extract", pieces, {"content-type": "image/png"}, encode_chunked=True)
