@@ -24,6 +24,7 @@ from service.schemas import RequestBody, faults_of, items
 from service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000
+MOST_BRACKETS = 500_000
 KEPT, KEPT_BYTES = 64, 512  # queries that are remembered, and how long each may be
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
@@ -210,7 +211,12 @@ def _near(key: str, known: frozenset[str]) -> tuple[str, ...]:
 
 
 def load_json(data: bytes, max_depth: int) -> Any:
-    """A JSON document no deeper than it may be; BadRequestError."""
+    """A JSON document no deeper than it may be; BadRequestError, TooLargeError where it has very many brackets."""
+    # Each makes an object that the garbage collector looks at, while no other thread runs.
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > MOST_BRACKETS:
+        hint = "send long texts in several requests, and numbers as base64"
+        raise TooLargeError(f"the JSON has {brackets} brackets; the limit is {MOST_BRACKETS}", hint=hint)
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -218,7 +224,7 @@ def load_json(data: bytes, max_depth: int) -> Any:
         hint = "send UTF-8 without a byte order mark, NaN or Infinity"
         raise BadRequestError(f"the body is not JSON: {where}", hint=hint) from None
     # Only a document with that many brackets can be that deep.
-    if data.count(b"[") + data.count(b"{") > max_depth and _deeper(value, max_depth):
+    if brackets > max_depth and _deeper(value, max_depth):
         raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
     return value
 

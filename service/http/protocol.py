@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from asyncio import TimerHandle
+from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.http.errors import problem
 from service.http.guards import GUARDS
@@ -39,6 +40,7 @@ class Connection(HttpToolsProtocol):
         self._send_timer: TimerHandle | None = None
         self._linger_timer: TimerHandle | None = None
         self._unsent = 0
+        self._open: deque[RequestResponseCycle] = deque()  # requests that are not answered, oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever."""
@@ -54,6 +56,9 @@ class Connection(HttpToolsProtocol):
             self._linger_timer.cancel()
         self._unset_keepalive_if_required()
         self._for_cycles.close = self.transport.close  # nothing waits for the garbage collector
+        for cycle in self._open:  # uvicorn tells the last one only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -85,6 +90,7 @@ class Connection(HttpToolsProtocol):
         self._head_came()
         super().on_headers_complete()
         self.cycle.transport = self._for_cycles  # type: ignore[assignment]
+        self._open.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
     def on_body(self, body: bytes) -> None:
@@ -100,6 +106,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
+        self._open.popleft()
         super().on_response_complete()
         self._expect_end()
 
@@ -138,7 +145,7 @@ class Connection(HttpToolsProtocol):
             return
         if self._silent > self._settings.max_head_bytes:
             self._refuse_head()
-        elif self._head_timer is None and (self._in_head or not self._busy()) and not self.transport.is_closing():
+        elif self._head_timer is None and (self._in_head or not self._open) and not self.transport.is_closing():
             self._expect_head()
 
     def _fed(self, data: bytes | memoryview) -> memoryview | None:
@@ -157,9 +164,6 @@ class Connection(HttpToolsProtocol):
         first = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         fields = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
         return b"".join((first, *fields, b"\r\n"))
-
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._late)
@@ -232,17 +236,20 @@ class Connection(HttpToolsProtocol):
         self._deaf = True
         request_id = uuid.uuid4().hex
         self.logger.warning("refused with %d: %s", status, detail, extra={"fields": {"request_id": request_id}})
-        if self._busy() and not self.cycle.more_body:
-            self.cycle.keep_alive = False
-            return
-        if self.pipeline or (self._busy() and self.cycle.response_started):
+        if len(self._open) > 1 and self._open[-1].more_body:  # it has not begun, and will not be whole
+            self._open.pop()
+            self.pipeline.popleft()
+        last = self._open[-1] if self._open else None
+        if last is not None and not last.more_body:
+            last.keep_alive = False
+        elif last is not None and last.response_started:
             self._close()
-            return
-        self.transport.write(self._written(status, kind, detail, hint, request_id))
-        if self._busy():  # it waits for the rest of its body
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        self._end()
+        else:
+            self.transport.write(self._written(status, kind, detail, hint, request_id))
+            if last is not None:  # it waits for the rest of its body
+                last.disconnected = True
+                last.message_event.set()
+            self._end()
 
     def _written(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         reply = problem(status, kind, detail, request_id, hint=hint)

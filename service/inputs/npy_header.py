@@ -20,12 +20,12 @@ _LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}  # bytes of the head
 _MOST = 4096  # bytes; numpy.save writes 118 or so
 _OPENING = re.compile(rb"\s*+\{\s*+")
 _STRING, _FIELDS, _FLAG = rb"'[^']*+'|\"[^\"]*+\"", rb"\[[^]]*+\]", rb"True|False"
-_SHAPE = rb"\(\s*+(?:(?:-?\d++L?\s*+,\s*+)++(?:-?\d++L?\s*+)?+)?+\)"  # Python 2 wrote an L behind large numbers
+_SHAPE = rb"\([-\dL,\s]*+\)"
 _ENTRY = re.compile(
     rb"['\"](?P<key>\w++)['\"]\s*+:\s*+(?P<value>%b|%b|%b|%b)\s*+(?:,\s*+|(?=\}))" % (_STRING, _FIELDS, _FLAG, _SHAPE)
 )
 _CLOSING = re.compile(rb"\}\s*+")
-_NUMBER = re.compile(rb"-?\d++")
+_AXIS = re.compile(rb"\s*+(-?\d++)L?\s*+")  # Python 2 wrote an L behind large numbers
 _ORDERS: dict[bytes, Literal["C", "F"]] = {b"False": "C", b"True": "F"}
 _KINDS = ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1")
 _TEXTS = tuple(order + kind for order, kind in product(("", *"<>=|"), _KINDS))
@@ -57,12 +57,12 @@ class NpyHeader:
         said = _entries(data[begin:end])
         if said.keys() != {b"descr", b"fortran_order", b"shape"}:
             raise _not_npy()
-        dtype, order = _DTYPES.get(said[b"descr"]), _ORDERS.get(said[b"fortran_order"])
-        if order is None or not said[b"shape"].startswith(b"("):
+        dtype, order, shape = _DTYPES.get(said[b"descr"]), _ORDERS.get(said[b"fortran_order"]), _shape(said[b"shape"])
+        if order is None or shape is None:
             raise _not_npy()
         if dtype is None:
             raise InputError("a .npy array of this dtype is not taken", hint=f"convert the array to one of {_NAMES}")
-        return cls(dtype, tuple(map(int, _NUMBER.findall(said[b"shape"]))), order, end)
+        return cls(dtype, shape, order, end)
 
 
 def _entries(header: bytes) -> dict[bytes, bytes]:
@@ -74,6 +74,15 @@ def _entries(header: bytes) -> dict[bytes, bytes]:
         found[entry["key"]] = entry["value"]
         place = entry.end()
     return found if _CLOSING.fullmatch(header, place) else {}
+
+
+def _shape(text: bytes) -> tuple[int, ...] | None:
+    """The numbers of a tuple, None where it is none; ``(3)`` is not."""
+    *axes, last = text[1:-1].split(b",")
+    if last.strip():
+        axes = [*axes, last] if axes else [b""]
+    found = [_AXIS.fullmatch(axis) for axis in axes]
+    return tuple(int(each[1]) for each in found if each) if text[:1] == b"(" and all(found) else None
 
 
 def _not_npy() -> InputError:

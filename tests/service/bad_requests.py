@@ -112,6 +112,7 @@ BAD: dict[str, Case] = {
     "multipart of many parameters": Case(400, text("--x\r\nContent-Disposition: " + "a=b;" * 99_999, FORM)),
     "multipart of boundaries": Case(400, text("--x\r\n" * 300_000, FORM)),
     "multipart with an empty boundary": Case(400, text(FILE + "--x--\r\n", "multipart/form-data; boundary=")),
+    "very many brackets": Case(413, body(layers=[[]] * 500_001), says="500000"),
     "a deep request part": Case(400, multipart(PART.format("request", "[" * 100_000) + "--x--\n")),
     # 404, 405
     "unknown model": Case(404, body(model="digit"), says="'digits'"),

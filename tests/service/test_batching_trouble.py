@@ -258,8 +258,11 @@ def test_who_leaves_and_who_is_late(troubled: Live) -> None:
     idle(troubled)
 
 
-def test_a_large_request_that_leaves(serve: Serve) -> None:
-    """Of a request that leaves between its forwards the rest never runs."""
+@pytest.mark.parametrize(
+    "behind", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n" * 2], ids=["alone", "more behind it"]
+)
+def test_a_large_request_that_leaves(serve: Serve, caplog: pytest.LogCaptureFixture, behind: bytes) -> None:
+    """Of a request that leaves between its forwards the rest never runs, whatever else its connection has asked for."""
     with serving_nets(serve, "tower", max_batch_rows=4) as live:
         module = gated(live, "tower")
         module.forwards.clear()
@@ -267,7 +270,7 @@ def test_a_large_request_that_leaves(serve: Serve) -> None:
         module.entered.clear()
         with connected(live) as connection:
             request = live.client.build_request("POST", "/extract", **wish(some(20), "tower", "tail"))
-            connection.sendall(on_the_wire(request))
+            connection.sendall(on_the_wire(request) + behind)
             assert module.entered.wait(30)
             until(lambda: queued(live, "tower") == 16)
         until(lambda: waiting(live, "tower") == 0)
@@ -275,6 +278,7 @@ def test_a_large_request_that_leaves(serve: Serve) -> None:
         module.gate.set()
         right(live, "tower", "tail", some(1), post(live, wish(some(1), "tower", "tail")))
         assert module.forwards == [4, 1]
+        assert "bug" not in caplog.messages
         idle(live)
 
 
