@@ -7,20 +7,24 @@ import pytest
 from models.errors import let_go
 
 
+def failing(kept: Exception, cause: Exception) -> None:
+    """Raise a ValueError with a cause whose context is ``kept``."""
+    try:
+        try:
+            raise kept
+        except KeyError:
+            raise cause  # noqa: B904
+    except OSError:
+        raise ValueError("last") from cause
+
+
 def test_let_go() -> None:
     """No error of a chain keeps frames, be it a cause, a context, or part of a circle."""
     kept, cause = KeyError("kept by a model"), OSError("another")
     with pytest.raises(ValueError, match="last") as caught:
-        try:
-            try:
-                raise kept
-            except KeyError:
-                raise cause  # noqa: B904
-        except OSError:
-            raise ValueError("last") from cause
-    last = caught.value
-    kept.__cause__ = last
-    chain = (last, cause, kept)
+        failing(kept, cause)
+    kept.__cause__ = caught.value
+    chain = (caught.value, cause, kept)
     assert all(error.__traceback__ for error in chain)
-    let_go(last)
+    let_go(caught.value)
     assert [error.__traceback__ for error in chain] == [None] * 3
