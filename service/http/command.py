@@ -114,9 +114,7 @@ def read(sent: Sent) -> Command:
 
 def _json(sent: Sent) -> Command:
     _only(sent.query.parameters, ALWAYS, "a JSON body says everything itself")
-    value = load_json(sent.data, sent.settings.max_json_depth)
-    _check_sizes(value, sent.settings)
-    body = _validated(sent.dialect, value)
+    body = _document(sent, sent.data)
     good, faults = items(body.inputs, skip=body.on_error == "skip")
     return Command(body, tuple(good), tuple(faults))
 
@@ -134,9 +132,7 @@ def _multipart(sent: Sent) -> Command:
     if not requests:
         return _raw(sent, found)
     _only(sent.query.parameters, ALWAYS, "the part 'request' says everything itself")
-    value = load_json(requests[0].data, sent.settings.max_json_depth)
-    _check_sizes(value, sent.settings)
-    body = _validated(sent.dialect, value)
+    body = _document(sent, requests[0].data)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts 'images'", hint="leave 'inputs' out")
     return Command(body, found)
@@ -227,6 +223,12 @@ def load_json(data: bytes, max_depth: int) -> Any:
     if brackets > max_depth and _deeper(value, max_depth):
         raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
     return value
+
+
+def _document(sent: Sent, data: bytes) -> RequestBody:
+    value = load_json(data, sent.settings.max_json_depth)
+    _check_sizes(value, sent.settings)
+    return _validated(sent.dialect, value)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
