@@ -24,10 +24,10 @@ from torch import Tensor
 
 from bench.machine import described
 from bench.startup import spread
-from models.preprocess import ENOUGH, preprocess, resized_size
-from models.sources import build
-from models.spec import ModelSpec, PreprocessSpec
-from service.inputs.images import Picture, decode_image, decode_reduced
+from layertap.models.preprocess import ENOUGH, preprocess, resized_size
+from layertap.models.sources import build
+from layertap.models.spec import ModelSpec, PreprocessSpec
+from layertap.service.inputs.images import Picture, decode_image, decode_reduced
 
 SIZES = {"0.3 MP": (640, 480), "3 MP": (2000, 1500), "12 MP": (4000, 3000)}
 SHARP = (1240, 928)  # just large enough to be reduced at all
@@ -62,7 +62,7 @@ def exact(data: bytes, how: PreprocessSpec) -> Tensor:
 
 
 def fast(data: bytes, how: PreprocessSpec, enough: float) -> Tensor:
-    """A row as ``decode: fast`` makes it, where ``enough`` is ``models.preprocess.ENOUGH``."""
+    """A row as ``decode: fast`` makes it, where ``enough`` is ``layertap.models.preprocess.ENOUGH``."""
     picture = reduced(data, how, enough)
     return preprocess(picture.image, how, picture.size, picture.box)
 

@@ -28,9 +28,9 @@ from torchvision.models import get_model
 
 from bench.machine import described
 from bench.serving.pictures import written
-from models.ondevice import Decoder
-from models.preprocess import preprocess
-from models.spec import PreprocessSpec
+from layertap.models.ondevice import Decoder
+from layertap.models.preprocess import preprocess
+from layertap.models.spec import PreprocessSpec
 
 DEVICE = torch.device("cuda", 0)
 WARM, ROUNDS = 3, 10

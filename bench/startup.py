@@ -27,7 +27,7 @@ from rich.table import Table
 from bench.machine import described
 
 IMPORT = "import torch, torchvision; print(torch.__version__, flush=True)"
-LAYERTAP = (sys.executable, "-m", "service")  # what the command `layertap` runs, installed or not
+LAYERTAP = (sys.executable, "-m", "layertap")  # what the command `layertap` runs, installed or not
 PICTURE = Path(__file__).parents[1] / "examples" / "digit.png"
 HOST = "127.0.0.1"
 TRY_S = 0.01  # between two tries, and so the resolution

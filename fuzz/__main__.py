@@ -9,7 +9,12 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(
-    include=["PIL", "models.errors", "models.selectors", "numpy.lib", "service.inputs", "zipfile"]
+    include=[
+        "PIL",
+        *(f"layertap.{room}" for room in ("models.errors", "models.selectors", "service.inputs")),
+        "numpy.lib",
+        "zipfile",
+    ]
 ):
     from fuzz.readers import READERS, Reader
 

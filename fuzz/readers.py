@@ -11,11 +11,11 @@ import numpy as np
 import safetensors.numpy
 from PIL import Image
 
-from models.errors import InputError, LayertapError, SelectorError, TooLargeError
-from models.points import Selector
-from models.selectors import parse
-from service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
-from service.inputs.images import decode_image, decode_reduced
+from layertap.models.errors import InputError, LayertapError, SelectorError, TooLargeError
+from layertap.models.points import Selector
+from layertap.models.selectors import parse
+from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
+from layertap.service.inputs.images import decode_image, decode_reduced
 
 MAX_PIXELS = 1_000_000
 MAX_BYTES = 2**22

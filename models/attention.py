@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.errors import InputError
+from layertap.models.errors import InputError
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 # How far a kernel's output may lie from what the weights give, as a part of the largest value.

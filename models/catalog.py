@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from models.points import ATTENTION, SIDES, Site
+from layertap.models.points import ATTENTION, SIDES, Site
 
 MAX_NEAR = 3
 BACKWARD = 3.0  # forwards that a forward with a backward takes as long as

@@ -1,6 +1,7 @@
 """A plan's captures as compiled graphs: run in place of a hooked forward, with no hook on the model.
 
-Made by ``models.warm``; here they only run. One graph takes a single row, another any number of rows above that.
+Made by ``layertap.models.warm``; here they only run. One graph takes a single row, another any number of rows above
+that.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models.catalog import Costs
-from models.plan import Capture, Plan
-from models.pooling import Reduced, owned
-from models.replays import Replays
-from models.replica import Replica
-from models.union import Taken
+from layertap.models.catalog import Costs
+from layertap.models.plan import Capture, Plan
+from layertap.models.pooling import Reduced, owned
+from layertap.models.replays import Replays
+from layertap.models.replica import Replica
+from layertap.models.union import Taken
 
 Rows = Mapping[str, Tensor]
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from models.errors import LoadError, quoted
+from layertap.models.errors import LoadError, quoted
 
 
 def placed(name: str) -> torch.device:

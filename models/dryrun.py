@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from models.catalog import Call, Catalog, Layer, Leaf, Moment
-from models.dtypes import DTYPES, dtype_name
-from models.errors import InputError
-from models.recording import PLACE, ROWS, Attended, Recorder, Seen, Visit
-from models.spec import InputSpec
-from models.structure import Path
-from models.watching import Clock, Run
+from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.dtypes import DTYPES, dtype_name
+from layertap.models.errors import InputError
+from layertap.models.recording import PLACE, ROWS, Attended, Recorder, Seen, Visit
+from layertap.models.spec import InputSpec
+from layertap.models.structure import Path
+from layertap.models.watching import Clock, Run
 
 TIMED, TIMED_S = 5, 0.1
 LOUD = 3.0  # how much larger the neighbours are: a batch's largest value is then seldom the row's own

@@ -11,13 +11,13 @@ from math import isfinite
 
 import torch
 
-from models.catalog import Catalog, Leaf
-from models.dtypes import DTYPES
-from models.errors import SelectorError, quoted
-from models.interventions import part_shape
-from models.objectives import OF_CLASSES
-from models.points import EDITABLE, GRADIENTS, HookPoint, Intervention, Objective, Operation, path_text
-from models.selectors import Found, find
+from layertap.models.catalog import Catalog, Leaf
+from layertap.models.dtypes import DTYPES
+from layertap.models.errors import SelectorError, quoted
+from layertap.models.interventions import part_shape
+from layertap.models.objectives import OF_CLASSES
+from layertap.models.points import EDITABLE, GRADIENTS, HookPoint, Intervention, Objective, Operation, path_text
+from layertap.models.selectors import Found, find
 
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # What each operation takes beside the part that it is narrowed to; one of each group, all groups.

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.catalog import Catalog, Leaf
-from models.errors import SelectorError
-from models.points import HookPoint
+from layertap.models.catalog import Catalog, Leaf
+from layertap.models.errors import SelectorError
+from layertap.models.points import HookPoint
 
 Array = NDArray[Any]
 SPATIAL = ("NCHW", "NHWC", "NTC")

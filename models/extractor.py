@@ -11,18 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from models import flow, interventions, objectives
-from models.catalog import Leaf
-from models.dtypes import dtype_name
-from models.edits import Edit
-from models.errors import InputError, LayerNotReachedError, quoted
-from models.gradients import Key, Tape
-from models.hooks import ATTACH, Changes, Take
-from models.plan import Capture
-from models.points import GRADIENTS, HookPoint, Side, path_text
-from models.pooling import Reduced, reduce
-from models.structure import Named, Path, leaves, with_leaf
-from models.union import Share, Span, Taken, rows_of, spans_of
+from layertap.models import flow, interventions, objectives
+from layertap.models.catalog import Leaf
+from layertap.models.dtypes import dtype_name
+from layertap.models.edits import Edit
+from layertap.models.errors import InputError, LayerNotReachedError, quoted
+from layertap.models.gradients import Key, Tape
+from layertap.models.hooks import ATTACH, Changes, Take
+from layertap.models.plan import Capture
+from layertap.models.points import GRADIENTS, HookPoint, Side, path_text
+from layertap.models.pooling import Reduced, reduce
+from layertap.models.structure import Named, Path, leaves, with_leaf
+from layertap.models.union import Share, Span, Taken, rows_of, spans_of
 
 
 class _Complete(BaseException):

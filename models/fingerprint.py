@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from models.edits import Edit, Goal
-from models.points import HookPoint, Reduction
-from models.spec import Decode, InputSpec, PreprocessSpec
+from layertap.models.edits import Edit, Goal
+from layertap.models.points import HookPoint, Reduction
+from layertap.models.spec import Decode, InputSpec, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it

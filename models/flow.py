@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from models.hooks import ATTACH, Changes
-from models.points import HookPoint
-from models.structure import leaves
-from models.warmup import is_of_device
+from layertap.models.hooks import ATTACH, Changes
+from layertap.models.points import HookPoint
+from layertap.models.structure import leaves
+from layertap.models.warmup import is_of_device
 
 
 class _Told(BaseException):

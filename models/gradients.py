@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from models.errors import InputError
-from models.structure import Path
-from models.warmup import is_of_device
+from layertap.models.errors import InputError
+from layertap.models.structure import Path
+from layertap.models.warmup import is_of_device
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models import attention
-from models.errors import InputError
-from models.points import Side
-from models.structure import Named, Path, call_value, call_with, leaves, with_leaf
+from layertap.models import attention
+from layertap.models.errors import InputError
+from layertap.models.points import Side
+from layertap.models.structure import Named, Path, call_value, call_with, leaves, with_leaf
 
 Changes = Mapping[Path, Tensor]
 Take = Callable[[int, object], Changes | None]

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.catalog import Leaf
-from models.points import Operation, Values
+from layertap.models.catalog import Leaf
+from layertap.models.points import Operation, Values
 
 
 def changed(rows: Tensor, leaf: Leaf, how: Operation, first: int) -> Tensor:

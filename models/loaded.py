@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
-from models import devices, fingerprint, ondevice, replica, sources, transfer, verification, warmup, weights
-from models.catalog import Catalog, Costs, Layer, Leaf
-from models.compiled import Compiled
-from models.dryrun import noise, same_course, survey
-from models.dtypes import DTYPES
-from models.errors import InputError, LoadError, OutOfMemoryError, SelectorError
-from models.extractor import FeatureExtractor
-from models.ondevice import Decoder
-from models.plan import Capture, Plan
-from models.points import HookPoint
-from models.pooling import Reduced
-from models.replica import Replica
-from models.resuming import Resumption, refusal
-from models.spec import DType, InputSpec, ModelSpec, PreprocessSpec
-from models.structure import leaves
-from models.text import Text
-from models.trial import prove
-from models.union import Share, Taken, joined, part_of
+from layertap.models import devices, fingerprint, ondevice, replica, sources, transfer, verification, warmup, weights
+from layertap.models.catalog import Catalog, Costs, Layer, Leaf
+from layertap.models.compiled import Compiled
+from layertap.models.dryrun import noise, same_course, survey
+from layertap.models.dtypes import DTYPES
+from layertap.models.errors import InputError, LoadError, OutOfMemoryError, SelectorError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.ondevice import Decoder
+from layertap.models.plan import Capture, Plan
+from layertap.models.points import HookPoint
+from layertap.models.pooling import Reduced
+from layertap.models.replica import Replica
+from layertap.models.resuming import Resumption, refusal
+from layertap.models.spec import DType, InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.structure import leaves
+from layertap.models.text import Text
+from layertap.models.trial import prove
+from layertap.models.union import Share, Taken, joined, part_of
 
 Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]

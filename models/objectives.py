@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.catalog import Leaf
-from models.points import Objective
-from models.pooling import rows_first
+from layertap.models.catalog import Leaf
+from layertap.models.points import Objective
+from layertap.models.pooling import rows_first
 
 OF_CLASSES = frozenset({"logit", "probability", "cross_entropy", "kl_div"})  # kinds that need (rows, classes)
 

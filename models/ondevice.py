@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from models import transfer
-from models.preprocess import preprocess, preprocess_pixels
-from models.spec import ModelSpec, PreprocessSpec
+from layertap.models import transfer
+from layertap.models.preprocess import preprocess, preprocess_pixels
+from layertap.models.spec import ModelSpec, PreprocessSpec
 
 log = logging.getLogger("layertap")
 MOST_PIXELS = 2**26  # of the pictures of one go, unless it is one alone: decoded, they take three bytes each

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from models.catalog import Catalog, Leaf, Moment, item_bytes
-from models.edits import FLOATS, Edit, Goal, check_gradient, edits_of, goal_of
-from models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
-from models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, path_text
-from models.pooling import reduced_shape
-from models.selectors import Found, find
+from layertap.models.catalog import Catalog, Leaf, Moment, item_bytes
+from layertap.models.edits import FLOATS, Edit, Goal, check_gradient, edits_of, goal_of
+from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
+from layertap.models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, path_text
+from layertap.models.pooling import reduced_shape
+from layertap.models.selectors import Found, find
 
 CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find

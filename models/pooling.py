@@ -16,10 +16,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from models import statistics
-from models.catalog import Leaf
-from models.errors import InputError
-from models.points import Reduction
+from layertap.models import statistics
+from layertap.models.catalog import Leaf
+from layertap.models.errors import InputError
+from layertap.models.points import Reduction
 
 GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
 GEM_EPS = 1e-6

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
-from models.spec import Box, Interpolation, PreprocessSpec
+from layertap.models.spec import Box, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
 # times as large (docs/fidelity.md).

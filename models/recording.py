@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from models import attention, layout
-from models.sketch import Sketch
-from models.structure import Path, leaves, refused
-from models.watching import Hooked, Run
+from layertap.models import attention, layout
+from layertap.models.sketch import Sketch
+from layertap.models.structure import Path, leaves, refused
+from layertap.models.watching import Hooked, Run
 
 ROWS, PLACE = 3, 1  # of the forward of several rows: how many, and which of them is the row that ran alone
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from models.devices import allow_tf32
-from models.errors import LoadError, UnknownModelError, near, quoted
-from models.loaded import LoadedModel, load
-from models.spec import ModelSpec
-from models.warm.ready import made_ready
+from layertap.models.devices import allow_tf32
+from layertap.models.errors import LoadError, UnknownModelError, near, quoted
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.spec import ModelSpec
+from layertap.models.warm.ready import made_ready
 
 State = Literal["available", "loading", "ready", "failed"]
 

@@ -1,6 +1,6 @@
 """What a compiled graph starts on a GPU for a batch of one size, kept and started again in one go (a CUDA graph).
 
-Made by ``models.warm.capturing``; here it only runs.
+Made by ``layertap.models.warm.capturing``; here it only runs.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from models import hooks
-from models.extractor import FeatureExtractor
+from layertap.models import hooks
+from layertap.models.extractor import FeatureExtractor
 
 
 @dataclass(frozen=True, eq=False)

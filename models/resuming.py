@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from models.catalog import Catalog, Leaf
-from models.dtypes import DTYPES
-from models.errors import SelectorError, quoted
-from models.points import HookPoint, Selector, path_text
-from models.selectors import find
-from models.spec import InputDType, InputSpec
-from models.structure import leaves, with_leaf
+from layertap.models.catalog import Catalog, Leaf
+from layertap.models.dtypes import DTYPES
+from layertap.models.errors import SelectorError, quoted
+from layertap.models.points import HookPoint, Selector, path_text
+from layertap.models.selectors import find
+from layertap.models.spec import InputDType, InputSpec
+from layertap.models.structure import leaves, with_leaf
 
 Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows, nn.Module], object]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from models.catalog import Catalog, Layer, Leaf
-from models.errors import SelectorError, UnknownLayerError, near, quoted
-from models.points import ATTENTION, SIDES, SITES, HookPoint, Selector, Site, path_text
+from layertap.models.catalog import Catalog, Layer, Leaf
+from layertap.models.errors import SelectorError, UnknownLayerError, near, quoted
+from layertap.models.points import ATTENTION, SIDES, SITES, HookPoint, Selector, Site, path_text
 
 MAX_TEXT = 512
 SHOWN = 5  # names in a hint

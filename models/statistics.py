@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from models.points import Stat
+from layertap.models.points import Stat
 
 BINS = 16
 

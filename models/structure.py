@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from models.errors import InputError, quoted
+from layertap.models.errors import InputError, quoted
 
 Path = tuple[str, ...]
 

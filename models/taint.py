@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.structure import leaves
+from layertap.models.structure import leaves
 
 
 class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]

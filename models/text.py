@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from models.spec import InputSpec
+from layertap.models.spec import InputSpec
 
 SHORTEST = 8  # tokens of the smallest bucket; each further one has twice as many
 USUAL = 32  # tokens of the row that a model is surveyed with

@@ -15,15 +15,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from models.catalog import Call, Catalog, Layer, Leaf, Moment
-from models.points import HookPoint
-from models.resuming import Calls, Forward, Hollow, Resumption, Rows, refusal, spelled
-from models.sketch import Sketch
-from models.spec import InputSpec
-from models.structure import Path, leaves, with_leaf
-from models.taint import Taint
-from models.warmup import is_of_device
-from models.watching import Hooked
+from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.points import HookPoint
+from layertap.models.resuming import Calls, Forward, Hollow, Resumption, Rows, refusal, spelled
+from layertap.models.sketch import Sketch
+from layertap.models.spec import InputSpec
+from layertap.models.structure import Path, leaves, with_leaf
+from layertap.models.taint import Taint
+from layertap.models.warmup import is_of_device
+from layertap.models.watching import Hooked
 
 Side = tuple[nn.Module, int, str]  # of a call of a module: "input" or "output"
 Marks = Mapping[Path, "Mark"]

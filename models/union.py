@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from models import transfer
-from models.catalog import Leaf
-from models.edits import Edit, Goal
-from models.plan import Capture
-from models.pooling import Reduced
+from layertap.models import transfer
+from layertap.models.catalog import Leaf
+from layertap.models.edits import Edit, Goal
+from layertap.models.plan import Capture
+from layertap.models.pooling import Reduced
 
 EXACT = frozenset({"none", "cls", "flatten"})  # not max: which of two zeros or NaNs it gives hangs on their places
 Span = tuple[int, int]  # rows from one up to, not including, the other

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from models.catalog import Catalog
-from models.errors import Fault, RequestError, quoted
-from models.plan import Capture, Plan
-from models.points import HookPoint, Reduction, path_text
+from layertap.models.catalog import Catalog
+from layertap.models.errors import Fault, RequestError, quoted
+from layertap.models.plan import Capture, Plan
+from layertap.models.points import HookPoint, Reduction, path_text
 
 TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
 MAX_SEARCH = 16  # forwards to find out which layer it was

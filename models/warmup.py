@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.catalog import Costs
+from layertap.models.catalog import Costs
 
 Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows], object]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from models.errors import LoadError, quoted
+from layertap.models.errors import LoadError, quoted
 
 SHOWN_KEYS = 3
 

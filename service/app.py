@@ -8,17 +8,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 
-from models.registry import Registry
-from service import config
-from service.config import Configuration
-from service.engine.engine import Engine
-from service.engine.fleet import Fleet
-from service.fetching.fetcher import Fetcher
-from service.http import docs, errors, explain, extract, health, metrics, models, openapi
-from service.http.direct import Direct
-from service.http.outermost import Outermost
-from service.metrics import Metrics
-from service.settings import Settings
+from layertap.models.registry import Registry
+from layertap.service import config
+from layertap.service.config import Configuration
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.fleet import Fleet
+from layertap.service.fetching.fetcher import Fetcher
+from layertap.service.http import docs, errors, explain, extract, health, metrics, models, openapi
+from layertap.service.http.direct import Direct
+from layertap.service.http.outermost import Outermost
+from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
 
 
 def create_app(

@@ -19,14 +19,14 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.tree import Tree
 
-from models.errors import LayertapError
-from models.points import Reduction, Selector
+from layertap.models.errors import LayertapError
+from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
-    from models.catalog import Catalog, Layer
-    from service.engine.engine import Engine
-    from service.features import Features
-    from service.settings import Settings
+    from layertap.models.catalog import Catalog, Layer
+    from layertap.service.engine.engine import Engine
+    from layertap.service.features import Features
+    from layertap.service.settings import Settings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
 out = Console()
@@ -62,7 +62,7 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
 ) -> None:
     """Start the server."""
-    from service.settings import LOOPBACK
+    from layertap.service.settings import LOOPBACK
 
     settings = _settings(host=host, port=port, config=config, log_level=log_level)
     if settings.host not in LOOPBACK and not settings.guarded:
@@ -75,12 +75,12 @@ def serve(
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     import uvicorn
 
-    from service import process
+    from layertap.service import process
 
     process.ends_with_0()  # the imports below take seconds
-    from service import allocator, logs
-    from service.app import create_app
-    from service.http.listening import options
+    from layertap.service import allocator, logs
+    from layertap.service.app import create_app
+    from layertap.service.http.listening import options
 
     allocator.keep_large_blocks()
     asgi = create_app(settings)
@@ -143,7 +143,7 @@ def extract(
     config: Config = None,
 ) -> None:
     """Take layers of a model for pictures on disk, without a server."""
-    from service.wire import FORMATS
+    from layertap.service.wire import FORMATS
 
     format_name = file.suffix.removeprefix(".") if file else "json"
     if format_name not in FORMATS:
@@ -160,7 +160,7 @@ def extract(
 def _settings(**given: Any) -> Settings:
     from pydantic import ValidationError
 
-    from service.settings import Settings
+    from layertap.service.settings import Settings
 
     try:
         return Settings(**{key: value for key, value in given.items() if value is not None})
@@ -170,13 +170,13 @@ def _settings(**given: Any) -> Settings:
 
 
 def _engine(config: Path | None, *, warm: bool = False) -> Engine:
-    from service.app import create_engine
+    from layertap.service.app import create_engine
 
     return create_engine(_settings(config=config), warm=warm)
 
 
 def _selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
-    from models.selectors import parse
+    from layertap.models.selectors import parse
 
     if pool not in POOLS.split(", "):
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
@@ -188,9 +188,9 @@ async def _extract(
     engine: Engine, images: Sequence[Path], selectors: tuple[Selector, ...], model: str | None
 ) -> Features:
     """All pictures, a batch at a time, with a bar where it takes long."""
-    from service.engine.job import Ask
-    from service.features import joined
-    from service.inputs import ImageItem
+    from layertap.service.engine.job import Ask
+    from layertap.service.features import joined
+    from layertap.service.inputs import ImageItem
 
     def never(plan: object, rows: int) -> None:
         """A file may be as large as the disk holds."""

@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
-from models.errors import LayertapError
-from models.spec import DIRECTORIES, FOR_TENSORS, ModelSpec, PreprocessSpec
+from layertap.models.errors import LayertapError
+from layertap.models.spec import DIRECTORIES, FOR_TENSORS, ModelSpec, PreprocessSpec
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -69,8 +69,8 @@ def read(path: Path) -> Configuration:
 
 def embedded() -> Configuration:
     """Without a file: the embedded ``digits``, and torchvision's classifiers, loaded when first asked for."""
-    from models.digits import spec
-    from models.sources import listed_architectures
+    from layertap.models.digits import spec
+    from layertap.models.sources import listed_architectures
 
     listed = (ModelSpec(name=arch, source=f"torchvision:{arch}", load="lazy") for arch in listed_architectures())
     return Configuration((spec(), *listed), "digits")

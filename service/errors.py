@@ -1,4 +1,4 @@
-"""What can go wrong in the service, on top of ``models.errors``.
+"""What can go wrong in the service, on top of ``layertap.models.errors``.
 
 LayertapError
 ├── BadRequestError            not JSON, broken multipart                        400
@@ -17,7 +17,7 @@ LayertapError
 
 from __future__ import annotations
 
-from models.errors import LayertapError
+from layertap.models.errors import LayertapError
 
 
 class BadRequestError(LayertapError):

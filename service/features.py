@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.errors import Fault
+from layertap.models.errors import Fault
 
 Array = NDArray[Any]
 

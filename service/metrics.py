@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from service.terms import Why
+from layertap.service.terms import Why
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"

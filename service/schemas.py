@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
-from models.points import (
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
+from layertap.models.points import (
     STATS,
     Explanation,
     Intervention,
@@ -28,10 +28,10 @@ from models.points import (
     Stat,
     Values,
 )
-from models.selectors import MAX_TEXT, parse, parse_path, parse_site
-from service.inputs import ArraysItem, Given, ImageItem, TextItem, TokensItem, UrlItem
-from service.inputs.arrays import decode_base64, read_tensor, require_finite
-from service.terms import Priority
+from layertap.models.selectors import MAX_TEXT, parse, parse_path, parse_site
+from layertap.service.inputs import ArraysItem, Given, ImageItem, TextItem, TokensItem, UrlItem
+from layertap.service.inputs.arrays import decode_base64, read_tensor, require_finite
+from layertap.service.terms import Priority
 
 B = TypeVar("B")
 T = TypeVar("T")

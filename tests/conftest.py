@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from models.loaded import LoadedModel, load
-from models.spec import ModelSpec, WarmSpec
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.spec import ModelSpec, WarmSpec
 from tests.nets import INPUTS
 
 Loader = Callable[..., LoadedModel]

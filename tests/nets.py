@@ -13,10 +13,10 @@ from torchvision.models import VisionTransformer as Vit
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.swin_transformer import SwinTransformer
 
-from models.catalog import Catalog
-from models.dryrun import survey
-from models.dtypes import DTYPES
-from models.spec import InputSpec
+from layertap.models.catalog import Catalog
+from layertap.models.dryrun import survey
+from layertap.models.dtypes import DTYPES
+from layertap.models.spec import InputSpec
 from tests.oracle import seeded
 
 

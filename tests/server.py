@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import uvicorn
 
-from service.app import create_app
-from service.config import Configuration
-from service.engine.engine import Engine
-from service.fetching.fetcher import Fetcher
-from service.http.listening import options
-from service.settings import Settings
+from layertap.service.app import create_app
+from layertap.service.config import Configuration
+from layertap.service.engine.engine import Engine
+from layertap.service.fetching.fetcher import Fetcher
+from layertap.service.http.listening import options
+from layertap.service.settings import Settings
 
 STARTUP_TRIES = 600
 TRY_S = 0.1

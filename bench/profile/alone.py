@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from bench.serving.plain import SEED, arguments, read, seeded
-from models.preprocess import preprocess
-from models.sources import build
-from models.spec import ModelSpec
-from service.allocator import keep_large_blocks
-from service.inputs.images import decode_image
+from layertap.models.preprocess import preprocess
+from layertap.models.sources import build
+from layertap.models.spec import ModelSpec
+from layertap.service.allocator import keep_large_blocks
+from layertap.service.inputs.images import decode_image
 
 LIMIT = 10**8  # pixels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +17,7 @@ WEIGHTS = Path(__file__).with_name("digits.safetensors")
 
 def digits() -> nn.Module:
     """The untrained network."""
-    from models.digits import architecture
+    from layertap.models.digits import architecture
 
     return architecture.digits()
 
@@ -26,7 +26,7 @@ def spec() -> ModelSpec:
     """The configuration entry of the trained network."""
     return ModelSpec(
         name="digits",
-        source="python:models.digits:digits",
+        source="python:layertap.models.digits:digits",
         weights=str(WEIGHTS),
         embedding="pool",
         preprocess=PREPROCESS,

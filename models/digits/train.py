@@ -1,4 +1,4 @@
-"""Trains the digits model: ``python -m models.digits.train``.
+"""Trains the digits model: ``python -m layertap.models.digits.train``.
 
 The number of epochs is fixed in advance and the last epoch's weights are kept: the held-out pictures are looked at
 once, after training. Needs scikit-learn.
@@ -20,10 +20,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models.digits import PREPROCESS, WEIGHTS
-from models.digits.architecture import digits
-from models.preprocess import preprocess
-from models.weights import digest
+from layertap.models.digits import PREPROCESS, WEIGHTS
+from layertap.models.digits.architecture import digits
+from layertap.models.preprocess import preprocess
+from layertap.models.weights import digest
 
 SEED = 0
 EPOCHS = 30

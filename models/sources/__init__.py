@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from models.errors import LoadError, near, quoted
-from models.preprocess import output_size
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
-from models.text import Text
-from models.weights import base_name
+from layertap.models.errors import LoadError, near, quoted
+from layertap.models.preprocess import output_size
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.text import Text
+from layertap.models.weights import base_name
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def build(spec: ModelSpec) -> Built:
 
 def listed_architectures() -> list[str]:
     """The image classification architectures of torchvision, sorted: what the default configuration lists."""
-    from models.sources import torchvision
+    from layertap.models.sources import torchvision
 
     return torchvision.classifiers()
 
@@ -126,25 +126,25 @@ def _is_network(error: Exception) -> bool:
 
 
 def _torchvision(ident: str, spec: ModelSpec) -> Built:
-    from models.sources import torchvision
+    from layertap.models.sources import torchvision
 
     return torchvision.build(ident, spec)
 
 
 def _timm(ident: str, spec: ModelSpec) -> Built:
-    from models.sources import timm
+    from layertap.models.sources import timm
 
     return timm.build(ident, spec)
 
 
 def _transformers(ident: str, spec: ModelSpec) -> Built:
-    from models.sources import transformers
+    from layertap.models.sources import transformers
 
     return transformers.build(ident, spec)
 
 
 def _python(ident: str, spec: ModelSpec) -> Built:
-    from models.sources import python
+    from layertap.models.sources import python
 
     return python.build(ident, spec)
 

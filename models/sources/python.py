@@ -7,10 +7,10 @@ import importlib
 
 from torch import nn
 
-from models.errors import LoadError, near, quoted
-from models.sources import Built, building
-from models.spec import ModelSpec
-from models.weights import load_into, origin, read_checkpoint, seeded
+from layertap.models.errors import LoadError, near, quoted
+from layertap.models.sources import Built, building
+from layertap.models.spec import ModelSpec
+from layertap.models.weights import load_into, origin, read_checkpoint, seeded
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -34,7 +34,7 @@ def build(ident: str, spec: ModelSpec) -> Built:
         module=module,
         inputs=spec.inputs,
         preprocess=None,
-        architecture=f"python:{ident}",
+        architecture=f"python:{ident.removeprefix(OWN)}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights="as built" if weights.label == "DEFAULT" else weights.label,
     )
@@ -85,3 +85,4 @@ def _factory(name: str, factory: str) -> type[object]:
 
 
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
+OWN = "layertap."  # the digests of our own models are of a time when the package had no name in front

@@ -6,11 +6,11 @@ import difflib
 import inspect
 from typing import Any
 
-from models.errors import LoadError, near, quoted
-from models.preprocess import from_timm
-from models.sources import WEIGHTS_HINT, Built, building, downloading, unknown_name
-from models.spec import InputSpec, ModelSpec
-from models.weights import Origin, load_into, origin, read_checkpoint, seeded
+from layertap.models.errors import LoadError, near, quoted
+from layertap.models.preprocess import from_timm
+from layertap.models.sources import WEIGHTS_HINT, Built, building, downloading, unknown_name
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.weights import Origin, load_into, origin, read_checkpoint, seeded
 
 
 def build(ident: str, spec: ModelSpec) -> Built:

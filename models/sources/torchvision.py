@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
 from torchvision.models.video import MViT
 
-from models.errors import LoadError, near, quoted
-from models.preprocess import from_torchvision
-from models.sources import Built, building, downloading, unknown_name
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
-from models.weights import Origin, load_into, origin, read_checkpoint, seeded
+from layertap.models.errors import LoadError, near, quoted
+from layertap.models.preprocess import from_torchvision
+from layertap.models.sources import Built, building, downloading, unknown_name
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.weights import Origin, load_into, origin, read_checkpoint, seeded
 
 FRAMES = 16
 State = Mapping[str, Tensor] | None

@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from models.errors import LoadError, quoted
-from models.preprocess import from_transformers, output_size
-from models.sources import Built, building
-from models.sources.tokenizer import Tokenizer, tokenizer_of
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
-from models.text import Text
-from models.weights import Origin, base_name, few, load_into, origin, read_checkpoint, seeded
+from layertap.models.errors import LoadError, quoted
+from layertap.models.preprocess import from_transformers, output_size
+from layertap.models.sources import Built, building
+from layertap.models.sources.tokenizer import Tokenizer, tokenizer_of
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.text import Text
+from layertap.models.weights import Origin, base_name, few, load_into, origin, read_checkpoint, seeded
 
 
 def build(ident: str, spec: ModelSpec) -> Built:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import devices, transfer
-from models.compiled import Compiled, Graph
-from models.dryrun import noise
-from models.errors import LayertapError
-from models.loaded import LoadedModel
-from models.plan import Plan
-from models.replays import Replay, Replays
-from models.replica import Replica
-from models.warm.checking import check
-from models.warm.compiling import WarmError, opened
+from layertap.models import devices, transfer
+from layertap.models.compiled import Compiled, Graph
+from layertap.models.dryrun import noise
+from layertap.models.errors import LayertapError
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Plan
+from layertap.models.replays import Replay, Replays
+from layertap.models.replica import Replica
+from layertap.models.warm.checking import check
+from layertap.models.warm.compiling import WarmError, opened
 
 log = logging.getLogger("layertap")
 ROUNDS = 3  # forwards before one is captured: what is done once only, tuning and loading, must not be in it

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from models.compiled import Compiled
-from models.dryrun import noise
-from models.loaded import LoadedModel
-from models.plan import Plan
-from models.replica import Replica
-from models.union import Share
-from models.warm.compiling import WarmError
+from layertap.models.compiled import Compiled
+from layertap.models.dryrun import noise
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Plan
+from layertap.models.replica import Replica
+from layertap.models.union import Share
+from layertap.models.warm.compiling import WarmError
 
 TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
 

@@ -17,10 +17,10 @@ from threading import Lock
 
 import torch
 
-from models.compiled import Graph
-from models.errors import LayertapError
-from models.loaded import LoadedModel
-from models.plan import Capture
+from layertap.models.compiled import Graph
+from layertap.models.errors import LayertapError
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Capture
 
 RECIPE = 1  # to be raised where graphs are made otherwise
 OPTIONS = {"freezing": True, "cpp.dynamic_threads": True}  # threads as they are when a graph runs

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from models.hooks import ATTACH
-from models.loaded import LoadedModel
-from models.plan import Capture
-from models.points import Side
-from models.pooling import Reduced, reduced
-from models.structure import leaves
+from layertap.models.hooks import ATTACH
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Capture
+from layertap.models.points import Side
+from layertap.models.pooling import Reduced, reduced
+from layertap.models.structure import leaves
 
 LEAST = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
 

@@ -14,19 +14,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from models import devices, loaded, warmup
-from models.catalog import Costs
-from models.compiled import Compiled
-from models.dryrun import noise
-from models.errors import LayertapError, LoadError, RequestError
-from models.loaded import LoadedModel
-from models.plan import Capture, Plan, resolve
-from models.points import Reduction
-from models.selectors import parse
-from models.spec import ModelSpec, WarmSpec
-from models.warm.capturing import with_replays
-from models.warm.checking import check
-from models.warm.compiling import WarmError, compiled, compiler, folder, key, opened
+from layertap.models import devices, loaded, warmup
+from layertap.models.catalog import Costs
+from layertap.models.compiled import Compiled
+from layertap.models.dryrun import noise
+from layertap.models.errors import LayertapError, LoadError, RequestError
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Capture, Plan, resolve
+from layertap.models.points import Reduction
+from layertap.models.selectors import parse
+from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.models.warm.capturing import with_replays
+from layertap.models.warm.checking import check
+from layertap.models.warm.compiling import WarmError, compiled, compiler, folder, key, opened
 
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
@@ -124,7 +124,7 @@ def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> Compi
 
 
 def _compiled(model: LoadedModel, captures: Sequence[Capture], place: Path) -> None:
-    from models.warm.exporting import exported
+    from layertap.models.warm.exporting import exported
 
     batch = noise(model.inputs, model.device, model.dtype)
     for kind, rows in (("one", {name: value[:1] for name, value in batch.items()}), ("several", batch)):

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from models.errors import TooLargeError
-from service.errors import QueueFullError
-from service.metrics import Metrics
+from layertap.models.errors import TooLargeError
+from layertap.service.errors import QueueFullError
+from layertap.service.metrics import Metrics
 
 
 class Budget:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from service.errors import DeadlineError
+from layertap.service.errors import DeadlineError
 
 T = TypeVar("T")
 LONGEST_S = 86_400.0  # a timer takes no infinity

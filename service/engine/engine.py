@@ -11,29 +11,29 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from models import statistics, union, verification
-from models.catalog import Catalog
-from models.compiled import Compiled, graph_for
-from models.dtypes import DTYPES
-from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from models.loaded import LoadedModel, Shapes, check_together
-from models.plan import Plan, Result
-from models.points import path_text
-from models.resuming import Resumption, start_of
-from models.spec import InputSpec
-from service.engine.deadline import within
-from service.engine.execution import Results
-from service.engine.fetching import fetched
-from service.engine.fleet import Fleet
-from service.engine.job import Ask, Job
-from service.engine.planning import Planned, planned, scaled
-from service.engine.policy import Lane, Work
-from service.engine.rows import Attempt, Fetched, Items, Rows, count_rows, joined, padded, rows_of, shape_of
-from service.engine.worker import lone
-from service.features import Array, Features, Receipt
-from service.fetching.fetcher import Fetcher
-from service.metrics import Metrics
-from service.settings import Settings
+from layertap.models import statistics, union, verification
+from layertap.models.catalog import Catalog
+from layertap.models.compiled import Compiled, graph_for
+from layertap.models.dtypes import DTYPES
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.loaded import LoadedModel, Shapes, check_together
+from layertap.models.plan import Plan, Result
+from layertap.models.points import path_text
+from layertap.models.resuming import Resumption, start_of
+from layertap.models.spec import InputSpec
+from layertap.service.engine.deadline import within
+from layertap.service.engine.execution import Results
+from layertap.service.engine.fetching import fetched
+from layertap.service.engine.fleet import Fleet
+from layertap.service.engine.job import Ask, Job
+from layertap.service.engine.planning import Planned, planned, scaled
+from layertap.service.engine.policy import Lane, Work
+from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, count_rows, joined, padded, rows_of, shape_of
+from layertap.service.engine.worker import lone
+from layertap.service.features import Array, Features, Receipt
+from layertap.service.fetching.fetcher import Fetcher
+from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
 
 T = TypeVar("T")
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models import transfer, warmup
-from models.errors import LayertapError, OutOfMemoryError, let_go
-from models.loaded import LoadedModel, out_of_memory
-from models.plan import Capture
-from models.pooling import Reduced
-from models.replica import Replica
-from models.union import Share, Taken
-from service.engine.job import Job
-from service.engine.policy import Batch, Part, Work
+from layertap.models import transfer, warmup
+from layertap.models.errors import LayertapError, OutOfMemoryError, let_go
+from layertap.models.loaded import LoadedModel, out_of_memory
+from layertap.models.plan import Capture
+from layertap.models.pooling import Reduced
+from layertap.models.replica import Replica
+from layertap.models.union import Share, Taken
+from layertap.service.engine.job import Job
+from layertap.service.engine.policy import Batch, Part, Work
 
 Jobs = Mapping[Work, Job]
 Results = Mapping[Capture, Reduced]

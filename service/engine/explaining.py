@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from models import explanations, fingerprint
-from models.catalog import Leaf
-from models.errors import SelectorError, quoted
-from models.loaded import LoadedModel
-from models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site, path_text
-from models.selectors import find
-from service.engine.engine import Engine, SizeCheck
-from service.engine.job import Ask
-from service.features import Array, Features
+from layertap.models import explanations, fingerprint
+from layertap.models.catalog import Leaf
+from layertap.models.errors import SelectorError, quoted
+from layertap.models.loaded import LoadedModel
+from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site, path_text
+from layertap.models.selectors import find
+from layertap.service.engine.engine import Engine, SizeCheck
+from layertap.service.engine.job import Ask
+from layertap.service.features import Array, Features
 
 VALUES, SLOPES = "values", "slopes"
 TOP = Objective("logit", "top")

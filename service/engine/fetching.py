@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from models.loaded import LoadedModel
-from service.engine.deadline import within
-from service.engine.job import Ask
-from service.engine.rows import Fetched, Items, picture_steps
-from service.fetching.fetcher import Allowance, Fetcher
-from service.fetching.urls import Target
-from service.inputs import Given, ImageItem, UrlItem
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.loaded import LoadedModel
+from layertap.service.engine.deadline import within
+from layertap.service.engine.job import Ask
+from layertap.service.engine.rows import Fetched, Items, picture_steps
+from layertap.service.fetching.fetcher import Allowance, Fetcher
+from layertap.service.fetching.urls import Target
+from layertap.service.inputs import Given, ImageItem, UrlItem
 
 SIDE_BY_SIDE = 8  # fetches of one request, so that none takes all that the server may have under way
 

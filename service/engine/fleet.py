@@ -11,16 +11,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from models.errors import LayertapError, TooLargeError
-from models.loaded import LoadedModel
-from models.registry import Entry, Registry
-from service.engine.budget import Budget
-from service.engine.deadline import within
-from service.engine.resident import Resident
-from service.engine.scheduler import Scheduler, lost
-from service.errors import DeadlineError, QueueFullError, UnavailableError
-from service.metrics import Metrics, Snapshot
-from service.settings import Settings
+from layertap.models.errors import LayertapError, TooLargeError
+from layertap.models.loaded import LoadedModel
+from layertap.models.registry import Entry, Registry
+from layertap.service.engine.budget import Budget
+from layertap.service.engine.deadline import within
+from layertap.service.engine.resident import Resident
+from layertap.service.engine.scheduler import Scheduler, lost
+from layertap.service.errors import DeadlineError, QueueFullError, UnavailableError
+from layertap.service.metrics import Metrics, Snapshot
+from layertap.service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")

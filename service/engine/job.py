@@ -10,16 +10,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from models import fingerprint
-from models.catalog import Catalog
-from models.compiled import Compiled
-from models.errors import Fault
-from models.loaded import LoadedModel
-from models.plan import Plan
-from models.points import Intervention, Objective, Selector
-from models.resuming import Resumption
-from service.inputs import Given
-from service.terms import Priority
+from layertap.models import fingerprint
+from layertap.models.catalog import Catalog
+from layertap.models.compiled import Compiled
+from layertap.models.errors import Fault
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Plan
+from layertap.models.points import Intervention, Objective, Selector
+from layertap.models.resuming import Resumption
+from layertap.service.inputs import Given
+from layertap.service.terms import Priority
 
 
 @dataclass

@@ -7,13 +7,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from math import prod
 
-from models import fingerprint
-from models.catalog import Catalog
-from models.errors import RequestError, TooLargeError
-from models.loaded import Shapes
-from models.plan import Capture, Plan, Result, resolve
-from models.points import GRADIENTS, Selector
-from service.engine.job import Ask
+from layertap.models import fingerprint
+from layertap.models.catalog import Catalog
+from layertap.models.errors import RequestError, TooLargeError
+from layertap.models.loaded import Shapes
+from layertap.models.plan import Capture, Plan, Result, resolve
+from layertap.models.points import GRADIENTS, Selector
+from layertap.service.engine.job import Ask
 
 REMEMBERED, REMEMBERED_LAYERS = 256, 64  # plans of a model, and results of each
 SMALL = 8  # pixels or tokens: what is no larger may have been made so from any size

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
-from models.catalog import Costs
-from service.terms import Priority, Why
+from layertap.models.catalog import Costs
+from layertap.service.terms import Priority, Why
 
 Clock = Callable[[], float]
 WINDOW = 128  # waiting requests that a batch is chosen from

@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 
-from models import transfer, warmup
-from models.catalog import Catalog, Costs
-from models.compiled import Compiled
-from models.errors import LayertapError, LoadError
-from models.loaded import MAX_CATALOGS, LoadedModel, Shapes
-from service.engine.planning import Plans
-from service.engine.policy import CPU, Lane
-from service.engine.scheduler import Crew, Scheduler
-from service.engine.worker import Worker
-from service.settings import Settings
+from layertap.models import transfer, warmup
+from layertap.models.catalog import Catalog, Costs
+from layertap.models.compiled import Compiled
+from layertap.models.errors import LayertapError, LoadError
+from layertap.models.loaded import MAX_CATALOGS, LoadedModel, Shapes
+from layertap.service.engine.planning import Plans
+from layertap.service.engine.policy import CPU, Lane
+from layertap.service.engine.scheduler import Crew, Scheduler
+from layertap.service.engine.worker import Worker
+from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
 MAX_LANES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled

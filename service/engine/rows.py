@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models import transfer
-from models.dtypes import DTYPES
-from models.errors import InputError, LayertapError, TooLargeError
-from models.loaded import LoadedModel
-from models.ondevice import Decoder
-from models.preprocess import enough, preprocess, resized_size
-from models.spec import Decode, InputSpec, PreprocessSpec
-from models.text import Text
-from service.engine import texts
-from service.features import Array
-from service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
-from service.inputs.arrays import require_finite
-from service.inputs.images import Picture, decode_image, decode_reduced, plain_jpeg
-from service.settings import Settings
+from layertap.models import transfer
+from layertap.models.dtypes import DTYPES
+from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.loaded import LoadedModel
+from layertap.models.ondevice import Decoder
+from layertap.models.preprocess import enough, preprocess, resized_size
+from layertap.models.spec import Decode, InputSpec, PreprocessSpec
+from layertap.models.text import Text
+from layertap.service.engine import texts
+from layertap.service.features import Array
+from layertap.service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
+from layertap.service.inputs.arrays import require_finite
+from layertap.service.inputs.images import Picture, decode_image, decode_reduced, plain_jpeg
+from layertap.service.settings import Settings
 
 Rows = Mapping[str, Tensor]
 Attempt = Rows | LayertapError

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from models import transfer
-from models.errors import LayertapError
-from models.loaded import LoadedModel
-from service.engine.deadline import ending
-from service.engine.execution import Execution, Interval, Outcome, Results, lasting, raised
-from service.engine.job import Job
-from service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
-from service.engine.worker import Worker, lone
-from service.errors import UnavailableError
-from service.metrics import Metrics
-from service.terms import Priority
+from layertap.models import transfer
+from layertap.models.errors import LayertapError
+from layertap.models.loaded import LoadedModel
+from layertap.service.engine.deadline import ending
+from layertap.service.engine.execution import Execution, Interval, Outcome, Results, lasting, raised
+from layertap.service.engine.job import Job
+from layertap.service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
+from layertap.service.engine.worker import Worker, lone
+from layertap.service.errors import UnavailableError
+from layertap.service.metrics import Metrics
+from layertap.service.terms import Priority
 
 T = TypeVar("T")
 LOST_RETRY_S = 60.0

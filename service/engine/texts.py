@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.errors import InputError
-from models.loaded import LoadedModel
-from models.text import Text
-from service.inputs import TextItem, TokensItem
+from layertap.models.errors import InputError
+from layertap.models.loaded import LoadedModel
+from layertap.models.text import Text
+from layertap.service.inputs import TextItem, TokensItem
 
 CHARACTERS = 16  # of a text, for each token that a model takes: the time that a tokenizer takes is bounded
 

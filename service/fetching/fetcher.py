@@ -13,11 +13,11 @@ from ipaddress import ip_address
 
 import httpcore
 
-from models.errors import InputError, TooLargeError
-from service.fetching.addresses import Address, may_be_dialled
-from service.fetching.urls import Hosts, Target
-from service.fetching.wire import Line, Meter
-from service.settings import Settings
+from layertap.models.errors import InputError, TooLargeError
+from layertap.service.fetching.addresses import Address, may_be_dialled
+from layertap.service.fetching.urls import Hosts, Target
+from layertap.service.fetching.wire import Line, Meter
+from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address
 
-from models.errors import InputError, quoted
-from service.config import ConfigError
+from layertap.models.errors import InputError, quoted
+from layertap.service.config import ConfigError
 
 PORTS = {"http": 80, "https": 443}
 # Classes are written out: with re.IGNORECASE some letters beyond ASCII would match as well.

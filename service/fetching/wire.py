@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from httpcore import SOCKET_OPTION, AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream, ConnectError, ReadError
 
-from service.fetching.addresses import Address
+from layertap.service.fetching.addresses import Address
 
 CONNECT_S = 3.0
 MOST_ADDRESSES = 4

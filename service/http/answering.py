@@ -9,18 +9,18 @@ from functools import partial
 
 from fastapi import Request, Response
 
-from models.errors import RequestError, TooLargeError
-from models.plan import Plan
-from service.engine.engine import Engine
-from service.engine.job import Ask, Timings
-from service.features import Features
-from service.http import body as body_
-from service.http.command import Command, Dialect, Query, Sent, read
-from service.http.connection import while_connected
-from service.schemas import RequestBody
-from service.settings import Settings
-from service.wire import FORMATS, Encoding, Format, predicted_bytes
-from service.wire.negotiate import choose
+from layertap.models.errors import RequestError, TooLargeError
+from layertap.models.plan import Plan
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.job import Ask, Timings
+from layertap.service.features import Features
+from layertap.service.http import body as body_
+from layertap.service.http.command import Command, Dialect, Query, Sent, read
+from layertap.service.http.connection import while_connected
+from layertap.service.schemas import RequestBody
+from layertap.service.settings import Settings
+from layertap.service.wire import FORMATS, Encoding, Format, predicted_bytes
+from layertap.service.wire.negotiate import choose
 
 SHORT = 2048  # bytes
 FEW_NUMBERS = 4096

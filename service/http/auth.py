@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from starlette.datastructures import Headers
 
-from service.errors import ForbiddenError, KeyMissingError, KeyRateError
-from service.http.rate import Bucket
-from service.settings import LOOPBACK, Settings
+from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
+from layertap.service.http.rate import Bucket
+from layertap.service.settings import LOOPBACK, Settings
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does

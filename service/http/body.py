@@ -11,9 +11,9 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
-from models.errors import TooLargeError
-from service.errors import BadRequestError, BodyTimeoutError
-from service.settings import Settings
+from layertap.models.errors import TooLargeError
+from layertap.service.errors import BadRequestError, BodyTimeoutError
+from layertap.service.settings import Settings
 
 LATIN = "latin-1"
 

@@ -13,15 +13,15 @@ import orjson
 from pydantic import ValidationError
 from starlette.datastructures import Headers, QueryParams
 
-from models.errors import Fault, LayertapError, RequestError, TooLargeError, near, quoted
-from service.engine.engine import check_count
-from service.engine.planning import check_results
-from service.errors import BadRequestError, UnsupportedMediaError
-from service.http import body as body_
-from service.inputs import ArraysItem, Given, ImageItem, TextItem
-from service.inputs.arrays import read_npy, read_npz, read_safetensors
-from service.schemas import RequestBody, faults_of, items
-from service.settings import Settings
+from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError, near, quoted
+from layertap.service.engine.engine import check_count
+from layertap.service.engine.planning import check_results
+from layertap.service.errors import BadRequestError, UnsupportedMediaError
+from layertap.service.http import body as body_
+from layertap.service.inputs import ArraysItem, Given, ImageItem, TextItem
+from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
+from layertap.service.schemas import RequestBody, faults_of, items
+from layertap.service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000
 MOST_BRACKETS = 500_000

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from service.errors import ClientGoneError
+from layertap.service.errors import ClientGoneError
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from models.errors import LayertapError
-from service.http.errors import of_error, request_id
+from layertap.models.errors import LayertapError
+from layertap.service.http.errors import of_error, request_id
 
 
 class Direct:

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from models.errors import (
+from layertap.models.errors import (
     Fault,
     LayerNotReachedError,
     LayertapError,
@@ -20,7 +20,7 @@ from models.errors import (
     UnknownModelError,
     let_go,
 )
-from service.errors import (
+from layertap.service.errors import (
     BadRequestError,
     BodyTimeoutError,
     ClientGoneError,
@@ -34,7 +34,7 @@ from service.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
-from service.schemas import faults_of
+from layertap.service.schemas import faults_of
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 16

@@ -6,13 +6,13 @@ from typing import cast
 
 from fastapi import APIRouter, Request, Response
 
-from models.errors import RequestError
-from service.engine.engine import Engine
-from service.engine.explaining import explain as explained
-from service.http.answering import Order, answered, encoded
-from service.http.command import COMMON, Dialect
-from service.http.openapi import EXPLAIN
-from service.schemas import ExplainBody
+from layertap.models.errors import RequestError
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.explaining import explain as explained
+from layertap.service.http.answering import Order, answered, encoded
+from layertap.service.http.command import COMMON, Dialect
+from layertap.service.http.openapi import EXPLAIN
+from layertap.service.schemas import ExplainBody
 
 router = APIRouter()
 DIALECT = Dialect(ExplainBody, COMMON | {"method", "layer", "discard_ratio"}, "add some")

@@ -7,15 +7,15 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request, Response
 
-from models.catalog import BACKWARD
-from models.points import path_text
-from service.engine.engine import Engine
-from service.engine.job import Job
-from service.http.answering import Order, answered, encoded
-from service.http.command import COMMON, Dialect
-from service.http.errors import entry
-from service.http.openapi import EXTRACT
-from service.schemas import ExtractBody
+from layertap.models.catalog import BACKWARD
+from layertap.models.points import path_text
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.job import Job
+from layertap.service.http.answering import Order, answered, encoded
+from layertap.service.http.command import COMMON, Dialect
+from layertap.service.http.errors import entry
+from layertap.service.http.openapi import EXTRACT
+from layertap.service.schemas import ExtractBody
 
 router = APIRouter()
 DIALECT = Dialect(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse
 
-from service.engine.engine import Engine
-from service.errors import UnavailableError
+from layertap.service.engine.engine import Engine
+from layertap.service.errors import UnavailableError
 
 router = APIRouter(tags=["health"])
 

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from service.settings import Settings
+from layertap.service.settings import Settings
 
 PART = 0.9  # of the deadline: what is admitted is expected to end within less, and a supervisor's patience is as long
 OVERRIDDEN = (
@@ -36,7 +36,7 @@ def options(settings: Settings) -> dict[str, Any]:
 def _protocol(settings: Settings) -> Any:
     if sys.platform == "win32":
         return "h11"
-    from service.http.protocol import Connection
+    from layertap.service.http.protocol import Connection
 
     parent = Connection.__mro__[1]
     missing = [name for name in OVERRIDDEN if not hasattr(parent, name)]

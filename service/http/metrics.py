@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.metrics import CONTENT_TYPE, Metrics
+from layertap.service.metrics import CONTENT_TYPE, Metrics
 
 router = APIRouter()
 

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from models.catalog import Catalog, Layer, Leaf
-from models.loaded import LoadedModel
-from models.points import path_text
-from models.registry import Entry
-from models.selectors import glob_match
-from models.spec import InputSpec
-from models.text import Text
-from service.engine.engine import Engine
-from service.http.auth import admin_only
+from layertap.models.catalog import Catalog, Layer, Leaf
+from layertap.models.loaded import LoadedModel
+from layertap.models.points import path_text
+from layertap.models.registry import Entry
+from layertap.models.selectors import glob_match
+from layertap.models.spec import InputSpec
+from layertap.models.text import Text
+from layertap.service.engine.engine import Engine
+from layertap.service.http.auth import admin_only
 
 router = APIRouter(tags=["models"])
 Json = dict[str, Any]

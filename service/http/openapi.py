@@ -7,9 +7,9 @@ from typing import Any, get_args
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from models.points import Method
-from service.schemas import ExplainBody, ExtractBody
-from service.wire import FORMATS
+from layertap.models.points import Method
+from layertap.service.schemas import ExplainBody, ExtractBody
+from layertap.service.wire import FORMATS
 
 TEMPLATE = "#/components/schemas/{model}"
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

@@ -12,13 +12,13 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from models.errors import let_go, quoted
-from service.errors import ForbiddenError, KeyMissingError, KeyRateError
-from service.http.auth import Keyring
-from service.http.errors import bug, of_error
-from service.http.guards import GUARDS
-from service.metrics import OTHER, Metrics
-from service.settings import Settings
+from layertap.models.errors import let_go, quoted
+from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
+from layertap.service.http.auth import Keyring
+from layertap.service.http.errors import bug, of_error
+from layertap.service.http.guards import GUARDS
+from layertap.service.metrics import OTHER, Metrics
+from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap.access")
 ALWAYS = ((b"vary", b"Accept"), *GUARDS)

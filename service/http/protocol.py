@@ -13,9 +13,9 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from service.http.errors import problem
-from service.http.guards import GUARDS
-from service.settings import Settings
+from layertap.service.http.errors import problem
+from layertap.service.http.guards import GUARDS
+from layertap.service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
 LINGER_S = 5  # how long a peer that still sends is listened to after its reply

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
-from models.errors import InputError, TooLargeError, quoted
-from service.inputs.npy_header import NpyHeader
+from layertap.models.errors import InputError, TooLargeError, quoted
+from layertap.service.inputs.npy_header import NpyHeader
 
 Array = NDArray[Any]
 

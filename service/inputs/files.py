@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL.ImageFile import ImageFile
 
-from models.errors import InputError, TooLargeError
+from layertap.models.errors import InputError, TooLargeError
 
 MOST_READS = 10_000  # and one more for each KiB: a piece of a file takes up to three, one of a PNG has 8 KiB
 MOST_SIDE = 1_000_000  # Pillow keeps pointers for each row, however short

@@ -23,9 +23,9 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from models.errors import InputError, LayertapError, TooLargeError
-from models.spec import Box
-from service.inputs import files
+from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.spec import Box
+from layertap.service.inputs import files
 
 _SMALLER = "send a smaller picture"
 _CHUNK = 1 << 20

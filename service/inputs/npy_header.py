@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from models.errors import InputError
+from layertap.models.errors import InputError
 
 _MAGIC = b"\x93NUMPY"
 _LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}  # bytes of the header's length, by the format's version

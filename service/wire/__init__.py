@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from service.wire import json, npy, npz, safetensors
-from service.wire.negotiate import Encoding, Format
+from layertap.service.wire import json, npy, npz, safetensors
+from layertap.service.wire.negotiate import Encoding, Format
 
 __all__ = ["FORMATS", "Encoding", "Format"]
 

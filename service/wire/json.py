@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from models.errors import Fault
-from service.features import Array, Features
-from service.wire.negotiate import Encoding
+from layertap.models.errors import Fault
+from layertap.service.features import Array, Features
+from layertap.service.wire.negotiate import Encoding
 
 
 def encode(features: Features, encoding: Encoding) -> bytes:

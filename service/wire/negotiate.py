@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from models.errors import quoted
-from service.errors import NotAcceptableError
-from service.features import Features
+from layertap.models.errors import quoted
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Features
 
 Encoding = Literal["list", "base64"]
 

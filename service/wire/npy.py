@@ -8,10 +8,10 @@ from typing import IO
 
 from numpy.lib import format as npy_format
 
-from service.errors import NotAcceptableError
-from service.features import Array, Features
-from service.wire.json import little_endian
-from service.wire.negotiate import Encoding
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Array, Features
+from layertap.service.wire.json import little_endian
+from layertap.service.wire.negotiate import Encoding
 
 _HINT = "use application/x-npz (format=npz), which holds any number of arrays"
 

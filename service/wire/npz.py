@@ -5,11 +5,11 @@ from __future__ import annotations
 import zipfile
 from io import BytesIO
 
-from models.errors import quoted
-from service.errors import NotAcceptableError
-from service.features import Array, Features
-from service.wire import npy
-from service.wire.negotiate import Encoding
+from layertap.models.errors import quoted
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Array, Features
+from layertap.service.wire import npy
+from layertap.service.wire.negotiate import Encoding
 
 _ZIP64_FROM = 2**31 - 2**20
 _EPOCH = (1980, 1, 1, 0, 0, 0)

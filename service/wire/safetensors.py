@@ -7,11 +7,11 @@ import struct
 import orjson
 from safetensors.numpy import save
 
-from service.errors import NotAcceptableError
-from service.features import Features
-from service.wire.json import errors, little_endian, receipts
-from service.wire.negotiate import Encoding
-from service.wire.npz import named_arrays
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Features
+from layertap.service.wire.json import errors, little_endian, receipts
+from layertap.service.wire.negotiate import Encoding
+from layertap.service.wire.npz import named_arrays
 
 _RESERVED = "__metadata__"
 

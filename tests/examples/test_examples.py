@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from models.digits.train import splits
+from layertap.models.digits.train import splits
 from tests.server import Live, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

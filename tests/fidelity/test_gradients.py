@@ -23,14 +23,14 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.vision_transformer import VisionTransformer
 
-from models.catalog import Catalog
-from models.dryrun import survey
-from models.extractor import FeatureExtractor
-from models.plan import Plan, resolve
-from models.points import Objective
-from models.selectors import parse
-from models.spec import InputSpec
-from models.union import Share
+from layertap.models.catalog import Catalog
+from layertap.models.dryrun import survey
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Objective
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec
+from layertap.models.union import Share
 from tests.oracle import flatten, seeded
 
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from sklearn.datasets import load_sample_image
 from torch import Tensor, nn
 from torchvision.models import get_model_weights
 
-from models.spec import ModelSpec
-from service.config import Configuration
+from layertap.models.spec import ModelSpec
+from layertap.service.config import Configuration
 from tests.fidelity.asking import LIMITS
 from tests.fidelity.cases import torchvision_case
 from tests.fidelity.compare import Tally

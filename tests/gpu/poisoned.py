@@ -10,8 +10,8 @@ import httpx
 import numpy as np
 from torch import Tensor, nn
 
-from models.spec import InputSpec, ModelSpec
-from service.config import Configuration
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config import Configuration
 from tests.server import serving
 from tests.service.support import npy, raw
 

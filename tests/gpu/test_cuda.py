@@ -17,10 +17,10 @@ import torchvision
 from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
-from models.spec import ModelSpec
-from models.transfer import MOST_BYTES, to_device, to_host
-from models.union import packed_copy
-from service.config import Configuration
+from layertap.models.spec import ModelSpec
+from layertap.models.transfer import MOST_BYTES, to_device, to_host
+from layertap.models.union import packed_copy
+from layertap.service.config import Configuration
 from tests.oracle import record, seeded
 from tests.server import serving
 

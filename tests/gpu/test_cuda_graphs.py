@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import transfer
-from models.compiled import Compiled
-from models.loaded import LoadedModel, load
-from models.plan import Plan, resolve
-from models.replays import Replays
-from models.selectors import parse
-from models.spec import ModelSpec, WarmSpec
-from models.union import Share
-from models.warm.capturing import captured
-from models.warm.checking import check
-from models.warm.compiling import WarmError
-from models.warm.exporting import exported
-from models.warm.ready import made_ready
-from service.config import Configuration
+from layertap.models import transfer
+from layertap.models.compiled import Compiled
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Plan, resolve
+from layertap.models.replays import Replays
+from layertap.models.selectors import parse
+from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.models.union import Share
+from layertap.models.warm.capturing import captured
+from layertap.models.warm.checking import check
+from layertap.models.warm.compiling import WarmError
+from layertap.models.warm.exporting import exported
+from layertap.models.warm.ready import made_ready
+from layertap.service.config import Configuration
 from tests.nets import batch
 from tests.server import serving
 from tests.service.support import arrays_of, npy, raw

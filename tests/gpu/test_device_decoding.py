@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from models.ondevice import Decoder
-from models.preprocess import preprocess
-from models.spec import ModelSpec, PreprocessSpec
-from service.config import Configuration
+from layertap.models.ondevice import Decoder
+from layertap.models.preprocess import preprocess
+from layertap.models.spec import ModelSpec, PreprocessSpec
+from layertap.service.config import Configuration
 from tests.server import Live, serving
 from tests.service.support import arrays_of, image, problem, raw, tensor
 

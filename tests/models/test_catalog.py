@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from models.catalog import Catalog, Leaf
-from models.errors import InputError
-from models.loaded import LoadedModel
-from models.spec import InputSpec
+from layertap.models.catalog import Catalog, Leaf
+from layertap.models.errors import InputError
+from layertap.models.loaded import LoadedModel
+from layertap.models.spec import InputSpec
 from tests.conftest import Loader
 from tests.nets import INPUTS, BatchCentred, Recursive, batch, surveyed
 from tests.oracle import Key, record, seeded

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
-from models.digits.train import CARD, augmented, correct, splits, train
-from models.sources import Built, build
-from models.weights import digest
+from layertap.models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
+from layertap.models.digits.train import CARD, augmented, correct, splits, train
+from layertap.models.sources import Built, build
+from layertap.models.weights import digest
 
 
 @pytest.fixture(scope="module")
@@ -83,5 +83,5 @@ def test_augmented_pictures_stay_pictures() -> None:
 
 def test_package_is_importable_without_torch() -> None:
     """Naming the default model needs no torch."""
-    code = "import sys; import models.digits; models.digits.spec(); assert 'torch' not in sys.modules"
+    code = "import sys; import layertap.models.digits; layertap.models.digits.spec(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

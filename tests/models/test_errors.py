@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.errors import let_go
+from layertap.models.errors import let_go
 
 
 def failing(kept: Exception, cause: Exception) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.catalog import Leaf
-from models.errors import SelectorError
-from models.explanations import (
+from layertap.models.catalog import Leaf
+from layertap.models.errors import SelectorError
+from layertap.models.explanations import (
     attentions,
     grad_cam,
     is_map,

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.catalog import Catalog, Leaf
-from models.errors import InputError, LayerNotReachedError
-from models.extractor import FeatureExtractor
-from models.hooks import count
-from models.loaded import LoadedModel
-from models.plan import Capture, Plan, resolve
-from models.points import HookPoint, Pool, Reduction, ReplyDType, Selector
-from models.pooling import Reduced
-from models.selectors import parse
+from layertap.models.catalog import Catalog, Leaf
+from layertap.models.errors import InputError, LayerNotReachedError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.hooks import count
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Capture, Plan, resolve
+from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType, Selector
+from layertap.models.pooling import Reduced
+from layertap.models.selectors import parse
 from tests.conftest import Loader
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
@@ -142,7 +142,7 @@ def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
 
 
 def _plan(captures: Iterable[Capture]) -> Plan:
-    from models.plan import Result
+    from layertap.models.plan import Result
 
     results = tuple(Result(str(index), capture, "") for index, capture in enumerate(captures))
     return Plan(results, results[-1].capture.point, 1.0, ())

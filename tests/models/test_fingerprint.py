@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models import digits
-from models.catalog import Leaf
-from models.edits import Goal
-from models.fingerprint import architecture, of_changes, of_model, of_reply, of_result
-from models.loaded import load
-from models.plan import resolve
-from models.points import HookPoint, Objective, Reduction, Selector
-from models.selectors import parse
-from models.spec import InputSpec, PreprocessSpec
+from layertap.models import digits
+from layertap.models.catalog import Leaf
+from layertap.models.edits import Goal
+from layertap.models.fingerprint import architecture, of_changes, of_model, of_reply, of_result
+from layertap.models.loaded import load
+from layertap.models.plan import resolve
+from layertap.models.points import HookPoint, Objective, Reduction, Selector
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.nets import Chain, Tied
 

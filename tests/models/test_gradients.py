@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models import hooks
-from models.catalog import Catalog
-from models.dryrun import survey
-from models.errors import InputError, RequestError
-from models.extractor import FeatureExtractor
-from models.plan import Plan, resolve
-from models.points import Intervention, Objective, Operation
-from models.selectors import parse
-from models.spec import InputSpec
-from models.union import Share
+from layertap.models import hooks
+from layertap.models.catalog import Catalog
+from layertap.models.dryrun import survey
+from layertap.models.errors import InputError, RequestError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Intervention, Objective, Operation
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec
+from layertap.models.union import Share
 from tests.nets import Chain, Pruned, Structured, Tied, bottlenecks, resnet, swin, vit
 
 CPU = torch.device("cpu")

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models import hooks
-from models.catalog import Catalog
-from models.dryrun import survey
-from models.errors import InputError
-from models.extractor import FeatureExtractor
-from models.loaded import load
-from models.plan import Plan, resolve
-from models.points import Intervention, Objective, Operation
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
-from models.union import Share
+from layertap.models import hooks
+from layertap.models.catalog import Catalog
+from layertap.models.dryrun import survey
+from layertap.models.errors import InputError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.loaded import load
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Intervention, Objective, Operation
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.union import Share
 from tests.oracle import record, seeded
 
 SUM = Objective("sum")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import points
-from models.hooks import ATTACH, Take, count
-from models.points import Side
+from layertap.models import points
+from layertap.models.hooks import ATTACH, Take, count
+from layertap.models.points import Side
 from tests.nets import Gate, Recursive, Retries
 
 Seen = list[tuple[int, Any]]

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.catalog import Catalog
-from models.dryrun import survey
-from models.errors import RequestError
-from models.extractor import FeatureExtractor
-from models.plan import Plan, resolve
-from models.points import Intervention, Objective, Operation, Values
-from models.selectors import parse
-from models.spec import InputSpec
-from models.union import Share
+from layertap.models.catalog import Catalog
+from layertap.models.dryrun import survey
+from layertap.models.errors import RequestError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Intervention, Objective, Operation, Values
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec
+from layertap.models.union import Share
 from tests.nets import Structured, WindowMajor, Windows, bottlenecks, resnet, surveyed, swin, vit
 
 Change = Callable[[Tensor], Tensor]

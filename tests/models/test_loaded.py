@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import digits, hooks
-from models.catalog import Leaf
-from models.dtypes import DTYPES
-from models.errors import InputError, LoadError
-from models.loaded import MAX_CATALOGS, LoadedModel, load
-from models.plan import Capture, Plan, Result, resolve
-from models.points import HookPoint, Reduction
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models import digits, hooks
+from layertap.models.catalog import Leaf
+from layertap.models.dtypes import DTYPES
+from layertap.models.errors import InputError, LoadError
+from layertap.models.loaded import MAX_CATALOGS, LoadedModel, load
+from layertap.models.plan import Capture, Plan, Result, resolve
+from layertap.models.points import HookPoint, Reduction
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, Chain, batch, resnet
 from tests.oracle import record

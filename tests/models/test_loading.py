@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import fingerprint
-from models.errors import LoadError
-from models.loaded import load
-from models.registry import Registry
-from models.spec import InputSpec, ModelSpec
-from models.weights import digest
+from layertap.models import fingerprint
+from layertap.models.errors import LoadError
+from layertap.models.loaded import load
+from layertap.models.registry import Registry
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.weights import digest
 
 ROW = (InputSpec("x", (4,)),)
 HERE = "python:tests.models.test_loading"

@@ -20,9 +20,9 @@ from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
-from models.ondevice import Decoder, agrees, decoder_for
-from models.preprocess import preprocess_pixels
-from models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
+from layertap.models.ondevice import Decoder, agrees, decoder_for
+from layertap.models.preprocess import preprocess_pixels
+from layertap.models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
 from tests.service.busy import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")  # torchvision names a successor

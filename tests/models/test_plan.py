@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.catalog import Call, Catalog, Layer, Leaf, Moment
-from models.errors import RequestError, SelectorError
-from models.extractor import FeatureExtractor
-from models.plan import MAX_FAULTS, Plan, resolve
-from models.points import Pool, Reduction, ReplyDType, Selector
-from models.selectors import parse
+from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.errors import RequestError, SelectorError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.plan import MAX_FAULTS, Plan, resolve
+from layertap.models.points import Pool, Reduction, ReplyDType, Selector
+from layertap.models.selectors import parse
 from tests.conftest import Loader
 from tests.nets import Cube, Inner, NeverCalled, Recursive, Structured, TimeFirst, Windows, batch, surveyed, vit
 

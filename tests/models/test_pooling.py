@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.catalog import Leaf
-from models.errors import InputError
-from models.plan import Capture
-from models.points import HookPoint, Pool, Reduction, ReplyDType
-from models.pooling import reduce, reduced_shape
+from layertap.models.catalog import Leaf
+from layertap.models.errors import InputError
+from layertap.models.plan import Capture
+from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType
+from layertap.models.pooling import reduce, reduced_shape
 
 Array = NDArray[Any]
 POINT = HookPoint("layer", 0, (), "output")

@@ -14,8 +14,8 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
-from models.preprocess import enough, from_timm, from_torchvision, output_size, preprocess, resized_size
-from models.spec import PreprocessSpec
+from layertap.models.preprocess import enough, from_timm, from_torchvision, output_size, preprocess, resized_size
+from layertap.models.spec import PreprocessSpec
 
 
 def noise(width: int, height: int) -> Image.Image:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from models.errors import LoadError, UnknownModelError
-from models.plan import resolve
-from models.registry import Registry
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
+from layertap.models.errors import LoadError, UnknownModelError
+from layertap.models.plan import resolve
+from layertap.models.registry import Registry
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
 from tests.nets import batch
 

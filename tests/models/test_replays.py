@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.compiled import Compiled
-from models.loaded import LoadedModel, load
-from models.plan import Plan, resolve
-from models.replays import Replay, Replays
-from models.selectors import parse
-from models.union import Share
-from models.warm.checking import check
-from models.warm.compiling import WarmError
+from layertap.models.compiled import Compiled
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Plan, resolve
+from layertap.models.replays import Replay, Replays
+from layertap.models.selectors import parse
+from layertap.models.union import Share
+from layertap.models.warm.checking import check
+from layertap.models.warm.compiling import WarmError
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import record

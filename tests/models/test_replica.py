@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import hooks, replica
-from models.loaded import LoadedModel, load
-from models.plan import Capture, resolve
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
-from models.union import Share
+from layertap.models import hooks, replica
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Capture, resolve
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.union import Share
 from tests.conftest import net_spec
 from tests.nets import Chain, Tied, batch, resnet
 from tests.oracle import record

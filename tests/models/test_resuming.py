@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import fingerprint
-from models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
-from models.loaded import LoadedModel, load
-from models.plan import Plan, resolve
-from models.points import Objective, Selector
-from models.resuming import Resumption, start_of
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
-from models.union import Share
+from layertap.models import fingerprint
+from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Objective, Selector
+from layertap.models.resuming import Resumption, start_of
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.union import Share
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import Key, record

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.catalog import Call, Catalog, Layer, Leaf, Moment
-from models.errors import SelectorError, UnknownLayerError
-from models.points import Selector, path_text
-from models.selectors import MAX_TEXT, Found, find, glob_match, parse, parse_call, parse_path, parse_site
+from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.errors import SelectorError, UnknownLayerError
+from layertap.models.points import Selector, path_text
+from layertap.models.selectors import MAX_TEXT, Found, find, glob_match, parse, parse_call, parse_path, parse_site
 
 GOOD = {
     "layer4": ("layer4", None, None, "output"),

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights
 
-from models.errors import LoadError
-from models.preprocess import from_torchvision
-from models.sources import Built, build, listed_architectures
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
-from models.weights import digest
+from layertap.models.errors import LoadError
+from layertap.models.preprocess import from_torchvision
+from layertap.models.sources import Built, build, listed_architectures
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.weights import digest
 
 VECTOR = (InputSpec("x", (4,)),)
 
@@ -337,9 +337,9 @@ def test_timm_refusals(source: str, weights: str, words: str) -> None:
 def test_timm_without_network(tmp_path: Path) -> None:
     """Weights of timm that can't be downloaded raise LoadError that says what to give instead."""
     code = (
-        "from models.errors import LoadError\n"
-        "from models.sources import build\n"
-        "from models.spec import ModelSpec\n"
+        "from layertap.models.errors import LoadError\n"
+        "from layertap.models.sources import build\n"
+        "from layertap.models.spec import ModelSpec\n"
         "try:\n    build(ModelSpec('m', 'timm:test_vit'))\n"
         "except LoadError as error:\n    print(error.detail, '|', error.hint)\n"
     )

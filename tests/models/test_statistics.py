@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.catalog import Catalog, Leaf
-from models.errors import RequestError
-from models.extractor import FeatureExtractor
-from models.loaded import load
-from models.plan import Capture, resolve
-from models.points import STATS, HookPoint, Objective, Reduction, Selector, Site, Stat, path_text
-from models.pooling import reduce
-from models.selectors import parse
-from models.statistics import columns
-from models.union import Share, spans_of
+from layertap.models.catalog import Catalog, Leaf
+from layertap.models.errors import RequestError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.loaded import load
+from layertap.models.plan import Capture, resolve
+from layertap.models.points import STATS, HookPoint, Objective, Reduction, Selector, Site, Stat, path_text
+from layertap.models.pooling import reduce
+from layertap.models.selectors import parse
+from layertap.models.statistics import columns
+from layertap.models.union import Share, spans_of
 from tests.conftest import net_spec
 from tests.nets import batch, surveyed
 from tests.oracle import record

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.errors import InputError
-from models.structure import call_value, call_with, leaves, refused, with_leaf
+from layertap.models.errors import InputError
+from layertap.models.structure import call_value, call_with, leaves, refused, with_leaf
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 

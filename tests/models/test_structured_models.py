@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from models.errors import InputError, RequestError
-from models.loaded import LoadedModel, load
-from models.plan import resolve
-from models.points import Intervention, Objective, Operation, Reduction, Selector
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
+from layertap.models.errors import InputError, RequestError
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import resolve
+from layertap.models.points import Intervention, Objective, Operation, Reduction, Selector
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.nets import INPUTS, batch
 from tests.oracle import Key, Path, flatten, record, seeded
 

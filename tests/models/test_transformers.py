@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from models.errors import LoadError
-from models.loaded import LoadedModel, load
-from models.plan import Capture, resolve
-from models.points import HookPoint, Intervention, Objective, Operation, Reduction
-from models.preprocess import preprocess
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
-from models.union import Share
-from models.weights import digest
+from layertap.models.errors import LoadError
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Capture, resolve
+from layertap.models.points import HookPoint, Intervention, Objective, Operation, Reduction
+from layertap.models.preprocess import preprocess
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.union import Share
+from layertap.models.weights import digest
 from tests.conftest import net_spec
 from tests.oracle import Key, record
 from tests.transformers_nets import CLS, POSITIONS, VOCABULARY, net, pictures, saved, texts, tokenizer

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
-from models import hooks
-from models.errors import LayerNotReachedError
-from models.extractor import FeatureExtractor
-from models.loaded import LoadedModel
-from models.plan import Capture, resolve
-from models.points import HookPoint, Reduction, Selector
-from models.selectors import parse
+from layertap.models import hooks
+from layertap.models.errors import LayerNotReachedError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Capture, resolve
+from layertap.models.points import HookPoint, Reduction, Selector
+from layertap.models.selectors import parse
 from tests.conftest import Loader
 from tests.nets import Chain, EarlyExit, Swallows, batch, resnet, surveyed
 from tests.oracle import record

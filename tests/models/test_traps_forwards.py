@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.errors import LoadError
-from models.loaded import load
-from models.plan import resolve
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
-from models.union import Share
+from layertap.models.errors import LoadError
+from layertap.models.loaded import load
+from layertap.models.plan import resolve
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.union import Share
 from tests.conftest import Loader
 from tests.models.test_traps import naive, ours, rows
 from tests.nets import Tied

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
-from models.errors import RequestError
-from models.extractor import FeatureExtractor
-from models.loaded import LoadedModel
-from models.plan import Plan, resolve
-from models.points import Objective
-from models.selectors import parse
-from models.union import Share
+from layertap.models.errors import RequestError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.loaded import LoadedModel
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Objective
+from layertap.models.selectors import parse
+from layertap.models.union import Share
 from tests.conftest import Loader
 from tests.models.test_attention import multi_head, timm_vit
 from tests.models.test_gradients import split

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from models import hooks
-from models.catalog import Leaf
-from models.errors import InputError, LayerNotReachedError, OutOfMemoryError
-from models.extractor import FeatureExtractor
-from models.loaded import LoadedModel, load
-from models.plan import AVERAGES, Capture
-from models.points import HookPoint, Pool, Reduction, ReplyDType, Site
-from models.pooling import Reduced, reduce
-from models.spec import InputSpec
-from models.union import (
+from layertap.models import hooks
+from layertap.models.catalog import Leaf
+from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import AVERAGES, Capture
+from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType, Site
+from layertap.models.pooling import Reduced, reduce
+from layertap.models.spec import InputSpec
+from layertap.models.union import (
     ALIGNMENT,
     Share,
     Taken,

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.catalog import Layer
-from models.errors import RequestError
-from models.loaded import LoadedModel, load
-from models.plan import Plan, resolve
-from models.points import Reduction, Selector
-from models.selectors import parse
-from models.spec import InputSpec, ModelSpec
-from models.union import Share
-from models.verification import check, check_possible, wanted
+from layertap.models.catalog import Layer
+from layertap.models.errors import RequestError
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Plan, resolve
+from layertap.models.points import Reduction, Selector
+from layertap.models.selectors import parse
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.union import Share
+from layertap.models.verification import check, check_possible, wanted
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import record

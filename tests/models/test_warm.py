@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.compiled import Compiled, graph_for
-from models.errors import LoadError
-from models.loaded import LoadedModel, load
-from models.plan import Capture, Plan, resolve
-from models.points import Objective, Reduction, Selector
-from models.selectors import parse
-from models.spec import WarmSpec
-from models.union import Share
-from models.warm.compiling import WarmError, folder, key
-from models.warm.exporting import exported
-from models.warm.ready import made_ready, plan_of
+from layertap.models.compiled import Compiled, graph_for
+from layertap.models.errors import LoadError
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.plan import Capture, Plan, resolve
+from layertap.models.points import Objective, Reduction, Selector
+from layertap.models.selectors import parse
+from layertap.models.spec import WarmSpec
+from layertap.models.union import Share
+from layertap.models.warm.compiling import WarmError, folder, key
+from layertap.models.warm.exporting import exported
+from layertap.models.warm.ready import made_ready, plan_of
 from tests.conftest import WARM, net_spec
 from tests.nets import batch
 from tests.oracle import record

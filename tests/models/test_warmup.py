@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from models import hooks, warmup
-from models.errors import InputError
-from models.loaded import load
-from models.spec import InputSpec
+from layertap.models import hooks, warmup
+from layertap.models.errors import InputError
+from layertap.models.loaded import load
+from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, batch
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import mnasnet0_5
 
-from models.errors import LoadError
-from models.weights import digest, load_into, origin, read_checkpoint, seeded
+from layertap.models.errors import LoadError
+from layertap.models.weights import digest, load_into, origin, read_checkpoint, seeded
 
 
 class Mixed(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from models.spec import InputSpec, ModelSpec
-from service.config import Configuration
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config import Configuration
 from tests.server import Live, serving
 from tests.service import support
 from tests.service.busy import until

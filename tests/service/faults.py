@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from models.spec import ModelSpec
+from layertap.models.spec import ModelSpec
 from tests.service.busy import TRIES, TRY_S, received
 from tests.service.support import ROW, npy, raw, rows
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models import digits
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models import digits
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.fidelity.hosting import randomised
 from tests.nets import INPUTS
 from tests.oracle import Key, record
@@ -132,7 +132,7 @@ _ATTENTION = ("attention[0]:input", "attention[1]:input", "attention[2]:input", 
 SERVED = (
     Served(
         "digits",
-        "models.digits:digits",
+        "layertap.models.digits:digits",
         digits.INPUTS,
         preprocess=digits.PREPROCESS,
         shapes=((3, 24, 40),),

@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import save
 
-from models.spec import PreprocessSpec
+from layertap.models.spec import PreprocessSpec
 from tests.service.load_layers import Clash, Entry, entries, results
 from tests.service.load_nets import BY_NAME, SERVED, Served
 from tests.service.load_reference import Expected, How

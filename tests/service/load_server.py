@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import httpx
 
-from models.spec import ModelSpec
+from layertap.models.spec import ModelSpec
 from tests.service.busy import until
 from tests.service.support import Json
 
@@ -88,7 +88,7 @@ def process(
     """``layertap serve`` with some models on a free port, by default ready."""
     config, log, out = folder / "models.json", folder / "log", folder / "out"
     config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
-    words = [*before, sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(config)]
+    words = [*before, sys.executable, "-m", "layertap", "serve", "--port", "0", "--config", str(config)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | SETTINGS | {"PYTHONPATH": path} | variables
     with (

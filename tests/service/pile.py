@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from models.catalog import Costs
-from models.spec import InputSpec, ModelSpec
+from layertap.models.catalog import Costs
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import Key, record
 from tests.server import Live
 from tests.service.busy import TRIES, TRY_S, gated, until

@@ -19,9 +19,9 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from PIL import Image
 
-from models.digits import spec as digits
-from models.spec import InputSpec, ModelSpec
-from service.config import Configuration
+from layertap.models.digits import spec as digits
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config import Configuration
 from tests.server import Live
 
 Array = NDArray[Any]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from models.errors import InputError, LayertapError, TooLargeError
-from service.inputs import ArraysItem, ImageItem
-from service.inputs.arrays import (
+from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.service.inputs import ArraysItem, ImageItem
+from layertap.service.inputs.arrays import (
     decode_base64,
     read_npy,
     read_npz,

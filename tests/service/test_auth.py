@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.settings import Settings
+from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.sockets import exchanged

@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
-from models.spec import InputSpec
+from layertap.models.spec import InputSpec
 from tests.server import Live
 from tests.service.busy import connected, gated, on_the_wire, until, waiting
 from tests.service.conftest import Serve

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service import cli
+from layertap.service import cli
 from tests.server import Live
 from tests.service.support import Json, picture
 
@@ -191,7 +191,7 @@ def test_no_server_for_all_without_a_key() -> None:
     script = """
 import sys
 sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
-from service.cli import main
+from layertap.service.cli import main
 for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
     sys.argv = ["layertap", "serve", "--host", host, "--port", "0"]
     try:

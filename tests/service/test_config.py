@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from models.digits import WEIGHTS
-from models.spec import InputSpec, PreprocessSpec
-from service.config import ConfigError, embedded, read
+from layertap.models.digits import WEIGHTS
+from layertap.models.spec import InputSpec, PreprocessSpec
+from layertap.service.config import ConfigError, embedded, read
 from tests.service.busy import ask
 from tests.service.conftest import Serve
 from tests.service.nets_http import Gated

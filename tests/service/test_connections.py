@@ -13,8 +13,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from service.http import protocol
-from service.http.protocol import MOST_FIELDS
+from layertap.service.http import protocol
+from layertap.service.http.protocol import MOST_FIELDS
 from tests.server import Live
 from tests.service.busy import connected, on_the_wire, replied, rest, until
 from tests.service.conftest import Serve

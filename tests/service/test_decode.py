@@ -16,12 +16,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 from torchvision.transforms import functional as tvf
 
-from models.digits import spec as digits
-from models.errors import InputError, LayertapError, TooLargeError
-from models.preprocess import enough, preprocess
-from models.spec import PreprocessSpec
-from service.config import Configuration, read
-from service.inputs.images import Picture, decode_image, decode_reduced
+from layertap.models.digits import spec as digits
+from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.preprocess import enough, preprocess
+from layertap.models.spec import PreprocessSpec
+from layertap.service.config import Configuration, read
+from layertap.service.inputs.images import Picture, decode_image, decode_reduced
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import UPRIGHT, Array, arrays_of, image, problem, raw
@@ -234,7 +234,8 @@ def test_broken_orientation() -> None:
 
 def test_over_http(serve: Serve, tmp_path: Path) -> None:
     """A model that is configured so gives other numbers of a large photo, says so, and has a fingerprint of its own."""
-    entry = "{{name: {0}, source: 'python:models.digits:digits', weights: 'random:0', device: cpu, decode: {0}, {1}}}"
+    net = "source: 'python:layertap.models.digits:digits', weights: 'random:0', device: cpu"
+    entry = f"{{{{name: {{0}}, {net}, decode: {{0}}, {{1}}}}}}"
     how = "inputs: [{name: image, shape: [3, 32, 32]}], preprocess: {resize: 32, crop: 32}"
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('fast', how)}]", encoding="utf-8")

@@ -14,16 +14,16 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from models.digits import spec as digits
-from models.errors import InputError, TooLargeError
-from models.loaded import LoadedModel, load
-from models.ondevice import Decoder
-from models.spec import ModelSpec, PreprocessSpec
-from service.config import Configuration, read
-from service.engine.rows import rows_of
-from service.inputs import ImageItem
-from service.inputs.images import plain_jpeg
-from service.settings import Settings
+from layertap.models.digits import spec as digits
+from layertap.models.errors import InputError, TooLargeError
+from layertap.models.loaded import LoadedModel, load
+from layertap.models.ondevice import Decoder
+from layertap.models.spec import ModelSpec, PreprocessSpec
+from layertap.service.config import Configuration, read
+from layertap.service.engine.rows import rows_of
+from layertap.service.inputs import ImageItem
+from layertap.service.inputs.images import plain_jpeg
+from layertap.service.settings import Settings
 from tests.service.conftest import Serve
 from tests.service.support import arrays_of, image, problem, raw
 
@@ -109,7 +109,7 @@ def test_limit() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    spec = ModelSpec("net", "python:models.digits:digits", weights="random:0", device="cpu", preprocess=HOW)
+    spec = ModelSpec("net", "python:layertap.models.digits:digits", weights="random:0", device="cpu", preprocess=HOW)
     return load(replace(spec, inputs=digits().inputs))
 
 
@@ -168,7 +168,7 @@ def test_limits(placed: LoadedModel) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(serve: Serve, tmp_path: Path) -> None:
     """On a CPU every picture has the bits of ``exact``, and the fingerprint tells what was asked for."""
-    entry = "{{name: {0}, source: 'python:models.digits:digits', weights: 'random:0', decode: {0}, {1}}}"
+    entry = "{{name: {0}, source: 'python:layertap.models.digits:digits', weights: 'random:0', decode: {0}, {1}}}"
     how = "inputs: [{name: image, shape: [3, 32, 32]}], preprocess: {resize: 32, crop: 32}"
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('device', how)}]", encoding="utf-8")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from models.errors import Fault
-from service.http.errors import problem as made
+from layertap.models.errors import Fault
+from layertap.service.http.errors import problem as made
 from tests.server import Live
 from tests.service.bad_requests import BAD, GOOD, LONG, PNG, text
 from tests.service.support import Control, Json, npy, npz, problem, raw

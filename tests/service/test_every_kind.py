@@ -17,8 +17,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from models.loaded import LoadedModel
-from models.spec import InputSpec, ModelSpec
+from layertap.models.loaded import LoadedModel
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from models.spec import InputSpec, ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve

@@ -13,8 +13,8 @@ import httpx
 import numpy as np
 import pytest
 
-from models.spec import ModelSpec, WarmSpec
-from service.process import FAILED
+from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.service.process import FAILED
 from tests.nets import INPUTS
 from tests.server import Live
 from tests.service.busy import until
@@ -31,7 +31,7 @@ FAILING = """
 import asyncio
 import sys
 import uvicorn
-from service.process import Server, ends_with_0
+from layertap.service.process import Server, ends_with_0
 
 asked = []
 

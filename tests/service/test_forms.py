@@ -13,8 +13,8 @@ import safetensors.numpy
 import torch
 from PIL import Image
 
-from models.preprocess import preprocess
-from service.inputs.images import decode_image
+from layertap.models.preprocess import preprocess
+from layertap.service.inputs.images import decode_image
 from tests.oracle import record
 from tests.server import Live
 from tests.service.support import (

@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 from torch import nn
 
-from models.spec import ModelSpec
+from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service import nets_http
 from tests.service.busy import ask, until

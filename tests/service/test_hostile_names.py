@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from service.logs import JsonFormatter
+from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.support import Control, Json, image, picture, problem, raw
 

@@ -10,7 +10,7 @@ import pytest
 
 from bench.hard.measure import answer, held_mb
 from bench.hard.pictures import FOREIGN, LABELS, LARGE, PLAIN, SMALL, saved
-from models.digits import spec as digits
+from layertap.models.digits import spec as digits
 from tests.server import Live
 from tests.service.load_server import Process, process
 from tests.service.support import Control, picture, problem, raw

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from models.errors import InputError, TooLargeError
-from service.inputs.images import decode_image
+from layertap.models.errors import InputError, TooLargeError
+from layertap.service.inputs.images import decode_image
 from tests.service.support import UPRIGHT
 
 LIMIT = 1_000_000

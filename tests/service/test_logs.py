@@ -10,7 +10,7 @@ from io import StringIO
 import httpx
 import pytest
 
-from service.logs import JsonFormatter
+from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.busy import blocked, connected, on_the_wire, received, row_request, until, waiting
 from tests.service.support import Json, npy, raw, rows

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from models.loaded import LoadedModel
-from service.errors import UnavailableError
+from layertap.models.loaded import LoadedModel
+from layertap.service.errors import UnavailableError
 from tests.server import Live
 from tests.service.busy import gated, until
 from tests.service.conftest import Serve

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.digits import spec as digits
-from models.spec import ModelSpec, WarmSpec
-from service.config import Configuration
+from layertap.models.digits import spec as digits
+from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.service.config import Configuration
 from tests import transformers_nets
 from tests.nets import INPUTS
 from tests.server import serving

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.metrics import Cause, Metrics, Reason, Snapshot, Why
+from layertap.service.metrics import Cause, Metrics, Reason, Snapshot, Why
 from tests.server import Live
 from tests.service.busy import ask, until
 from tests.service.conftest import Serve

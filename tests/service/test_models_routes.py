@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from models.digits import WEIGHTS
-from models.digits import spec as digits
-from models.weights import digest
-from service.config import Configuration
+from layertap.models.digits import WEIGHTS
+from layertap.models.digits import spec as digits
+from layertap.models.weights import digest
+from layertap.service.config import Configuration
 from tests.server import Live, serving
 from tests.service.busy import ask
 from tests.service.support import Json, problem
@@ -33,7 +33,7 @@ def test_shown(live: Live) -> None:
     assert body == {
         "name": "digits",
         "state": "ready",
-        "source": "python:models.digits:digits",
+        "source": "python:layertap.models.digits:digits",
         "dtype": "float32",
         "device": body["device"],
         "inputs": [{"name": "image", "shape": [3, 32, 32], "dtype": "float32"}],

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.errors import NotAcceptableError
-from service.wire import FORMATS, Format
-from service.wire.negotiate import choose
+from layertap.service.errors import NotAcceptableError
+from layertap.service.wire import FORMATS, Format
+from layertap.service.wire.negotiate import choose
 
 
 @pytest.mark.parametrize(

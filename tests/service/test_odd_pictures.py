@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.spec import InputSpec, ModelSpec, PreprocessSpec
-from service.config import Configuration
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.service.config import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import UPRIGHT, Array, arrays_of, raw

@@ -13,8 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from models.catalog import Costs
-from service.engine.policy import Batch, Device, Lane, Part, Policy, Preparation, Work
+from layertap.models.catalog import Costs
+from layertap.service.engine.policy import Batch, Device, Lane, Part, Policy, Preparation, Work
 
 PATIENCE = 5.0
 CORES = 4

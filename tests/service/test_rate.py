@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.http.rate import Bucket
+from layertap.service.http.rate import Bucket
 
 PAUSES = st.lists(st.floats(0, 30), min_size=1, max_size=60)
 

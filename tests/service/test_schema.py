@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
-from service.app import create_app
-from service.settings import Settings
+from layertap.service.app import create_app
+from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.support import Control, configured
 

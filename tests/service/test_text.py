@@ -14,9 +14,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from models.loaded import MAX_CATALOGS
-from models.spec import ModelSpec
-from service.logs import JsonFormatter
+from layertap.models.loaded import MAX_CATALOGS
+from layertap.models.spec import ModelSpec
+from layertap.service.logs import JsonFormatter
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, configured, npy, npz, problem, raw, tensor

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from models.errors import InputError
-from service.config import ConfigError
-from service.fetching.addresses import may_be_dialled
-from service.fetching.fetcher import Fetcher
-from service.settings import Settings
+from layertap.models.errors import InputError
+from layertap.service.config import ConfigError
+from layertap.service.fetching.addresses import may_be_dialled
+from layertap.service.fetching.fetcher import Fetcher
+from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service import canary as canaries
 from tests.service import support

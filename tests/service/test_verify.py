@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.spec import InputSpec, ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import arrays_of, configured, image, picture, problem, raw, rows, same, tensor

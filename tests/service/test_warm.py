@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.loaded import load
-from models.spec import WarmSpec
-from models.warm.ready import made_ready
-from service.config import Configuration
+from layertap.models.loaded import load
+from layertap.models.spec import WarmSpec
+from layertap.models.warm.ready import made_ready
+from layertap.service.config import Configuration
 from tests.conftest import WARM, net_spec
 from tests.server import Live
 from tests.service.conftest import Serve

@@ -11,10 +11,10 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from models.errors import Fault
-from service.errors import NotAcceptableError
-from service.features import Features, Receipt
-from service.wire import FORMATS
+from layertap.models.errors import Fault
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Features, Receipt
+from layertap.service.wire import FORMATS
 
 Array = np.ndarray[Any, Any]
 

@@ -1,5 +1,0 @@
-"""``python -m service``."""
-
-from service.cli import main
-
-main()

@@ -1,0 +1,5 @@
+"""``python -m layertap``."""
+
+from layertap.service.cli import main
+
+main()

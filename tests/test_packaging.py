@@ -1,0 +1,69 @@
+"""What is imported is ``layertap``: packages of a user's own called ``models`` and ``service`` stay theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NETS = "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(4, 2))\n"
+CONFIG = """
+models:
+  - name: own
+    source: python:models.nets:build
+    weights: random:0
+    device: cpu
+    inputs: [{name: x, shape: [4]}]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A folder as research repositories have it, with packages ``models`` and ``service``."""
+    for package, text in (("models", NETS), ("service", "raise ImportError('not the one that was meant')\n")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("" if package == "models" else text)
+        (tmp_path / package / "nets.py").write_text(text)
+    (tmp_path / "layertap.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def run(folder: Path, *words: str, path: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_own_packages(repository: Path) -> None:
+    """A factory in a package called ``models``, on the path as most repositories have it, serves."""
+    done = run(repository, "-m", "layertap", "layers", "own", "--config", "layertap.yaml", path=".")
+    assert done.returncode == 0, done.stderr
+    assert "Linear" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["layertap.service.cli", "layertap.service.http.extract"])
+def test_one_name(repository: Path, module: str) -> None:
+    """Nothing imports a package by the name of a folder."""
+    code = f"import sys, {module}; print({{name.split('.')[0] for name in sys.modules}} & {{'models', 'service'}})"
+    assert run(repository, "-c", code, path=".").stdout == "set()\n"
+
+
+def test_wheel(tmp_path: Path, repository: Path) -> None:
+    """The wheel holds all there is of both folders under that name, and nothing under another one."""
+    build = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    name = subprocess.check_output([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, text=True).split()[-1]
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(tmp_path / "site")
+    folders = [path for room in ("models", "service") for path in (ROOT / room).rglob("*.py")]
+    assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in folders} < names
+    assert {"layertap/models/digits/digits.safetensors", "layertap/models/warm/runner.cpp"} < names
+    assert {each.split("/")[0].partition("-")[0] for each in names} == {"layertap"}
+    done = run(
+        repository, "-c", "import layertap.service.cli as cli; print(cli.__file__)", path=f"{tmp_path / 'site'}:."
+    )
+    assert done.stdout.strip() == str(tmp_path / "site" / "layertap" / "service" / "cli.py"), done.stderr
