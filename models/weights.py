@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from layertap.models.errors import LoadError, quoted
 
 SHOWN_KEYS = 3
+PREFIX = "module."  # of a model that several GPUs trained
 
 
 @dataclass(frozen=True)
@@ -49,43 +48,6 @@ def origin(text: str) -> Origin:
     return Origin(text)
 
 
-class _Drawing:
-    """Who draws from the process's one generator: any number without a seed, or one with a seed and nobody else."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._drawing = 0
-        self._seeded = False
-
-    @contextmanager
-    def place(self, *, alone: bool) -> Iterator[None]:
-        """Wait for a place and hold it."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._seeded and not (alone and self._drawing))
-            self._drawing += 1
-            self._seeded = alone
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._drawing -= 1
-                self._seeded = False
-                self._changed.notify_all()
-
-
-_DRAWING = _Drawing()  # models are constructed in threads of their own
-
-
-@contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Construct a module inside: the CPU's random numbers start at ``seed``, and the process's own are left alone."""
-    with _DRAWING.place(alone=seed is not None), torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            # torch.manual_seed would reach every accelerator's generator too, which the fork does not cover.
-            torch.default_generator.manual_seed(seed)
-        yield
-
-
 def read_checkpoint(path: Path | str) -> dict[str, Tensor]:
     """The tensors of a .safetensors, .pth or .pt file by name, on the CPU; code in it is never run.
 
@@ -106,16 +68,35 @@ def read_checkpoint(path: Path | str) -> dict[str, Tensor]:
     return _state(loaded, shown)
 
 
-def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str) -> None:
+def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: int = 0) -> None:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
-    Raises LoadError with a few of the names that differ.
+    Of tensors that share their values one is enough. What the module holds then is compared with what was given.
+    Raises LoadError with a few of the names that differ, or whose floating numbers have less than so many ``bits``.
     """
+    whole = _with_shared(module, state)
     try:
-        _load(module, state)
+        _load(module, whole)
     except (RuntimeError, ValueError) as error:
-        detail = f"weights {quoted(label)} do not fit the architecture: {_differences(module, state)}"
+        detail = f"weights {quoted(label)} do not fit the architecture: {_differences(module, whole)}"
         raise LoadError(detail, hint=FIT_HINT) from error
+    own, others = module.state_dict(), tuple(_loaded_otherwise(module))
+    held = {name: value for name, value in own.items() if name in whole and not name.startswith(others)}
+    coarse = [name for name, value in held.items() if value.is_floating_point() and torch.finfo(value.dtype).bits < bits]
+    check_equal([*coarse, *(name for name in held if not same(held[name], whole[name]))], quoted(label))
+
+
+def check_equal(names: list[str], shown: str) -> None:
+    """LoadError where there are names of tensors that are not as the file has them."""
+    if names:
+        detail = f"the model does not hold the weights of {shown}: {few([quoted(name) for name in names])}"
+        raise LoadError(detail, hint="load it again")
+
+
+def same(held: Tensor, given: Tensor) -> bool:
+    """Whether a tensor has exactly the values that were given for it, in its own dtype."""
+    wanted = given.to(held.device, held.dtype)
+    return held.shape == wanted.shape and torch.equal(*(_flat(value).view(torch.uint8) for value in (held, wanted)))
 
 
 def digest(module: nn.Module) -> str:
@@ -147,7 +128,24 @@ def _seed(text: str) -> int:
 
 
 def _bytes(value: Tensor) -> memoryview:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return _flat(value).cpu().view(torch.uint8).numpy().data
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.detach().contiguous().reshape(-1)
+
+
+class _Shared(OrderedDict[str, Tensor]):
+    """Tensors by name, and ``kept``: under which names those are that were left out, as others are the same."""
+
+    kept: dict[str, str]
+
+
+def _safetensors(path: Path) -> _Shared:
+    with safe_open(path, framework="pt") as file:
+        found = _Shared((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - it is no dictionary
+        found.kept = dict(file.metadata() or {})
+    return found
 
 
 def _torch_load(path: Path) -> object:
@@ -162,9 +160,48 @@ def _state(loaded: object, shown: str) -> dict[str, Tensor]:
         raise LoadError(f"checkpoint {shown} holds no dictionary of tensors", hint=CHECKPOINT_HINT)
     if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in loaded.items()):
         raise LoadError(f"checkpoint {shown} holds other things beside named tensors", hint=CHECKPOINT_HINT)
-    if all(name.startswith("module.") for name in loaded):
-        consume_prefix_in_state_dict_if_present(loaded, "module.")
+    if all(name.startswith(PREFIX) for name in loaded):
+        consume_prefix_in_state_dict_if_present(loaded, PREFIX)
     return loaded
+
+
+def _with_shared(module: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A state dict with the names that were left out because another tensor is the same one.
+
+    The file says which (as safetensors' ``save_model`` has it), or it is so in the module.
+    """
+    own, kept = module.state_dict(keep_vars=True), getattr(state, "kept", {})
+    names = {_place(value): name for name, value in own.items() if name in state}
+    further = {}
+    for name in own.keys() - state.keys():
+        # Names in the file may have a prefix that came off.
+        written = kept.get(name) or kept.get(PREFIX + name, "").removeprefix(PREFIX)
+        source = written if written in state else names.get(_place(own[name]))
+        if source is not None:
+            further[name] = state[source]
+    if not further:
+        return state
+    whole: Any = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        whole._metadata = state._metadata
+    whole.update(further)
+    return whole  # type: ignore[no-any-return]
+
+
+def _place(value: object) -> object:
+    """What two tensors have in common where they are the same."""
+    if isinstance(value, Tensor) and value.numel():
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    return id(value)
+
+
+def _loaded_otherwise(module: nn.Module) -> Iterator[str]:
+    """How names of those parts begin that do something of their own with what is loaded into them."""
+    for name, part in module.named_modules(remove_duplicate=False):
+        own = (type(part)._load_from_state_dict, type(part).load_state_dict)
+        usual = all(function.__module__.startswith("torch.") for function in own)
+        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks or not usual:
+            yield f"{name}." if name else ""
 
 
 def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -203,7 +240,7 @@ CHECKPOINT_HINT = (
 )
 FIT_HINT = "for another number of classes or another variant, write a factory and type python:package.module:factory"
 READERS: dict[str, Callable[[Path], object]] = {
-    ".safetensors": load_file,
+    ".safetensors": _safetensors,
     ".pth": _torch_load,
     ".pt": _torch_load,
 }

@@ -150,6 +150,7 @@ def _python(ident: str, spec: ModelSpec) -> Built:
 
 
 SOURCE_HINT = "type torchvision:ARCH, timm:ARCH, transformers:PATH or python:package.module:factory"
+BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
 SOURCES: dict[str, Callable[[str, ModelSpec], Built]] = {
     "torchvision": _torchvision,

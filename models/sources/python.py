@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
+from contextlib import suppress
 
 from torch import nn
 
+from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, near, quoted
-from layertap.models.sources import Built, building
+from layertap.models.sources import Built, building, switches
 from layertap.models.spec import ModelSpec
-from layertap.models.weights import load_into, origin, read_checkpoint, seeded
+from layertap.models.weights import load_into, origin, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -46,7 +49,11 @@ def _made(ident: str, seed: int | None) -> nn.Module:
         raise LoadError("source python: needs a module and a factory", hint="type python:package.module:factory")
     shown = f"the factory {quoted(f'{name}:{factory}')}"
     with building(shown), seeded(seed):
-        module = _factory(name, factory)()
+        made = _factory(name, factory)
+        if "transformers" in sys.modules:
+            with suppress(LoadError):  # a version without what could be isolated
+                switches.isolate()
+        module = made()
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {quoted(type(module).__name__)}, not a torch.nn.Module")
     compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)

@@ -6,11 +6,12 @@ import difflib
 import inspect
 from typing import Any
 
+from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, near, quoted
 from layertap.models.preprocess import from_timm
-from layertap.models.sources import WEIGHTS_HINT, Built, building, downloading, unknown_name
+from layertap.models.sources import BITS, WEIGHTS_HINT, Built, building, downloading, unknown_name
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights import Origin, load_into, origin, read_checkpoint, seeded
+from layertap.models.weights import Origin, load_into, origin, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -70,5 +71,5 @@ def _with_weights(timm: Any, ident: str, weights: Origin) -> Any:
     with building(f"timm:{ident}"), seeded(weights.seed):
         module = timm.create_model(ident, pretrained=False)
     if state is not None:
-        load_into(module, state, weights.label)
+        load_into(module, state, weights.label, BITS)
     return module

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
 from torchvision.models.video import MViT
 
+from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, near, quoted
 from layertap.models.preprocess import from_torchvision
-from layertap.models.sources import Built, building, downloading, unknown_name
+from layertap.models.sources import BITS, Built, building, downloading, unknown_name
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights import Origin, load_into, origin, read_checkpoint, seeded
+from layertap.models.weights import Origin, load_into, origin, read_checkpoint
 
 FRAMES = 16
 State = Mapping[str, Tensor] | None
@@ -39,7 +40,7 @@ def build(ident: str, spec: ModelSpec) -> Built:
         module = get_model(ident, weights=None, **_options(ident, kind, state, released))
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     if state is not None:
-        load_into(module, state, label)
+        load_into(module, state, label, BITS)
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
     shape, preset = _fitted(module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms()))

@@ -9,18 +9,31 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
 
+from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, quoted
 from layertap.models.preprocess import from_transformers, output_size
-from layertap.models.sources import Built, building
+from layertap.models.sources import Built, building, switches
 from layertap.models.sources.tokenizer import Tokenizer, tokenizer_of
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.text import Text
-from layertap.models.weights import Origin, base_name, few, load_into, origin, read_checkpoint, seeded
+from layertap.models.weights import (
+    Origin,
+    base_name,
+    check_equal,
+    few,
+    load_into,
+    origin,
+    read_checkpoint,
+    same,
+)
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -36,6 +49,9 @@ def build(ident: str, spec: ModelSpec) -> Built:
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
     with building(shown):
         config = library.AutoConfig.from_pretrained(str(folder), **LOCAL)
+    if getattr(config, "fusion_config", None):
+        detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
+        raise LoadError(detail, hint="take fusion_config out of it")
     weights = origin(spec.weights)
     module = _with_weights(library, folder, config, weights, shown)
     settings = _settings(config)
@@ -69,6 +85,7 @@ def _library() -> Any:
     logs = importlib.import_module("transformers.utils.logging")
     logs.set_verbosity_error()  # its warnings name directories
     logs.disable_progress_bar()
+    switches.isolate()
     return library
 
 
@@ -84,9 +101,6 @@ def _with_weights(library: Any, folder: Path, config: Any, weights: Origin, show
         made = _class(library, config)
         module = made(config) if made else library.AutoModel.from_config(config, trust_remote_code=False)
     if state is not None:
-        for name, source in _tied(module).items():
-            if name not in state and source in state:
-                state[name] = state[source]
         load_into(module, state, weights.label)
     return module
 
@@ -109,6 +123,7 @@ def _saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
     if said:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {said}", hint=FIT_HINT)
     _detach(module)
+    check_equal(_differing(module, folder), shown)
     return module
 
 
@@ -116,6 +131,38 @@ def _detach(module: Any) -> None:
     """Copy what lies in the file, which from_pretrained maps: who writes to it would change the model, or end us."""
     for value in (*module.parameters(), *module.buffers()):
         value.data = value.data.clone()
+
+
+def _differing(module: Any, folder: Path) -> list[str]:
+    """Names of the directory's tensors whose values the module does not hold, as far as they are its own.
+
+    They are compared as the module would be saved: some models merge, split or rename what is in the file.
+    """
+    state = module.state_dict()
+    with suppress(Exception):  # what a model does with them may be of a kind that is not undone
+        state = importlib.import_module("transformers.core_model_loading").revert_weight_conversion(module, state)
+    prefix, tied = f"{module.base_model_prefix}.", _tied(module)
+    wrong = []
+    for key, given in _tensors(folder):
+        # A head's file may be read for its base, and the base's for its head.
+        name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
+        if name is not None and name not in tied and not _kept(state[name], given, module.config.dtype):
+            wrong.append(key)
+    return wrong
+
+
+def _kept(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor has a file's values, rounded no further than to its model's dtype."""
+    rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
+    return not held.is_meta and not rounded and same(held, given)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    whole, index = (folder / name for name in WEIGHTS)
+    names = {whole.name} if whole.is_file() else set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    for name in sorted(names):
+        with safe_open(folder / name, framework="pt") as file:
+            yield from ((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118 - it is no dictionary
 
 
 def _class(library: Any, config: Any) -> Any | None:
@@ -271,6 +318,7 @@ PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False,
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 UNTOLD = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN})
+FLOAT_BYTES = 4
 MOST_TOKENS = 512  # of a model that names no limit
 INSTALL_HINT = 'type pip install "layertap[transformers]"'
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"

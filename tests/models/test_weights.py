@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision.models import mnasnet0_5
 
+from layertap.models.construction import seeded
 from layertap.models.errors import LoadError
-from layertap.models.weights import digest, load_into, origin, read_checkpoint, seeded
+from layertap.models.weights import digest, load_into, origin, read_checkpoint
 
 
 class Mixed(nn.Module):
@@ -258,3 +259,79 @@ def test_origin_refuses(text: str) -> None:
     with pytest.raises(LoadError) as caught:
         origin(text)
     assert "/" not in caught.value.detail + caught.value.hint
+
+
+class Tied(nn.Module):
+    """Three layers of which two are one, and a fourth that has the first's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.head = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 3, bias=False)
+        self.again = self.first
+        self.head.weight = self.first.weight
+
+
+@pytest.mark.parametrize("kind", ["save_model", "no metadata", "pth", "parallel"])
+def test_shared_weights_that_were_saved_once(tmp_path: Path, kind: str) -> None:
+    """A file with one name of each shared tensor, as safetensors' save_model writes it, fits its module."""
+    saved, module = Tied(), Tied()
+    file = tmp_path / f"tied.{'pth' if kind == 'pth' else 'safetensors'}"
+    once = dict(saved.named_parameters())
+    assert len(once) < len(saved.state_dict())
+    if kind == "pth":
+        torch.save(once, file)
+    elif kind == "no metadata":
+        save_file(once, file)
+    else:
+        save_model(nn.ModuleDict({"module": saved}) if kind == "parallel" else saved, str(file))
+    load_into(module, read_checkpoint(file), "w")
+    assert digest(module) == digest(saved)
+
+
+def test_shared_weights_that_only_the_file_tells_of(tmp_path: Path) -> None:
+    """What save_model left out is taken from what it names, also where the module has tensors of its own there."""
+    saved, module = Tied(), Tied()
+    module.again, module.head = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    save_model(saved, str(tmp_path / "tied.safetensors"))
+    load_into(module, read_checkpoint(tmp_path / "tied.safetensors"), "w")
+    assert digest(module) == digest(saved)
+
+
+@pytest.mark.parametrize("missing", ["last.weight", "first"])
+def test_a_weight_that_no_name_of_a_file_has(tmp_path: Path, missing: str) -> None:
+    """Shared weights excuse nothing: what is under none of its names is missing."""
+    once = {name: value for name, value in Tied().named_parameters() if not name.startswith(missing)}
+    save_file(once, tmp_path / "tied.safetensors", {"last.weight": "none", "first.weight": "head.weight"})
+    with pytest.raises(LoadError, match=f"missing: .*{missing}"):
+        load_into(Tied(), read_checkpoint(tmp_path / "tied.safetensors"), "w")
+
+
+class Doubling(nn.Linear):
+    """Makes something of its own of what is loaded into it."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({**state, f"{prefix}weight": 2 * state[f"{prefix}weight"]}, prefix, *rest)  # type: ignore[no-untyped-call]
+
+
+def test_values_that_did_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that does not hold a file's values, or only rounded ones, is refused; one that changes them is not."""
+    state = nn.Linear(3, 2).state_dict()
+    state["bias"][0] = math.nan  # equal to itself here
+    load_into(nn.Linear(3, 2), state, "w", bits=32)
+    load_into(nn.Linear(3, 2).bfloat16(), state, "w")
+    with pytest.raises(LoadError, match=r"does not hold the weights of .*bias, weight"):
+        load_into(nn.Linear(3, 2).bfloat16(), state, "w", bits=32)
+    doubling = nn.Sequential(Doubling(3, 2))
+    load_into(doubling, {f"0.{name}": value for name, value in state.items()}, "w")
+    assert torch.equal(doubling[0].weight, 2 * state["weight"])
+    usual = nn.Module.load_state_dict
+
+    def load(self: nn.Module, *args: Any, **options: Any) -> Any:
+        done = usual(self, *args, **options)
+        next(self.parameters()).data.view(-1)[0] += 1e-6
+        return done
+
+    load.__module__ = usual.__module__
+    monkeypatch.setattr(nn.Module, "load_state_dict", load)
+    with pytest.raises(LoadError, match="does not hold the weights"):
+        load_into(nn.Linear(3, 2), state, "w")

@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import CancelledError
 from threading import Event
 
+import torch
 from torch import Tensor, nn
 
 PATIENCE_S = 60
@@ -45,6 +46,19 @@ class Touchy(nn.Module):
         if largest >= self.LIMIT:
             raise ERRORS[largest - self.LIMIT]
         out: Tensor = self.linear(x)
+        return out
+
+
+class Thirds(nn.Module):
+    """Answers with a third, in a tensor that it makes in its forward and whose dtype it leaves to torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        third = torch.full((1,), 1 / 3)
+        out: Tensor = self.out(third.float().expand(len(x), 4))
         return out
 
 

@@ -1,0 +1,179 @@
+"""Construct a module in a thread without a change to what other threads compute.
+
+torch has one default dtype and one generator of random numbers for the whole process, and who constructs a module often
+sets the one and draws from the other. Within ``seeded`` a thread has both for itself. For that, the functions of torch
+that set or tell them are replaced once, when this file is imported, by ones that look at which thread calls: elsewhere
+they do what they always did.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Own(threading.local):
+    """What the calling thread has for itself: nothing, unless it constructs a module."""
+
+    dtype: torch.dtype | None = None
+    generator: torch.Generator | None = None
+
+
+_own = _Own()
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Construct a module inside: the CPU's random numbers start at ``seed``, and the process's own are left alone.
+
+    Without a seed they are those that the process would draw next, and still will. A default dtype that is set inside
+    holds inside, in this thread.
+    """
+    generator = torch.Generator()
+    if seed is None:
+        generator.set_state(torch.default_generator.get_state())
+    else:
+        generator.manual_seed(seed)
+    before = _own.dtype, _own.generator
+    _own.dtype, _own.generator = _get_default_dtype(), generator
+    try:
+        with _OwnDtype(), _OwnGenerator():
+            yield
+    finally:
+        _own.dtype, _own.generator = before
+
+
+class _OwnDtype(TorchFunctionMode):
+    """Gives the thread's own default dtype to tensors whose dtype nobody names."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options, usual = dict(kwargs or {}), _get_default_dtype()
+        if _own.dtype is None or _own.dtype == usual:
+            return func(*args, **options)
+        if func in FACTORIES:
+            if options.get("dtype") is None and _has_default(func, args, options, usual):
+                options["dtype"] = _own.dtype
+            return func(*args, **options)
+        result = func(*args, **options)
+        return result.to(_own.dtype) if _is_promoted(func, args, options, result, usual) else result
+
+
+class _OwnGenerator(TorchDispatchMode):
+    """Draws random numbers on the CPU from the thread's own generator, by the same operations."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and options.get("generator") is None:
+            drawing = _with_generator(func)
+            if drawing is not None and _on_cpu(args, options):
+                return drawing(*args, **options | {"generator": _own.generator})
+        return func(*args, **options)
+
+
+def _has_default(func: Any, args: tuple[Any, ...], options: dict[str, Any], usual: torch.dtype) -> bool:
+    """Whether what a factory makes has the default dtype, as nothing among its arguments has one."""
+    if any(hasattr(value, "dtype") for value in args):
+        return False
+    tried: Tensor = func(*args, **options | {"device": "meta"})  # draws nothing and takes no memory
+    return tried.dtype == usual
+
+
+def _is_promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], result: object, usual: torch.dtype) -> bool:
+    """Whether whole numbers became floating ones, of the default dtype, because an operation gives no whole ones."""
+    if not isinstance(result, Tensor) or result.dtype != usual or func in CASTS or options.get("dtype") is not None:
+        return False
+    tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
+    return bool(tensors) and not any(value.is_floating_point() or value.is_complex() for value in tensors)
+
+
+@functools.cache
+def _with_generator(func: Any) -> Any | None:
+    """The overload of a random operation that takes a generator, None where there is none."""
+    names = _arguments(func) - {"generator"}
+    overloads = [getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()]
+    return next((each for each in (func, *overloads) if _arguments(each) == names | {"generator"}), None)
+
+
+def _arguments(func: Any) -> frozenset[str]:
+    return frozenset(argument.name for argument in func._schema.arguments)
+
+
+def _on_cpu(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    device = next((value.device for value in args if isinstance(value, Tensor)), options.get("device"))
+    return device is None or torch.device(device).type == "cpu"
+
+
+_get_default_dtype, _set_default_dtype = torch.get_default_dtype, torch.set_default_dtype
+_manual_seed = torch.random.manual_seed
+_get_rng_state, _set_rng_state = torch.random.get_rng_state, torch.random.set_rng_state
+
+
+@functools.wraps(_get_default_dtype)
+def _get_own_dtype() -> torch.dtype:
+    return _own.dtype or _get_default_dtype()
+
+
+@functools.wraps(_set_default_dtype)
+def _set_own_dtype(d: torch.dtype, /) -> None:
+    if _own.dtype is None:
+        _set_default_dtype(d)
+    elif not d.is_floating_point:
+        raise TypeError("only floating-point types are supported as the default type")
+    else:
+        _own.dtype = d
+
+
+@functools.wraps(_manual_seed)
+def _seed_own(seed: int) -> torch.Generator:
+    if _own.generator is None:
+        return _manual_seed(seed)
+    torch.cuda.manual_seed_all(int(seed))  # a factory may construct on a GPU
+    return _own.generator.manual_seed(int(seed))
+
+
+@functools.wraps(_get_rng_state)
+def _get_own_state() -> Tensor:
+    return _get_rng_state() if _own.generator is None else _own.generator.get_state()
+
+
+@functools.wraps(_set_rng_state)
+def _set_own_state(new_state: Tensor) -> None:
+    if _own.generator is None:
+        _set_rng_state(new_state)
+    else:
+        _own.generator.set_state(new_state)
+
+
+FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(torch.empty, torch.empty_permuted, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.eye),
+        *(torch.rand, torch.randn, torch.arange, torch.range, torch.linspace, torch.logspace),
+        *(torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor),
+        *(torch.bartlett_window, torch.blackman_window, torch.hamming_window, torch.hann_window, torch.kaiser_window),
+        *(torch.fft.fftfreq, torch.fft.rfftfreq),
+    }
+)
+CASTS = frozenset({Tensor.to, Tensor.float, Tensor.type, Tensor.view})  # name a dtype themselves
+REPLACED: dict[str, Callable[..., Any]] = {
+    "get_default_dtype": _get_own_dtype,
+    "set_default_dtype": _set_own_dtype,
+    "manual_seed": _seed_own,
+    "get_rng_state": _get_own_state,
+    "set_rng_state": _set_own_state,
+}
+for _library in (torch, torch.random):
+    for _name, _function in REPLACED.items():
+        if hasattr(_library, _name):
+            setattr(_library, _name, _function)

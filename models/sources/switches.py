@@ -1,0 +1,84 @@
+"""transformers' switches for the whole process, made a thread's own: they would reach models that load or run beside.
+
+While the library constructs a model it sets torch's default dtype (``models/construction.py`` sees to that) and puts
+other functions in the place of its own and torch's. Each is replaced here once, by what does the same for one thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from layertap.models.errors import LoadError
+
+
+class _Thread(threading.local):
+    """Whether this thread leaves weights untied for now."""
+
+    untied = False
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_kept = ExitStack()  # never closed
+
+
+def isolate() -> None:
+    """Let the library's switches hold for the thread that sets them; LoadError where it has others than are known.
+
+    May be called again and again, by any thread.
+    """
+    try:
+        modeling = importlib.import_module("transformers.modeling_utils")
+        initialization = importlib.import_module("transformers.initialization")
+    except ImportError as error:
+        raise LoadError("this version of transformers is not known here", hint=VERSION_HINT) from error
+    with _lock:
+        if getattr(initialization, "no_tie_weights", None) is _no_tie_weights:
+            return
+        if not all(hasattr(initialization, name) for name in KNOWN):
+            raise LoadError("this version of transformers is not known here", hint=VERSION_HINT)
+        # Entered for good: from now on entering it again puts the same functions where they are.
+        _kept.enter_context(initialization.guard_torch_init_functions())
+        base = modeling.PreTrainedModel
+        base.tie_weights = _unless_untied(base.tie_weights)
+        initialization.meta_device_safe_creation_ops = _LinspaceOnCPU
+        initialization.no_tie_weights = _no_tie_weights
+
+
+@contextmanager
+def _no_tie_weights() -> Iterator[None]:
+    before, _thread.untied = _thread.untied, True
+    try:
+        yield
+    finally:
+        _thread.untied = before
+
+
+def _unless_untied(tie: Any) -> Any:
+    @functools.wraps(tie)
+    def tie_weights(self: Any, *args: Any, **options: Any) -> Any:
+        return None if _thread.untied else tie(self, *args, **options)
+
+    return tie_weights
+
+
+class _LinspaceOnCPU(TorchFunctionMode):
+    """Has ``torch.linspace`` make its values where a device is not named: on none that holds no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.linspace:
+            options.setdefault("device", "cpu")
+        return func(*args, **options)
+
+
+KNOWN = ("guard_torch_init_functions", "no_tie_weights")
+VERSION_HINT = 'type pip install "layertap[transformers]"'

@@ -1,0 +1,73 @@
+"""What transformers alone loads, in a process where nothing else runs: ``python -m tests.models.plain_weights``.
+
+Takes directories and prints, for each, every parameter and buffer by name: dtype, shape and SHA-256 of the bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Facts = dict[str, list[Any]]
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A directory's weights and those of ``SEED``, and the digest of the former."""
+
+    saved: Facts
+    random: Facts
+    digest: str
+
+
+def facts(module: nn.Module) -> Facts:
+    """Every parameter and buffer by name, tied ones under each of their names."""
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: [str(value.dtype), list(value.shape), hashlib.sha256(raw(value)).hexdigest()] for name, value in named}
+
+
+def raw(value: Tensor) -> bytes:
+    """A tensor's bytes in C order."""
+    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def digest(named: dict[str, Tensor]) -> str:
+    """The digest of weights as the project describes it."""
+    whole = hashlib.sha256()
+    for name in sorted(named):
+        value = named[name]
+        whole.update(json.dumps([name, str(value.dtype).removeprefix("torch."), list(value.shape)]).encode())
+        whole.update(raw(value))
+    return whole.hexdigest()
+
+
+def plain(*folders: Path) -> dict[str, Plain]:
+    """What the library alone makes of directories, by their names."""
+    command = [sys.executable, "-m", "tests.models.plain_weights", *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own interpreter
+    return {Path(folder).name: Plain(**found) for folder, found in json.loads(done.stdout).items()}
+
+
+def _of(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
+    torch.manual_seed(SEED)
+    random = kind(config)
+    module = kind.from_pretrained(folder)
+    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    return {"saved": facts(module), "random": facts(random), "digest": digest(named)}
+
+
+if __name__ == "__main__":
+    json.dump({folder: _of(Path(folder)) for folder in sys.argv[1:]}, sys.stdout)

@@ -1,0 +1,124 @@
+"""Models that load at the same time, while another runs: none changes the numbers of any other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torchvision.models import resnet18
+
+from layertap.models import loaded
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config import Configuration
+from tests.models import plain_weights
+from tests.oracle import seeded
+from tests.service.conftest import Serve
+from tests.service.support import arrays_of, net, npy, raw, rows
+from tests.transformers_nets import TEXT, saved
+
+LLAMAS = ("llama-1", "llama-2", "llama-3")
+PICTURE = InputSpec("x", (3, 32, 32))
+THIRD = np.full((1, 4), 1 / 3, np.float32)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A configuration, and the digests of its models' weights, found without loading them here."""
+
+    configuration: Configuration
+    digests: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
+    folder = tmp_path_factory.mktemp("mixture")
+    for number, name in enumerate(LLAMAS):
+        config = transformers.LlamaConfig(**TEXT, num_key_value_heads=2)
+        seeded(transformers.LlamaModel(config), number).bfloat16().save_pretrained(folder / name)
+    saved("vit", folder / "vit")
+    saved("gpt2", folder / "gpt2")
+    file = folder / "resnet18.safetensors"
+    save_file(seeded(resnet18(weights=None), 4).state_dict(), file)
+    directories = (*LLAMAS, "vit", "gpt2")
+    found = plain_weights.plain(*(folder / name for name in directories))
+    digests = {name: found[name].digest for name in directories}
+    twice = dict.fromkeys(("resnet-1", "resnet-2"), plain_weights.digest(load_file(file)))
+    specs = (
+        *(ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="startup") for name in directories),
+        *(
+            ModelSpec(
+                name, "torchvision:resnet18", str(file), device="cpu", load="startup", inputs=(PICTURE,), preprocess="none"
+            )
+            for name in twice
+        ),
+        net("thirds", "Thirds", load="startup"),
+    )
+    return Mixture(Configuration(specs, "thirds"), digests | twice)
+
+
+@dataclass
+class Asker:
+    """Asks the running model again and again until it is told to stop."""
+
+    url: str
+    answers: int = 0
+    wrong: list[object] = field(default_factory=list)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        sent = raw(npy(rows()), "application/x-npy", model="thirds", layers=".", format="npz")
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            while not self.stop.is_set():
+                response = client.post("/extract", **sent)
+                self.answers += 1
+                if response.status_code != 200 or not np.array_equal(arrays_of(response)["."], THIRD):
+                    self.wrong.append(response.content)
+
+
+@pytest.fixture
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loads do not wait for each other: where one takes long they never did."""
+    monkeypatch.setattr(loaded, "PATIENCE_S", 0.0)
+    return
+
+
+@pytest.mark.usefixtures("_impatient")
+@pytest.mark.parametrize("starts", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_mixture_of_models(serve: Serve, mixture: Mixture, starts: int) -> None:
+    """Every model is ready with the weights of its file, every answer that is given meanwhile is exactly right."""
+    wrong: list[object] = []
+    for _ in range(starts):
+        wrong += _start(serve, mixture)
+    assert wrong == []
+
+
+def _start(serve: Serve, mixture: Mixture) -> list[object]:
+    """What goes wrong in a start."""
+    with serve(mixture.configuration, wait=False, cpu_threads=2) as live:
+        askers = [Asker(live.url) for _ in range(2)]
+        threads = [threading.Thread(target=asker.run) for asker in askers]
+        for thread in threads:
+            thread.start()
+        live.client.get("/models")  # once this is answered all are on their way
+        for resident in list(live.engine.fleet._residents.values()):
+            resident.settled.result(timeout=120)
+        found = {each["name"]: each for each in live.client.get("/models").json()["models"]}
+        for asker, thread in zip(askers, threads, strict=True):
+            asker.stop.set()
+            thread.join()
+    assert all(asker.answers for asker in askers)
+    other = [
+        (name, found[name]["state"], found[name].get("reason"), found[name].get("weights_digest"))
+        for name, digest in mixture.digests.items()
+        if (found[name]["state"], found[name].get("weights_digest")) != ("ready", digest)
+    ]
+    print({"answers": sum(asker.answers for asker in askers), "wrong": [asker.wrong[:2] for asker in askers], "other": other})
+    return [*other, *(answer for asker in askers for answer in asker.wrong)]
