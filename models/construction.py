@@ -65,7 +65,7 @@ class _OwnDtype(TorchFunctionMode):
                 options["dtype"] = _own.dtype
             return func(*args, **options)
         result = func(*args, **options)
-        return result.to(_own.dtype) if _is_promoted(func, args, options, result, usual) else result
+        return _promoted(func, args, options, _own.dtype) if _is_promoted(func, args, options, result, usual) else result
 
 
 class _OwnGenerator(TorchDispatchMode):
@@ -87,7 +87,7 @@ def _has_default(func: Any, args: tuple[Any, ...], options: dict[str, Any], usua
     if any(hasattr(value, "dtype") for value in args):
         return False
     tried: Tensor = func(*args, **options | {"device": "meta"})  # draws nothing and takes no memory
-    return tried.dtype == usual
+    return tried.dtype in (usual, _own.dtype)  # operations that torch has in Python ask for the thread's own
 
 
 def _is_promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], result: object, usual: torch.dtype) -> bool:
@@ -96,6 +96,18 @@ def _is_promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], resu
         return False
     tensors = [value for value in (*args, *options.values()) if isinstance(value, Tensor)]
     return bool(tensors) and not any(value.is_floating_point() or value.is_complex() for value in tensors)
+
+
+def _promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The operation on whole numbers again, as numbers of the dtype: that is how it is done under that default."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) else value
+
+    try:
+        return func(*map(cast, args), **{name: cast(value) for name, value in options.items()})
+    except (RuntimeError, TypeError):  # takes truth values or indices only
+        return func(*args, **options).to(dtype)
 
 
 @functools.cache
