@@ -60,11 +60,14 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     config: Config = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    root_path: Annotated[
+        str | None, typer.Option(help="Prefix that a proxy has this server beneath, like /features.")
+    ] = None,
 ) -> None:
     """Start the server."""
     from layertap.service.settings import LOOPBACK
 
-    settings = _settings(host=host, port=port, config=config, log_level=log_level)
+    settings = _settings(host=host, port=port, config=config, log_level=log_level, root_path=root_path)
     if settings.host not in LOOPBACK and not settings.guarded:
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"

@@ -111,12 +111,15 @@ EXPLAIN = _route(
 )
 
 
-def install(app: FastAPI) -> None:
-    """Give the app a document that has the bodies' schemas."""
+def install(app: FastAPI, root_path: str) -> None:
+    """Give the app a document that has the bodies' schemas, and says beneath what its routes stand."""
+    servers = [{"url": root_path}] if root_path else None
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            schema = get_openapi(
+                title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=servers
+            )
             own: dict[str, Any] = {"Problem": PROBLEM}
             for model in (ExtractBody, ExplainBody):
                 body = model.model_json_schema(ref_template=TEMPLATE)
