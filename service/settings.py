@@ -14,6 +14,10 @@ KIB, MIB = 2**10, 2**20
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")  # never percent-encoded
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
+LIMITS = (  # settings that clients are told, to keep within
+    *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
+    *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
+)
 Keys = Annotated[tuple[str, ...], NoDecode]
 Hosts = Annotated[tuple[str, ...], NoDecode]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]

@@ -17,18 +17,24 @@ from layertap.models.selectors import glob_match
 from layertap.models.spec import InputSpec
 from layertap.models.text import Text
 from layertap.service.engine.engine import Engine
+from layertap.service.errors import DeadlineError
 from layertap.service.http.auth import admin_only
+from layertap.service.http.openapi import MODELS
+from layertap.service.http.timeout import Timeout
+from layertap.service.settings import LIMITS
 
 router = APIRouter(tags=["models"])
 Json = dict[str, Any]
 CHOSEN = {"tf32": True, "memory_format": "channels_last"}  # told where somebody has chosen it
 
 
-@router.get("/models")
+@router.get("/models", openapi_extra=MODELS)
 def listed(request: Request) -> Json:
-    """Every configured model and its state."""
-    fleet = _engine(request).fleet
-    return {"default": fleet.default, "models": [_entry(entry) for entry in fleet.registry]}
+    """Every configured model and its state, and the limits that requests are to keep within."""
+    engine = _engine(request)
+    models = [_entry(entry) for entry in engine.fleet.registry]
+    limits = {name: getattr(engine.settings, name) for name in LIMITS}
+    return {"default": engine.fleet.default, "models": models, "limits": limits}
 
 
 @router.get("/models/{name}")
@@ -47,9 +53,13 @@ async def layers(
 ) -> Response:
     """Every layer in execution order; shapes are those of one row."""
     engine = _engine(request)
-    deadline = time.monotonic() + engine.settings.deadline_s
-    model = await engine.fleet.model(name, deadline)
-    data = await engine.off_loop(lambda: orjson.dumps(_listing(model, match, type, leaf)), deadline)
+    timeout = Timeout.longest(engine.settings)
+    model = await engine.fleet.model(name, timeout.deadline)
+    try:
+        data = await engine.off_loop(lambda: orjson.dumps(_listing(model, match, type, leaf)), timeout.deadline)
+    except DeadlineError as error:
+        timeout.explain(error, otherwise="come again later")
+        raise
     return Response(data, media_type="application/json")
 
 

@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 
 from layertap.models.points import Method
 from layertap.service.schemas import ExplainBody, ExtractBody
+from layertap.service.settings import LIMITS, Settings
 from layertap.service.wire import FORMATS
 
 TEMPLATE = "#/components/schemas/{model}"
@@ -109,6 +110,25 @@ EXPLAIN = _route(
     _parameter("layer", {"type": "string", "description": "for grad_cam: the last one that returns a map without it"}),
     _parameter("discard_ratio", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
 )
+
+
+def _required(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+MODELS_BODY = _required(
+    {
+        "default": {"type": "string"},
+        "models": {"type": "array", "items": {"type": "object"}},
+        "limits": _required(
+            {
+                name: {"type": "integer" if Settings.model_fields[name].annotation is int else "number"}
+                for name in LIMITS
+            }
+        ),
+    }
+)
+MODELS = {"responses": {"200": {"content": {"application/json": {"schema": MODELS_BODY}}}}}
 
 
 def install(app: FastAPI, root_path: str) -> None:

@@ -27,6 +27,23 @@ def test_embedded() -> None:
         assert set(states.values()) == {"available"}
 
 
+def test_limits(limited: Live) -> None:
+    """What clients must keep within is told, as it is configured."""
+    assert limited.client.get("/models").json()["limits"] == {
+        "max_inputs": 4,
+        "max_body_bytes": 2_000_000,
+        "body_timeout_s": 15,
+        "max_pixels": 10_000,
+        "max_resized_pixels": 40_000,
+        "max_json_depth": 16,
+        "max_results": 8,
+        "max_reply_bytes": 400_000,
+        "max_queue_rows": 6,
+        "max_queue_bytes": 2**30,
+        "deadline_s": 30,
+    }
+
+
 def test_shown(live: Live) -> None:
     """A model says what it is, what it takes, where it runs and that no hook is on it."""
     body = live.client.get("/models/digits").json()
@@ -74,6 +91,7 @@ def test_failed(live: Live) -> None:
     assert body["hooks"] == 0
     found = problem(ask(live, model="never"), 503, seconds=True)
     assert body["reason"] in found["detail"]
+    assert "POST /models/never/load" in found["errors"][0]["hint"]  # it does not become well by itself
     problem(live.client.get("/models/never/layers"), 503, seconds=True)
     problem(live.client.post("/models/never/load"), 503, seconds=True)
     assert live.client.get("/readyz").status_code == 200
