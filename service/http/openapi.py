@@ -128,6 +128,12 @@ MODELS_BODY = _required(
         ),
     }
 )
+LAYERS = {
+    "responses": {
+        "200": {"content": {"text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}}}},
+        "406": _problem("No form on offer suits"),
+    }
+}
 MODELS = {"responses": {"200": {"content": {"application/json": {"schema": MODELS_BODY}}}}}
 
 

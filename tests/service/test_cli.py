@@ -81,7 +81,9 @@ def test_layers(command: Command) -> None:
     done = command("layers", "digits")
     assert done.status == 0
     shown = ("digits Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
-    assert [words for words in shown if words not in done.out] == []
+    assert [words for words in shown if words not in " ".join(done.out.split())] == []
+    assert all(len(line) <= 100 for line in done.out.splitlines())
+    assert "\x1b" not in done.out
 
 
 @pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
