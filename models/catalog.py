@@ -156,3 +156,13 @@ class Catalog:
     def near(self, name: str) -> tuple[str, ...]:
         """Up to three names that look like this one."""
         return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_NEAR))
+
+    def near_types(self, kind: str) -> tuple[str, ...]:
+        """Up to three types that look like this one, in capitals or small letters."""
+        types = {each.lower(): each for each in self.types}
+        return tuple(types[each] for each in difflib.get_close_matches(kind[:200].lower(), types, n=MAX_NEAR))
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The class names of all layers, sorted."""
+        return tuple(sorted({layer.type for layer in self.layers.values()}))

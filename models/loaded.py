@@ -323,7 +323,8 @@ class LoadedModel:
 
 def out_of_memory(rows: int) -> OutOfMemoryError:
     """The refusal of so many rows."""
-    return OutOfMemoryError(f"there is no memory for {rows} rows", hint="send fewer or smaller inputs at once")
+    hint = "send fewer or smaller inputs at once" if rows > 1 else "send a smaller input"
+    return OutOfMemoryError(f"there is no memory for {rows} row{'s' if rows > 1 else ''}", hint=hint)
 
 
 def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:

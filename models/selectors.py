@@ -88,6 +88,14 @@ def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     return found, skipped
 
 
+def type_hint(kind: str | None, catalog: Catalog) -> str:
+    """What types there are, those first that look like this one; nothing where a layer has it, or none is asked for."""
+    types = catalog.types
+    if kind is None or kind in types:
+        return ""
+    return " ".join(filter(None, (near(catalog.near_types(kind)), f"types here: {', '.join(types[:20])}")))
+
+
 def glob_match(pattern: str, name: str) -> bool:
     """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
     at, star, resume = 0, -1, 0
@@ -154,9 +162,7 @@ def _no_match(selector: Selector, catalog: Catalog, silent: int) -> UnknownLayer
     what = _what(selector)
     if silent:
         return UnknownLayerError(f"{what} matches {silent} layers, none of which runs in a forward")
-    known = tuple(sorted({layer.type for layer in catalog.layers.values()}))
-    wrong_type = selector.type is not None and selector.type not in known
-    hint = f"types here: {', '.join(known[:20])}" if wrong_type else "GET /models/{model}/layers lists every layer"
+    hint = type_hint(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
     return UnknownLayerError(f"{what} matches no layer", hint=hint)
 
 

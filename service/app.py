@@ -48,7 +48,7 @@ def create_app(
     for router in (extract.router, explain.router, models.router, health.router, metrics.router):
         app.include_router(router)
     errors.install(app)
-    openapi.install(app)
+    openapi.install(app, settings.root_path)
     docs.install(app)
     app.add_middleware(Direct, routes=(*extract.router.routes, *explain.router.routes))
     app.add_middleware(Outermost, settings=settings, metrics=engine.metrics)

@@ -17,13 +17,11 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from rich.tree import Tree
 
 from layertap.models.errors import LayertapError
 from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
-    from layertap.models.catalog import Catalog, Layer
     from layertap.service.engine.engine import Engine
     from layertap.service.features import Features
     from layertap.service.settings import Settings
@@ -60,11 +58,14 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
     config: Config = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    root_path: Annotated[
+        str | None, typer.Option(help="Prefix that a proxy has this server beneath, like /features.")
+    ] = None,
 ) -> None:
     """Start the server."""
     from layertap.service.settings import LOOPBACK
 
-    settings = _settings(host=host, port=port, config=config, log_level=log_level)
+    settings = _settings(host=host, port=port, config=config, log_level=log_level, root_path=root_path)
     if settings.host not in LOOPBACK and not settings.guarded:
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
@@ -107,11 +108,14 @@ def models(config: Config = None) -> None:
 @app.command()
 def layers(model: Annotated[str, typer.Argument(help="Model name.")], config: Config = None) -> None:
     """Show a model's layers as a tree, with the shapes that one row has."""
+    from layertap.models.tree import tree
+
     engine = _engine(config)
     loaded = engine.fleet.registry
     with _waiting(f"loading {model}"):
         found = loaded.load(model)
-    out.print(_tree(model, found.catalog))
+    text = tree(model, found.catalog.layers.values())
+    out.print(text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -211,30 +215,6 @@ async def _extract(
     finally:
         await engine.close()
     return joined(parts)
-
-
-def _tree(model: str, catalog: Catalog) -> Tree:
-    whole = catalog.layers["."]
-    root = Tree(f"[bold]{model}[/] {_described(whole)}", guide_style="dim")
-    branches = {"": root}
-    for layer in catalog.layers.values():
-        if layer.name == ".":
-            continue
-        parent, _, leaf = layer.name.rpartition(".")
-        branch = branches.get(parent, root)
-        branches[layer.name] = branch.add(f"{leaf if parent in branches else layer.name} {_described(layer)}")
-    return root
-
-
-def _described(layer: Layer) -> str:
-    if not layer.calls:
-        return f"[cyan]{layer.type}[/] [dim]never runs[/]"
-    last = layer.calls[-1].output
-    shapes = ", ".join(
-        "×".join(map(str, leaf.shape)) + (f" {leaf.layout}" if leaf.layout else "") for leaf in last.leaves
-    )
-    times = f" [yellow]{len(layer.calls)} calls[/]" if len(layer.calls) > 1 else ""
-    return f"[cyan]{layer.type}[/] {shapes} [dim]{last.cost:.0%}[/]{times}"
 
 
 def _summary(features: Features) -> Table:

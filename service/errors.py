@@ -9,9 +9,10 @@ LayertapError
 ├── UnsupportedMediaError      the body's type is not taken                      415
 ├── RetryLaterError            carries seconds for Retry-After
 │   ├── QueueFullError                                                            429
+│   │   └── QueueTooLongError  the deadline would pass                            429
 │   ├── KeyRateError       a key is over its rate                                 429
-│   └── UnavailableError       model loading or failed, server draining          503
-├── DeadlineError              time ran out                                      504
+│   ├── UnavailableError       model loading or failed, server draining          503
+│   └── DeadlineError          time ran out                                      504
 └── ClientGoneError            nobody is there to be answered                    499
 """
 
@@ -56,6 +57,14 @@ class QueueFullError(RetryLaterError):
     """The queue holds as many rows as it may."""
 
 
+class QueueTooLongError(QueueFullError):
+    """So many rows wait that the deadline would pass; the answer is expected to take ``needed_s`` seconds."""
+
+    def __init__(self, detail: str, *, retry_after: float, needed_s: float) -> None:
+        super().__init__(detail, retry_after=retry_after)
+        self.needed_s = needed_s
+
+
 class KeyRateError(RetryLaterError):
     """A key is used more often than it may be."""
 
@@ -64,8 +73,10 @@ class UnavailableError(RetryLaterError):
     """The model is not ready, or the server is draining."""
 
 
-class DeadlineError(LayertapError):
-    """The request's time ran out before its answer."""
+class DeadlineError(RetryLaterError):
+    """The request's time ran out before its answer; how much it would have needed nobody knows."""
+
+    needed_s = 0.0
 
 
 class ClientGoneError(LayertapError):

@@ -12,7 +12,12 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 KIB, MIB = 2**10, 2**20
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")  # never percent-encoded
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
+LIMITS = (  # settings that clients are told, to keep within
+    *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
+    *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
+)
 Keys = Annotated[tuple[str, ...], NoDecode]
 Hosts = Annotated[tuple[str, ...], NoDecode]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -42,6 +47,7 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535)
     config: Path | None = None
     log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
+    root_path: str = ""
     api_keys_file: Path | None = None
     admin_keys_file: Path | None = None
     api_keys: Keys = Field((), repr=False, validate_default=True)
@@ -84,6 +90,15 @@ class Settings(BaseSettings):
         given = _stripped(value.split(",")) if isinstance(value, str) else value
         file = info.data.get(f"{info.field_name}_file")
         return (*given, *_read(file)) if file is not None and isinstance(given, (tuple, list)) else given
+
+    @field_validator("root_path")
+    @classmethod
+    def _plain(cls, value: str) -> str:
+        """A path that is written in one way only: nobody has to guess what a proxy makes of it."""
+        names = value.split("/")[1:]
+        if value and (value[0] != "/" or any(name in ("", ".", "..") or not PLAIN.issuperset(name) for name in names)):
+            raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
+        return value
 
     @field_validator("key_burst")
     @classmethod

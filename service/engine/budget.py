@@ -35,7 +35,7 @@ class Budget:
             nonlocal taken
             if taken + size > self._limit:
                 detail = f"the request needs {taken + size} bytes, the queue holds {self._limit}"
-                raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer inputs at once")
+                raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
             if self.used + size > self._limit:
                 self._metrics.refused("queue_bytes")
                 detail = f"the queue holds {self.used} bytes of {self._limit}"

@@ -37,4 +37,4 @@ def _end(answer: asyncio.Future[Any]) -> None:
 
 
 def _passed() -> DeadlineError:
-    return DeadlineError("the deadline passed before the answer was there")
+    return DeadlineError("the deadline passed before the answer was there", retry_after=1.0)

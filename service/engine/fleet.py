@@ -18,7 +18,7 @@ from layertap.service.engine.budget import Budget
 from layertap.service.engine.deadline import within
 from layertap.service.engine.resident import Resident
 from layertap.service.engine.scheduler import Scheduler, lost
-from layertap.service.errors import DeadlineError, QueueFullError, UnavailableError
+from layertap.service.errors import DeadlineError, QueueFullError, QueueTooLongError, UnavailableError
 from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
 
@@ -100,6 +100,7 @@ class Fleet:
             return resident.loaded.result()
         detail, hint = (error.detail, error.hint) if isinstance(error, LayertapError) else (type(error).__name__, "")
         detail = f"model {entry.spec.name} could not be loaded: {detail}"
+        hint = "; ".join(filter(None, (hint, f"POST /models/{entry.spec.name}/load tries again")))
         raise UnavailableError(detail, hint=hint, retry_after=FAILED_RETRY_S)
 
     async def load(self, name: str, deadline: float) -> LoadedModel:
@@ -152,6 +153,11 @@ class Fleet:
             resident.rows -= held
             resident.left()
 
+    def wait(self, name: str | None) -> float:
+        """Seconds until a model (None: the default) has answered all that is here now, or let it go by its deadline."""
+        resident = self._residents.get(self.default if name is None else name)
+        return min(self._wait(resident, resident.rows), self._settings.deadline_s) if resident else 0.0
+
     def snapshot(self) -> Snapshot:
         """What is so at this moment, for the metrics; called by any thread."""
         entries, residents = list(self.registry), dict(self._residents)
@@ -177,19 +183,21 @@ class Fleet:
     def _check_place(self, resident: Resident, rows: int, held: int, deadline: float) -> None:
         limit, others = self._settings.max_queue_rows, resident.rows - held
         if rows > limit:
-            raise TooLargeError(f"{rows} inputs are more than the queue holds, {limit}", hint="send fewer at once")
+            detail = f"{rows} inputs are more than the queue holds, {limit}"
+            raise TooLargeError(detail, hint=f"send at most {limit} at once")
         wait = self._wait(resident, others)
         if others + rows > limit:
             self._metrics.refused("queue_rows")
-            detail = f"the queue holds {others} rows of {limit}"
-            raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(wait), 1))
-        left = deadline - time.monotonic()
-        if others and MARGIN * (wait + rows * resident.pace) > left:
+            detail, room = f"the queue holds {others} rows of {limit}", limit - others
+            fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
+            raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=max(math.ceil(wait), 1))
+        needed = MARGIN * (wait + rows * resident.pace)
+        if others and needed > deadline - time.monotonic():
             self._metrics.refused("deadline")
-            raise QueueFullError(
+            raise QueueTooLongError(
                 f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
-                hint="come again later, or allow more time by X-Request-Timeout",
                 retry_after=max(math.ceil(wait), 1),
+                needed_s=needed,
             )
 
     def _wait(self, resident: Resident, rows: int) -> float:
@@ -239,7 +247,11 @@ class Fleet:
         while sum(not resident.failed for resident in self._residents.values()) >= self._settings.max_loaded_models:
             idle = [name for name, resident in self._residents.items() if self._may_go(name, resident)]
             if not idle:
-                raise UnavailableError("as many models are loaded as may be", retry_after=LOADING_RETRY_S)
+                raise UnavailableError(
+                    f"{self._settings.max_loaded_models} models are loaded and in use, as many as may be",
+                    hint="come again later, or use a model that GET /models calls ready",
+                    retry_after=LOADING_RETRY_S,
+                )
             oldest = min(idle, key=lambda name: self._residents[name].last_used)
             del self._residents[oldest]
             self.scheduler.leave(oldest)

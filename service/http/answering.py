@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +12,12 @@ from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.plan import Plan
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.job import Ask, Timings
+from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.features import Features
 from layertap.service.http import body as body_
 from layertap.service.http.command import Command, Dialect, Query, Sent, read
 from layertap.service.http.connection import while_connected
+from layertap.service.http.timeout import Timeout
 from layertap.service.schemas import RequestBody
 from layertap.service.settings import Settings
 from layertap.service.wire import FORMATS, Encoding, Format, predicted_bytes
@@ -30,11 +31,11 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request's head says about its answer; ``deadline`` is on the monotonic clock."""
+    """What a request's head says about its answer."""
 
     format: Format
     dry: bool
-    deadline: float
+    timeout: Timeout
     timings: Timings
     reserve: Callable[[int], None]
 
@@ -60,14 +61,25 @@ async def answered(request: Request, dialect: Dialect, cook: Cook) -> Response:
     query = Query.of(request.scope["query_string"])
     format = choose(request.headers.get("accept"), query.one("format"), FORMATS)  # noqa: A001
     dry = _flag(query, "dry_run")
-    deadline = time.monotonic() + _seconds(request, engine.settings)
+    timeout = Timeout.of(request.headers, engine.settings)
     reserve = state["until_sent"].enter_context(engine.fleet.budget.held())
     data = await body_.read(request, engine.settings, reserve)
     sent = Sent(request.headers, query, data, engine.settings, dialect)
-    wish = Wish(format, dry, deadline, timings, reserve)
+    wish = Wish(format, dry, timeout, timings, reserve)
 
     async def work() -> Response:
-        return await cook(await _order(engine, sent, wish))
+        model = None
+        try:
+            order = await _order(engine, sent, wish)
+            model = order.ask.model
+            return await cook(order)
+        except QueueTooLongError as error:
+            timeout.explain(error)
+            raise
+        except DeadlineError as error:
+            timeout.explain(error)
+            error.retry_after = engine.fleet.wait(model)
+            raise
 
     return await while_connected(request, work())
 
@@ -79,7 +91,7 @@ async def encoded(engine: Engine, features: Features, order: Order) -> Response:
         if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS:
             data = encode()
         else:
-            data = await engine.off_loop(encode, order.wish.deadline)
+            data = await engine.off_loop(encode, order.wish.timeout.deadline)
     headers = {"X-Layertap-Fingerprint": features.fingerprint, **(VERIFIED if features.verified else {})}
     return Response(data, media_type=order.wish.format.media_type, headers=headers)
 
@@ -89,7 +101,7 @@ async def _order(engine: Engine, sent: Sent, wish: Wish) -> Order:
         if _is_short(sent):
             command, ask = _read(sent, wish)
         else:
-            command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.deadline)
+            command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.timeout.deadline)
     if ask.faults and not ask.items:
         raise RequestError(ask.faults[0].detail, hint=ask.faults[0].hint, faults=ask.faults)
     if not ask.items and not wish.dry:
@@ -104,7 +116,7 @@ def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
         model=body.model,
         items=command.items,
         selectors=wanted.selectors,
-        deadline=wish.deadline,
+        deadline=wish.timeout.deadline,
         interventions=wanted.interventions,
         objective=wanted.objective,
         resume=wanted.resume,
@@ -139,7 +151,7 @@ class Size:
         if size > self._limit:
             raise TooLargeError(
                 f"the reply would have about {size} bytes, the limit is {self._limit}",
-                hint="pool the layers, ask for fewer, or send fewer inputs at once",
+                hint="pool the layers, or ask for fewer" + (", or send fewer inputs at once" if rows > 1 else ""),
             )
 
 
@@ -149,17 +161,3 @@ def _flag(query: Query, name: str) -> bool:
     if found is None:
         raise RequestError(f"'{name}' is true or false")
     return found
-
-
-def _seconds(request: Request, settings: Settings) -> float:
-    """How long the answer may take: the caller's wish, at most the server's own limit."""
-    text = request.headers.get("x-request-timeout")
-    if text is None:
-        return settings.deadline_s
-    try:
-        seconds = float(text[:32])
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise RequestError("X-Request-Timeout is a number of seconds above 0")
-    return min(seconds, settings.deadline_s)

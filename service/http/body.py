@@ -63,7 +63,7 @@ def parts(headers: Headers, body: bytes, settings: Settings) -> list[Part]:
         found = asyncio.run(_parsed(parser))
     except MultiPartException as error:
         if error.message.startswith("Too many"):
-            raise TooLargeError(f"a multipart body has at most {most} parts") from None
+            raise _too_many(settings.max_inputs) from None
         raise _broken() from None
     except (KeyError, ValueError):
         raise _broken() from None
@@ -93,6 +93,12 @@ async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
 
 def _broken() -> BadRequestError:
     return BadRequestError("the multipart body is broken", hint="let the client library write it, boundary included")
+
+
+def _too_many(limit: int) -> TooLargeError:
+    return TooLargeError(
+        f"a multipart body has at most {limit} pictures beside its part 'request'", hint="send them in several requests"
+    )
 
 
 def _too_large(figure: str, limit: int) -> TooLargeError:

@@ -69,6 +69,12 @@ class Query:
             raise RequestError(f"the query parameter '{key}' is given {len(given)} times", hint="give it once")
         return given[0] if given else None
 
+    def check(self, allowed: frozenset[str]) -> None:
+        """RequestError where a parameter is none of these, or given several times."""
+        _only(self.parameters, allowed, "")
+        for key in allowed:
+            self.one(key)
+
 
 @lru_cache(maxsize=KEPT)
 def _kept_query(text: bytes) -> Query:

@@ -32,9 +32,12 @@ async def readyz(request: Request) -> dict[str, str]:
 
 
 @router.get("/", include_in_schema=False)
-async def root() -> RedirectResponse:
+async def root(request: Request) -> RedirectResponse:
     """The documentation, until there is a page to look at."""
-    return RedirectResponse("docs")
+    engine: Engine = request.app.state.engine
+    prefix = engine.settings.root_path
+    # Relative where no prefix is known: whatever path a proxy has put before it.
+    return RedirectResponse(f"{prefix}/docs" if prefix else "docs")
 
 
 def _dead() -> UnavailableError:

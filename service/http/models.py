@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Query as Parameter
 
 from layertap.models.catalog import Catalog, Layer, Leaf
+from layertap.models.errors import UnknownLayerError, quoted
 from layertap.models.loaded import LoadedModel
 from layertap.models.points import path_text
 from layertap.models.registry import Entry
-from layertap.models.selectors import glob_match
+from layertap.models.selectors import glob_match, type_hint
 from layertap.models.spec import InputSpec
 from layertap.models.text import Text
+from layertap.models.tree import tree
 from layertap.service.engine.engine import Engine
+from layertap.service.errors import DeadlineError
 from layertap.service.http.auth import admin_only
+from layertap.service.http.command import Query
+from layertap.service.http.openapi import LAYERS, MODELS
+from layertap.service.http.timeout import Timeout
+from layertap.service.settings import LIMITS
+from layertap.service.wire.negotiate import choose
 
 router = APIRouter(tags=["models"])
 Json = dict[str, Any]
 CHOSEN = {"tf32": True, "memory_format": "channels_last"}  # told where somebody has chosen it
+FILTERS = frozenset({"match", "type", "leaf"})
 
 
-@router.get("/models")
+@dataclass(frozen=True)
+class Form:
+    """One way to list layers: its media type, and layers of a model to bytes."""
+
+    media_type: str
+    encode: Callable[[LoadedModel, list[Layer]], bytes]
+
+
+@router.get("/models", openapi_extra=MODELS)
 def listed(request: Request) -> Json:
-    """Every configured model and its state."""
-    fleet = _engine(request).fleet
-    return {"default": fleet.default, "models": [_entry(entry) for entry in fleet.registry]}
+    """Every configured model and its state, and the limits that requests are to keep within."""
+    engine = _engine(request)
+    models = [_entry(entry) for entry in engine.fleet.registry]
+    limits = {name: getattr(engine.settings, name) for name in LIMITS}
+    return {"default": engine.fleet.default, "models": models, "limits": limits}
 
 
 @router.get("/models/{name}")
@@ -37,20 +58,28 @@ def shown(request: Request, name: str) -> Json:
     return _entry(_engine(request).fleet.registry.entry(name))
 
 
-@router.get("/models/{name}/layers")
+@router.get("/models/{name}/layers", openapi_extra=LAYERS)
 async def layers(
     request: Request,
     name: str,
-    match: Annotated[str | None, Query(max_length=512)] = None,
-    type: Annotated[str | None, Query(max_length=128)] = None,  # noqa: A002
+    match: Annotated[str | None, Parameter(max_length=512)] = None,
+    type: Annotated[str | None, Parameter(max_length=128)] = None,  # noqa: A002
     leaf: bool | None = None,
 ) -> Response:
     """Every layer in execution order; shapes are those of one row."""
     engine = _engine(request)
-    deadline = time.monotonic() + engine.settings.deadline_s
-    model = await engine.fleet.model(name, deadline)
-    data = await engine.off_loop(lambda: orjson.dumps(_listing(model, match, type, leaf)), deadline)
-    return Response(data, media_type="application/json")
+    form = choose(request.headers.get("accept"), None, FORMS)
+    Query.of(request.scope["query_string"]).check(FILTERS)
+    timeout = Timeout.longest(engine.settings)
+    model = await engine.fleet.model(name, timeout.deadline)
+    try:
+        data = await engine.off_loop(
+            lambda: form.encode(model, _chosen(model.catalog, match, type, leaf)), timeout.deadline
+        )
+    except DeadlineError as error:
+        timeout.explain(error, otherwise="come again later")
+        raise
+    return Response(data, media_type=form.media_type)
 
 
 @router.post("/models/{name}/load", dependencies=[Depends(admin_only)])
@@ -74,15 +103,30 @@ def _engine(request: Request) -> Engine:
     return engine
 
 
-def _listing(model: LoadedModel, match: str | None, kind: str | None, leaf: bool | None) -> Json:
-    wanted = [
+def _chosen(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
+    """The layers that all filters leave; UnknownLayerError for a type that none has."""
+    if hint := type_hint(kind, catalog):
+        raise UnknownLayerError(f"no layer of this model has type {quoted(kind or '')}", hint=hint)
+    return [
         layer
-        for layer in model.catalog.layers.values()
+        for layer in catalog.layers.values()
         if (match is None or glob_match(match, layer.name))
         and kind in (None, layer.type)
         and leaf in (None, layer.is_leaf)
     ]
-    return {"model": model.spec.name, "layers": [_layer(layer) for layer in wanted], **_facts(model.catalog)}
+
+
+def _as_json(model: LoadedModel, chosen: list[Layer]) -> bytes:
+    return orjson.dumps(
+        {"model": model.spec.name, "layers": [_layer(layer) for layer in chosen], **_facts(model.catalog)}
+    )
+
+
+def _as_text(model: LoadedModel, chosen: list[Layer]) -> bytes:
+    return tree(model.spec.name, chosen).encode()
+
+
+FORMS = {"json": Form("application/json", _as_json), "text": Form("text/plain", _as_text)}
 
 
 def _entry(entry: Entry) -> Json:

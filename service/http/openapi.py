@@ -9,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 
 from layertap.models.points import Method
 from layertap.service.schemas import ExplainBody, ExtractBody
+from layertap.service.settings import LIMITS, Settings
 from layertap.service.wire import FORMATS
 
 TEMPLATE = "#/components/schemas/{model}"
@@ -111,12 +112,40 @@ EXPLAIN = _route(
 )
 
 
-def install(app: FastAPI) -> None:
-    """Give the app a document that has the bodies' schemas."""
+def _required(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+MODELS_BODY = _required(
+    {
+        "default": {"type": "string"},
+        "models": {"type": "array", "items": {"type": "object"}},
+        "limits": _required(
+            {
+                name: {"type": "integer" if Settings.model_fields[name].annotation is int else "number"}
+                for name in LIMITS
+            }
+        ),
+    }
+)
+LAYERS = {
+    "responses": {
+        "200": {"content": {"text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}}}},
+        "406": _problem("No form on offer suits"),
+    }
+}
+MODELS = {"responses": {"200": {"content": {"application/json": {"schema": MODELS_BODY}}}}}
+
+
+def install(app: FastAPI, root_path: str) -> None:
+    """Give the app a document that has the bodies' schemas, and says beneath what its routes stand."""
+    servers = [{"url": root_path}] if root_path else None
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+            schema = get_openapi(
+                title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=servers
+            )
             own: dict[str, Any] = {"Problem": PROBLEM}
             for model in (ExtractBody, ExplainBody):
                 body = model.model_json_schema(ref_template=TEMPLATE)

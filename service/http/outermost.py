@@ -34,6 +34,7 @@ class Outermost:
 
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
+        self.root_path = settings.root_path
         self.keys = Keyring(settings)
         self.metrics = metrics
 
@@ -43,6 +44,7 @@ class Outermost:
             await self.app(scope, receive, send)
             return
         begun = time.perf_counter()
+        scope = _beneath(self.root_path, scope)
         headers = Headers(scope=scope)
         state = scope["state"] = {
             **scope.get("state", {}),
@@ -72,7 +74,7 @@ class Outermost:
                 await send({**message, "more_body": True})
                 message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
             await send(message)
-            sent += size if asked is scope else 0
+            sent += size if scope["method"] != "HEAD" else 0
 
         try:
             state["admin"] = self.keys.authorize(scope["path"], headers)
@@ -96,6 +98,15 @@ class Outermost:
             let_go(error)
             if silent():
                 await bug(request_id)(scope, receive, send)
+
+
+def _beneath(root_path: str, scope: Scope) -> Scope:
+    """A request as if the server stood at the root: with the prefix taken off, once, where the proxy has left it on.
+
+    Keys and routes are looked up after this alone, so that they never mean different paths.
+    """
+    tail = scope["path"].removeprefix(root_path)
+    return {**scope, "path": tail or "/"} if len(tail) < len(scope["path"]) and tail[:1] in ("", "/") else scope
 
 
 def _dress(message: Message, state: dict[str, Any], begun: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from layertap.models.errors import quoted
 from layertap.service.errors import NotAcceptableError
@@ -25,7 +25,18 @@ class Format:
     encode: Callable[[Features, Encoding], bytes]
 
 
-def choose(accept: str | None, format: str | None, formats: Mapping[str, Format]) -> Format:  # noqa: A002
+class Offer(Protocol):
+    """Something that can be replied with."""
+
+    @property
+    def media_type(self) -> str:
+        """What it is called in ``Accept``."""
+
+
+T = TypeVar("T", bound=Offer)
+
+
+def choose(accept: str | None, format: str | None, formats: Mapping[str, T]) -> T:  # noqa: A002
     """The format to reply in; the table's first where the request does not say.
 
     Of media types that are equally welcome, the one that was named more exactly wins, then the table's order.

@@ -21,7 +21,7 @@ PROTECTED = (
     *(("POST", "/models/lazy/load"), ("POST", "/models/lazy/unload"), ("GET", "/docs"), ("GET", "/openapi.json")),
     *(("GET", "/"), ("GET", "/nowhere"), ("POST", "//extract"), ("POST", "/extract/"), ("GET", "/livez/")),
     *(("GET", "//livez"), ("GET", "/LIVEZ"), ("GET", "/livez/../models"), ("GET", "/readyz%2f..%2fmodels")),
-    *(("GET", "/%6codels"), ("OPTIONS", "/extract"), ("HEAD", "/models")),
+    *(("GET", "/%6codels"), ("OPTIONS", "/extract"), ("HEAD", "/models"), ("GET", "/docs/swagger-ui.css")),
 )
 
 

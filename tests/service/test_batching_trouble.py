@@ -20,6 +20,7 @@ from tests.service.nets_batch import LIMIT, SLOW_S, Hungry, Moody, Residual
 from tests.service.pile import (
     BEFORE,
     HELD,
+    LONG_S,
     Ledger,
     Pile,
     answered,
@@ -35,7 +36,7 @@ from tests.service.pile import (
     some,
     wish,
 )
-from tests.service.support import Array, Json, arrays_of, configured, problem
+from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
 
 SIDE, LARGE = 64, 1024
 RIGHT = {"rtol": 1e-5, "atol": 1e-6}
@@ -247,7 +248,7 @@ def test_who_leaves_and_who_is_late(troubled: Live) -> None:
             until(lambda: queued(troubled, "tower") == 7)
         until(lambda: queued(troubled, "tower") < 7 and waiting(troubled, "tower") <= HELD + 3)
         last = pile.put(wish(some(3, 2), "tower", "tail"), 3)
-        problem(expired.result(), 504)
+        problem(expired.result(), 504, seconds=True)
         until(lambda: queued(troubled, "tower") == 4)
         stack.pop_all().close()
     right(troubled, "tower", "tail", some(1), first)
@@ -307,7 +308,7 @@ def test_too_many_rows(serve: Serve) -> None:
 
 def hasty(request: Json, seconds: float) -> Json:
     """A request that waits for so long and no longer."""
-    return {**request, "headers": {**request["headers"], "x-request-timeout": str(seconds)}}
+    return {**request, "headers": {**request.get("headers", {}), "x-request-timeout": str(seconds)}}
 
 
 def test_too_little_time(serve: Serve) -> None:
@@ -319,8 +320,15 @@ def test_too_little_time(serve: Serve) -> None:
         with piled(live, "slow") as pile:
             waits = pile.put(wish(some(100), "slow", "linear", isolated="true"), 100)
             need = 100 * SLOW_S
-            whens = [retry(post(live, hasty(wish(some(1), "slow", "linear"), need * part))) for part in (0.2, 0.9)]
-            assert whens[0] >= need
+            for part in (0.2, 0.9):
+                refused = post(live, hasty(wish(some(1), "slow", "linear"), need * part))
+                assert retry(refused) >= need
+                (fault,) = refused.json()["errors"]
+                assert f"X-Request-Timeout of {need * part:g} s" in fault["detail"]
+                assert f"more time by X-Request-Timeout, at most {LONG_S:g} s" in fault["hint"]
+            late = post(live, hasty(wish(some(1), "slow", "linear"), need * 1.6))
+            problem(late, 504, seconds=True)
+            assert int(late.headers["retry-after"]) >= need  # by what waits still
         assert waits.result().status_code == 200
         rows = 48 + 100
         ledger.check(
@@ -328,11 +336,31 @@ def test_too_little_time(serve: Serve) -> None:
             batch_of("single", 48, 12, times=12),
             batch_of("isolated", 100, 4, times=4),
             answered(rows),
-            {"refused:deadline": 2.0},
+            {"refused:deadline": 2.0, "expired": 1.0},
         )
         idle(live)
         # Nobody waits: though it can't be done, it is tried.
-        problem(post(live, hasty(wish(some(64), "slow", "linear"), 0.3)), 504)
+        problem(post(live, hasty(wish(some(64), "slow", "linear"), 0.3)), 504, seconds=True)
+
+
+def test_too_little_time_of_the_servers_own(serve: Serve) -> None:
+    """Where no time that the caller may allow would do, the hint is to come later, or with less."""
+    limit = 150 * SLOW_S
+    with serving_nets(serve, "slow", deadline_s=limit) as live:
+        for seed in range(12):
+            assert post(live, wish(some(4, seed), "slow", "linear")).status_code == 200
+        with piled(live, "slow") as pile:
+            waits = pile.put(wish(some(90), "slow", "linear", isolated="true"), 90)
+            plain = {"json": {"model": "slow", "layers": ["linear"], "inputs": [tensor(row) for row in some(60)]}}
+            replies = {request: post(live, sent) for request, sent in (("", plain), ("own", hasty(plain, limit / 2)))}
+        for request, reply in replies.items():
+            retry(reply)
+            (fault,) = reply.json()["errors"]
+            said = f"X-Request-Timeout of {limit / 2:g} s" if request else f"this server's limit of {limit:g} s"
+            assert said in fault["detail"]
+            assert fault["hint"] == "come again later, or send fewer inputs at once"
+        assert waits.result().status_code == 200
+        idle(live)
 
 
 def test_too_many_bytes(serve: Serve) -> None:

@@ -81,7 +81,9 @@ def test_layers(command: Command) -> None:
     done = command("layers", "digits")
     assert done.status == 0
     shown = ("digits Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
-    assert [words for words in shown if words not in done.out] == []
+    assert [words for words in shown if words not in " ".join(done.out.split())] == []
+    assert all(len(line) <= 100 for line in done.out.splitlines())
+    assert "\x1b" not in done.out
 
 
 @pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
@@ -164,7 +166,9 @@ def test_unknown_model(command: Command) -> None:
         ({"LAYERTAP_PORT": "http"}, (), "LAYERTAP_PORT"),
         ({"LAYERTAP_MAX_PIXELS": "-1"}, (), "LAYERTAP_MAX_PIXELS"),
         ({"LAYERTAP_LOG_LEVEL": "loud"}, (), "LAYERTAP_LOG_LEVEL"),
+        ({"LAYERTAP_ROOT_PATH": "features"}, (), "LAYERTAP_ROOT_PATH"),
         ({}, ("--port", "99999"), "LAYERTAP_PORT"),
+        ({}, ("--root-path", "/features/"), "'/features'"),
         ({}, ("--log-level", "loud"), "'info'"),
         ({}, ("--config", "nowhere.yaml"), "can't read nowhere.yaml"),
         ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "can't read nowhere.yaml"),

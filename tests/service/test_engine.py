@@ -69,7 +69,7 @@ def test_cancelled_while_it_sends(live: Live, control: Control) -> None:
 def test_late(live: Live, control: Control) -> None:
     """A job whose deadline passes while it waits is answered then, and never runs."""
     with blocked(live) as module:
-        problem(ask(live, 3, timeout="0.2"), 504)
+        problem(ask(live, 3, timeout="0.2"), 504, seconds=True)
         assert waiting(live) == 1
         control.check()
     assert ask(live, 2).status_code == 200
@@ -80,7 +80,7 @@ def test_late_while_it_runs(live: Live) -> None:
     """A job whose deadline passes while it runs is answered then; the next one waits for the model and is served."""
     module = gated(live)
     module.gate.clear()
-    problem(ask(live, timeout="0.2"), 504)
+    problem(ask(live, timeout="0.2"), 504, seconds=True)
     module.gate.set()
     assert ask(live).status_code == 200
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
-from hashlib import sha256
-from html.parser import HTMLParser
-
 import httpx
 import numpy as np
 import pytest
@@ -75,43 +71,3 @@ def guarded(reply: httpx.Response) -> None:
     assert "frame-ancestors 'none'" in reply.headers["content-security-policy"]
     assert not [field for field in reply.headers if field.startswith("access-control-")]
     assert "server" not in reply.headers
-
-
-class Page(HTMLParser):
-    """The scripts and addresses of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.inline: list[str] = []
-        self.addresses: list[tuple[str, str]] = []
-        self._script = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._script = tag == "script"
-        assert not [name for name, _ in attrs if name.startswith("on") or name == "style"]
-        self.addresses += [(tag, value) for name, value in attrs if name in ("src", "href") and value]
-
-    def handle_data(self, data: str) -> None:
-        if self._script and data.strip():
-            self.inline.append(data)
-        self._script = False
-
-
-def test_page(live: Live) -> None:
-    """The page may run the script that stands in it and Swagger UI's, may ask this server only, and nothing else."""
-    reply = live.client.get("/docs")
-    page = Page(reply.text)
-    policies = [each.strip() for each in ", ".join(reply.headers.get_list("content-security-policy")).split(",")]
-    (policy,) = [each for each in policies if each.startswith("default-src 'none'")]
-    allowed = {words[0]: set(words[1:]) for words in (each.split() for each in policy.split(";"))}
-    digests = {f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'" for script in page.inline}
-    scripts = {each for tag, each in page.addresses if tag == "script"}
-    styles = {each for _, each in page.addresses if each.endswith(".css")}
-    assert min(map(len, (digests, scripts, styles))) == 1
-    assert allowed["script-src"] == digests | scripts
-    assert allowed["style-src"] == {*styles, "'unsafe-inline'"}
-    assert allowed["connect-src"] == {"'self'"}
-    assert "openapi.json" in page.inline[0]
-    assert live.client.get(httpx.URL(str(reply.url)).join("openapi.json")).status_code == 200
-    assert live.client.get("/redoc").status_code == 404

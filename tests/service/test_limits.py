@@ -26,9 +26,10 @@ def test_queue_full(limited: Live, limited_control: Control) -> None:
             until(lambda: waiting(limited) == 5)
             found = problem(ask(limited, 2), 429, seconds=True)
             assert "5 rows of 6" in found["detail"]
+            assert "at most 1 input" in found["errors"][0]["hint"]
             fits = pool.submit(ask, limited, 1)
             until(lambda: waiting(limited) == 6)
-            problem(ask(limited, 1), 429, seconds=True)
+            assert problem(ask(limited, 1), 429, seconds=True)["errors"][0]["hint"] == "come again later"
             limited_control.check()  # another model's queue is its own
         assert [reply.result().status_code for reply in (waits, fits)] == [200, 200]
     assert sum(module.forwards) == 5
@@ -59,17 +60,39 @@ def test_servers_own_deadline(serve: Serve) -> None:
     with serve(configured(net("gated", "Gated")), deadline_s=0.3) as live:
         module = gated(live)
         module.gate.clear()
-        problem(ask(live), 504)
-        problem(ask(live, timeout="1e9"), 504)
+        for timeout in (None, "0.3", "1e9"):
+            reply = ask(live, timeout=timeout)
+            found = problem(reply, 504, seconds=True)
+            assert "this server's limit of 0.3 s" in found["detail"]
+            assert reply.headers["retry-after"] == "1"  # by then whatever waits now is answered
+            assert "X-Request-Timeout" not in found["errors"][0]["hint"]  # more of it would help nobody
         module.gate.set()
         until(lambda: ask(live).status_code == 200)
 
 
+def test_callers_own_deadline(live: Live) -> None:
+    """Where the caller allowed less time than the server does, it hears of that, and how much it may allow."""
+    module = gated(live)
+    module.gate.clear()
+    found = problem(ask(live, timeout="0.2"), 504, seconds=True)
+    module.gate.set()
+    assert "X-Request-Timeout of 0.2 s" in found["detail"]
+    assert "more time by X-Request-Timeout, at most 30 s" in found["errors"][0]["hint"]
+
+
+def test_deadline_of_a_listing(serve: Serve) -> None:
+    """So it is where layers are listed: only the server limits that."""
+    with serve(configured(net("gated", "Gated")), deadline_s=1e-4) as live:
+        found = problem(live.client.get("/models/gated/layers"), 504, seconds=True)
+    assert "this server's limit of 0.0001 s" in found["detail"]
+    assert "X-Request-Timeout" not in found["errors"][0]["hint"]
+
+
 def test_deadline_before_anything(live: Live, control: Control) -> None:
     """A deadline too short for anything is answered as any other."""
-    problem(ask(live, timeout="1e-9"), 504)
+    problem(ask(live, timeout="1e-9"), 504, seconds=True)
     request = control.request | {"headers": {"x-request-timeout": "0.000001"}}
-    problem(live.client.post("/extract", **request), 504)
+    problem(live.client.post("/extract", **request), 504, seconds=True)
     control.check()
 
 

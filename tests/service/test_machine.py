@@ -101,7 +101,7 @@ def test_a_clock_that_jumps(tmp_path: Path, compiler: str) -> None:
             assert reply.status_code == 200
         many = raw(npy(rows(64)), "application/x-npy", layers="linear", model="unhurried")
         many["headers"] |= {"x-request-timeout": LATE_S}
-        problem(httpx.post(f"{server.url}/extract", timeout=60, **many), 504)
+        problem(httpx.post(f"{server.url}/extract", timeout=60, **many), 504, seconds=True)
         until(lambda: not any(server.hooks().values()))
         assert server.end() == 0
 

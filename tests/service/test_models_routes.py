@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from layertap.models.weights import digest
 from layertap.service.config import Configuration
 from tests.server import Live, serving
 from tests.service.busy import ask
-from tests.service.support import Json, problem
+from tests.service.support import Json, image, picture, problem
 
 
 def test_embedded() -> None:
@@ -25,6 +26,23 @@ def test_embedded() -> None:
         assert states.pop("digits") == "ready"
         assert {"resnet50", "vit_b_16", "convnext_tiny"} <= set(states)
         assert set(states.values()) == {"available"}
+
+
+def test_limits(limited: Live) -> None:
+    """What clients must keep within is told, as it is configured."""
+    assert limited.client.get("/models").json()["limits"] == {
+        "max_inputs": 4,
+        "max_body_bytes": 2_000_000,
+        "body_timeout_s": 15,
+        "max_pixels": 10_000,
+        "max_resized_pixels": 40_000,
+        "max_json_depth": 16,
+        "max_results": 8,
+        "max_reply_bytes": 400_000,
+        "max_queue_rows": 6,
+        "max_queue_bytes": 2**30,
+        "deadline_s": 30,
+    }
 
 
 def test_shown(live: Live) -> None:
@@ -74,6 +92,7 @@ def test_failed(live: Live) -> None:
     assert body["hooks"] == 0
     found = problem(ask(live, model="never"), 503, seconds=True)
     assert body["reason"] in found["detail"]
+    assert "POST /models/never/load" in found["errors"][0]["hint"]  # it does not become well by itself
     problem(live.client.get("/models/never/layers"), 503, seconds=True)
     problem(live.client.post("/models/never/load"), 503, seconds=True)
     assert live.client.get("/readyz").status_code == 200
@@ -134,9 +153,98 @@ def test_layers_of_structured_outputs(live: Live) -> None:
         ({"match": "block1*", "leaf": "true"}, ["block1.0", "block1.1", "block1.2"]),
         ({"match": "."}, ["."]),
         ({"match": "nothing"}, []),
+        ({"match": "head", "type": "ReLU"}, []),
         ({"match": ".*[0-9]("}, []),
     ],
 )
 def test_filters(live: Live, query: Json, names: list[str]) -> None:
     """Layers can be chosen by glob, by class, and by whether they have parts."""
     assert [layer["name"] for layer in layers(live, **query)] == names
+
+
+TREE = re.compile(r"[├│└─ ]*(?P<name>\S+)  +(?P<type>\S+)  +(?P<output>\S+( \S+)?)  +(?P<parameters>[0-9,]+)  .*")
+
+
+def text_of(live: Live, **query: Any) -> list[str]:
+    """The lines of the text form."""
+    reply = live.client.get("/models/digits/layers", params=query, headers={"accept": "text/plain"})
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    assert reply.text.endswith("\n")
+    return reply.text.splitlines()
+
+
+def test_text(live: Live) -> None:
+    """For terminals there is a line for each layer, with its class, shape and parameters, no wider than they are."""
+    head, *lines = text_of(live)
+    assert head.split() == ["layer", "type", "output", "parameters", "cost"]
+    found = [TREE.fullmatch(line) for line in lines]
+    expected = layers(live)
+    assert len(found) == len(expected)
+    for line, layer in zip(found, expected, strict=True):
+        assert line is not None
+        assert layer["name"] in (".", line["name"]) or layer["name"].endswith(f".{line['name']}")
+        assert line["type"] == layer["type"]
+        assert line["output"].split()[0] == "×".join(map(str, layer["outputs"][0]["shape"]))
+        assert int(line["parameters"].replace(",", "")) == layer["parameters"]
+    assert len({line.index(layer["type"]) for line, layer in zip(lines, expected, strict=True)}) == 1
+    assert all(len(line) <= 100 and line.isprintable() for line in lines)
+
+
+def test_text_of_some(live: Live) -> None:
+    """Filters hold for it too."""
+    _, _, *lines = text_of(live, type="Conv2d", match="block3*")
+    assert [line.split()[1] for line in lines] == ["block3.conv1", "block3.conv2", "block3.downsample"]
+
+
+@pytest.mark.parametrize(
+    ("accept", "media_type"),
+    [
+        *((None, "application/json"), ("*/*", "application/json"), ("text/*", "text/plain")),
+        ("application/json, text/plain, */*", "application/json"),
+        ("text/html, application/xml;q=0.9, */*;q=0.8", "application/json"),
+        ("text/plain;q=0.5, application/json;q=0.4", "text/plain"),
+    ],
+)
+def test_form_of_a_listing(live: Live, accept: str | None, media_type: str) -> None:
+    """JSON is what whoever takes anything gets; what is asked for is chosen as elsewhere."""
+    headers = {"accept": accept} if accept is not None else {}
+    request = live.client.build_request("GET", "/models/digits/layers?match=head", headers=headers)
+    if accept is None:
+        del request.headers["accept"]
+    assert live.client.send(request).headers["content-type"].startswith(media_type)
+
+
+def test_no_such_form(live: Live) -> None:
+    """A form that is not offered is 406, with those that are."""
+    found = problem(live.client.get("/models/digits/layers", headers={"accept": "image/png"}), 406)
+    assert found["errors"][0]["hint"] == "accept one of application/json, text/plain"
+
+
+@pytest.mark.parametrize("accept", ["application/json", "text/plain"])
+def test_no_such_type(live: Live, accept: str) -> None:
+    """A type that no layer has is 422 with those that there are, the likeliest first, as ``POST /extract`` says it."""
+    reply = live.client.get("/models/digits/layers?type=relu", headers={"accept": accept})
+    found = problem(reply, 422)
+    assert "'relu'" in found["detail"]
+    hint = found["errors"][0]["hint"]
+    types = sorted({layer["type"] for layer in layers(live)})
+    assert hint == f"did you mean 'ReLU'? types here: {', '.join(types)}"
+    asked = {"layers": [{"type": "relu"}], "inputs": [image(picture())]}
+    assert problem(live.client.post("/extract", json=asked), 422)["errors"][0]["hint"] == hint
+    far = problem(live.client.get("/models/digits/layers?type=zzz"), 422)["errors"][0]["hint"]
+    assert far == f"types here: {', '.join(types)}"
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("match=head&match=pool", "'match' is given 2 times"),
+        ("type=ReLU&type=ReLU", "'type' is given 2 times"),
+        ("leaf=true&leaf=false", "'leaf' is given 2 times"),
+        ("typ=ReLU", "'typ' is not taken"),
+        ("format=text", "'format' is not taken"),
+    ],
+)
+def test_slips_of_a_filter(live: Live, query: str, says: str) -> None:
+    """A filter that would be passed over is refused."""
+    assert says in problem(live.client.get(f"/models/digits/layers?{query}"), 422)["detail"]

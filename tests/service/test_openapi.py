@@ -99,6 +99,18 @@ def test_extract(document: Json) -> None:
     assert {"layer", "type", "call", "path", "site", "pool", "channels", "tokens", "as"} <= set(layer)
 
 
+def test_models(live: Live, document: Json) -> None:
+    """``GET /models`` has every limit that it tells, with its type."""
+    schema = document["paths"]["/models"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    body = live.client.get("/models").json()
+    assert set(schema["properties"]) == set(schema["required"]) == set(body)
+    limits = schema["properties"]["limits"]
+    assert set(limits["properties"]) == set(limits["required"]) == set(body["limits"])
+    assert {name for name, each in limits["properties"].items() if each["type"] == "integer"} == {
+        name for name in body["limits"] if not name.endswith("_s")
+    }
+
+
 def test_errors(document: Json) -> None:
     """Every error of every route is described as a problem."""
     for operation in operations(document).values():

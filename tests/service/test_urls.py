@@ -401,7 +401,7 @@ def test_handshake_that_never_ends(hasty: Live, canary: Canary) -> None:
 def test_deadline(fetching: Live, canary: Canary, seconds: str) -> None:
     """The request's own deadline ends a fetch: 504."""
     asked = body(f"http://images.test:{canary.port}/slow")
-    problem(fetching.client.post("/extract", headers={"x-request-timeout": seconds}, **asked), 504)
+    problem(fetching.client.post("/extract", headers={"x-request-timeout": seconds}, **asked), 504, seconds=True)
     until(lambda: canary.under_way == 0)
 
 

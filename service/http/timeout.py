@@ -1,0 +1,62 @@
+"""How long an answer may take: as the caller allows by ``X-Request-Timeout``, and never longer than the server does."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+
+from layertap.models.errors import RequestError
+from layertap.service.errors import DeadlineError, QueueTooLongError
+from layertap.service.settings import Settings
+
+HEADER = "X-Request-Timeout"
+FEWER = "come again later, or send fewer inputs at once"
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """Seconds that an answer may take, seconds that any may, and the moment on the monotonic clock when it is over."""
+
+    seconds: float
+    limit: float
+    deadline: float
+
+    @classmethod
+    def of(cls, headers: Headers, settings: Settings) -> Timeout:
+        """What a request's head says, from now on; RequestError."""
+        return cls._from_now(_seconds(headers), settings.deadline_s)
+
+    @classmethod
+    def longest(cls, settings: Settings) -> Timeout:
+        """The server's own limit, from now on."""
+        return cls._from_now(settings.deadline_s, settings.deadline_s)
+
+    @classmethod
+    def _from_now(cls, seconds: float, limit: float) -> Timeout:
+        shorter = min(seconds, limit)
+        return cls(shorter, limit, time.monotonic() + shorter)
+
+    def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = FEWER) -> None:
+        """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else."""
+        own = self.seconds < self.limit
+        whose = f"the {HEADER} of {self.seconds:g} s" if own else f"this server's limit of {self.limit:g} s"
+        error.detail += f" ({whose})"
+        enough = own and error.needed_s <= self.limit
+        error.hint = (
+            f"allow more time by {HEADER}, at most {self.limit:g} s, or come again later" if enough else otherwise
+        )
+
+
+def _seconds(headers: Headers) -> float:
+    text = headers.get(HEADER)
+    if text is None:
+        return float("inf")
+    try:
+        seconds = float(text[:32])
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise RequestError(f"{HEADER} is a number of seconds above 0")
+    return seconds

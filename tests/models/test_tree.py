@@ -1,0 +1,70 @@
+"""Layers as text: a line each, in columns, indented as they lie in one another."""
+
+from __future__ import annotations
+
+from layertap.models.catalog import Call, Layer, Leaf, Moment
+from layertap.models.tree import tree
+
+
+def layer(
+    name: str, kind: str, *shapes: tuple[int, ...], parameters: int = 0, calls: int = 1, cost: float = 0.5
+) -> Layer:
+    """A layer that returns tensors of these shapes."""
+    leaves = tuple(Leaf((), shape, "float32", layout="NCHW" if len(shape) == 4 else None) for shape in shapes)
+    side = Moment(0, cost, leaves)
+    return Layer(name, kind, not shapes, parameters, (Call(side, side),) * calls, ())
+
+
+NET = (
+    layer(".", "Net", (1, 10), parameters=1_234_567, cost=1.0),
+    layer("stem", "Conv2d", (1, 3, 8, 8), parameters=24, cost=0.125),
+    layer("blocks.0", "Block", (1, 4, 8, 8), cost=0.4),
+    layer("blocks.0.relu", "ReLU", (1, 4, 8, 8), calls=2, cost=0.3),
+    layer("blocks.1", "Block", (1, 4, 8, 8), (1, 5), (1, 6), cost=0.75),
+    layer("head", "Linear", (1, 10), cost=1.0),
+    layer("blocks", "ModuleList", calls=0),
+)
+TEXT = """\
+layer          type        output           parameters  cost
+net            Net         1×10              1,234,567  100%
+├─ stem        Conv2d      1×3×8×8 NCHW             24   12%
+├─ blocks      ModuleList  never runs                0
+│  ├─ 0        Block       1×4×8×8 NCHW              0   40%
+│  │  └─ relu  ReLU        1×4×8×8 NCHW              0   30%  2 calls
+│  └─ 1        Block       1×4×8×8 NCHW +2           0   75%
+└─ head        Linear      1×10                      0  100%
+"""
+
+
+def test_tree() -> None:
+    """A layer stands beneath the one that it is a part of, also where that never runs, and so comes last."""
+    assert tree("net", NET) == TEXT
+
+
+def test_some_of_them() -> None:
+    """Of layers that were chosen each is named from the nearest one that is there too, else by its whole name."""
+    chosen = [each for each in NET if each.name in ("blocks.0.relu", "head", "blocks.1")]
+    assert [line.split()[:2] for line in tree("net", chosen).splitlines()[1:]] == [
+        ["net"],
+        ["├─", "blocks.0.relu"],
+        ["├─", "blocks.1"],
+        ["└─", "head"],
+    ]
+    chosen = [each for each in NET if each.name in ("blocks", "blocks.0.relu")]
+    assert [line.split()[:3] for line in tree("net", chosen).splitlines()[2:]] == [
+        ["└─", "blocks", "ModuleList"],
+        ["└─", "0.relu", "ReLU"],
+    ]
+
+
+def test_none() -> None:
+    """Where no layer was chosen there is the model's name."""
+    assert tree("net", ()).split() == ["layer", "type", "output", "parameters", "cost", "net"]
+
+
+def test_names_that_paint() -> None:
+    """A name that would move the cursor of a terminal is escaped; one very deep harms nobody."""
+    text = tree("net", [layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])
+    assert text.replace("\n", "").isprintable()
+    deep = [layer(".".join("a" * depth), "Deep", (1,)) for depth in range(1, 2001)]
+    assert tree("net", deep).count("\n") == 2002
