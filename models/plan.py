@@ -20,7 +20,7 @@ from layertap.models.selectors import Found, find
 
 CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find
-AVERAGES = frozenset({"mean", "gem"})
+AVERAGES = frozenset({"mean", "mean_all", "gem"})
 
 
 @dataclass(frozen=True)

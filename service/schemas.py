@@ -431,7 +431,7 @@ HINTS = {
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
     "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
     "priority": "use interactive or bulk",
-    "pool": "use none, mean, max, gem, cls or flatten",
+    "pool": "use none, mean, mean_all, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
     "resume": "name the layer whose output the inputs are",
     "stats": f"use true, or some of {', '.join(STATS)}",
