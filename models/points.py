@@ -38,6 +38,11 @@ class HookPoint:
     site: Site
 
     @property
+    def text(self) -> str:
+        """The selector that names this and nothing else."""
+        return f"{self.layer}#{self.call}{path_text(self.path)}:{self.site}"
+
+    @property
     def side(self) -> Side:
         """The side of the call whose value this is, or whose gradient."""
         return SIDES[self.site]
@@ -70,7 +75,7 @@ class Selector:
     """One entry of a request's ``layers``, parsed but not yet looked up.
 
     ``text`` is the request's own spelling; ``call`` None means the last one, "*" every one; ``path`` None means every
-    leaf; ``alias`` is the key asked for by ``as``.
+    leaf; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
     """
 
     text: str
@@ -129,11 +134,11 @@ class Intervention:
 class Objective:
     """What is differentiated: a number for each row, of the model's output or of one layer's.
 
-    ``klass`` is a class, or "top" for the row's own highest; ``target`` a probability for each class; ``selector`` and
+    ``klass`` is a class, or "top" (also where nothing is said) for the row's own highest; ``target`` a probability for each class; ``selector`` and
     ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
     """
 
-    kind: ObjectiveKind
+    kind: ObjectiveKind = "logit"
     klass: int | Literal["top"] | None = None
     target: tuple[float, ...] | None = None
     selector: Selector | None = None

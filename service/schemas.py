@@ -256,7 +256,7 @@ class InterventionBody(PlaceBody):
 class ObjectiveBody(_Strict):
     """What gradients are of."""
 
-    kind: ObjectiveKind
+    kind: ObjectiveKind = "logit"
     klass: Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"] | None = Field(None, alias="class")
     target: Annotated[list[Number], Field(min_length=1, max_length=1_000_000)] | None = None
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)

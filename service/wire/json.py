@@ -32,6 +32,7 @@ def encode(features: Features, encoding: Encoding) -> bytes:
             "receipts": receipts(features),
             "errors": errors(features),
             **({"verified": True} if features.verified else {}),
+            **({"interventions": features.interventions} if features.interventions else {}),
         },
         option=orjson.OPT_SERIALIZE_NUMPY,
     )
