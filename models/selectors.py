@@ -238,14 +238,16 @@ def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> s
 
 
 def _aliased(alias: str, found: list[Found]) -> list[Found]:
+    """A name of the client's own: of the only result, of the only layer, or before the names of several layers."""
     if len(found) == 1:
         return [replace(found[0], key=alias)]
-    if len({item.point.layer for item in found}) > 1 or len({item.point.call for item in found}) > 1:
-        raise SelectorError(
-            f"'as' gives one name, but the selector names {len(found)} results",
-            hint="leave 'as' out: a pattern's results carry their own names",
-        )
-    return [replace(item, key=alias + path_text(item.point.path)) for item in found]
+    if len({item.point.layer for item in found}) > 1:
+        return [replace(item, key=f"{alias}.{item.key}") for item in found]
+    several = len({item.point.call for item in found}) > 1
+    calls = [f"#{item.point.call}" if several else "" for item in found]
+    return [
+        replace(item, key=alias + call + path_text(item.point.path)) for item, call in zip(found, calls, strict=True)
+    ]
 
 
 def _split_site(text: str) -> tuple[str, Site]:

@@ -287,10 +287,12 @@ def test_silent_layers_that_a_glob_passes_over() -> None:
 
 
 def test_alias() -> None:
-    """``as`` names a single result, or the leaves of one structured value; several layers or calls can't share it."""
+    """``as`` names a single result, stands for the name of one layer, and before the names of several."""
     assert [item.key for item in found("conv1", alias="x")] == ["x"]
     assert [item.key for item in found("*.conv2", alias="x")] == ["x"]
     assert [item.key for item in found("block", alias="x")] == ["x[0]", "x[1]"]
-    for text in ("*conv*", "block.relu#*"):
-        with pytest.raises(SelectorError, match="'as' gives one name"):
-            found(text, alias="x")
+    assert [item.key for item in found("block.relu#*", alias="x")] == ["x#0", "x#1", "x#2"]
+    assert [item.key for item in found("block#*", alias="x")] == ["x[0]", "x[1]"]
+    several = [f"x.{item.key}" for item in found("*conv*:input")]
+    assert len(several) > 1
+    assert [item.key for item in found("*conv*:input", alias="x")] == several
