@@ -56,10 +56,19 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
         found = mixed if found is None else mixed @ found
     if found is None:
         raise ValueError("a rollout is over one layer or more")
-    seen = found[:, 0] if prefix else found.mean(1)
-    patches = seen[:, prefix:]
-    side = isqrt(patches.shape[1])
-    return patches.reshape(len(patches), side, side)
+    return _patches(found, prefix)
+
+
+def relevance(layers: Sequence[Array], prefix: int) -> Array:
+    """How much each patch bears on the answer through all layers: R, at first one, becomes R + A R with each.
+
+    ``layers`` are as a rollout takes them, and so is what is read off R; nothing is normalised. Chefer et al., "Generic
+    attention-model explainability", 2021, equation 6.
+    """
+    found = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
+    for layer in layers:
+        found = found + layer @ found
+    return _patches(found, prefix)
 
 
 def mean_attention(weights: Array) -> Array:
@@ -75,6 +84,14 @@ def relevant_attention(weights: Array, gradients: Array) -> Array:
     """
     found: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
     return found
+
+
+def _patches(mixed: Array, prefix: int) -> Array:
+    """The row of the first token, or the mean of all where there is no prefix, as a grid."""
+    seen = mixed[:, 0] if prefix else mixed.mean(1)
+    patches = seen[:, prefix:]
+    side = isqrt(patches.shape[1])
+    return patches.reshape(len(patches), side, side)
 
 
 def attentions(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, Leaf]]:

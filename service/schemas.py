@@ -436,7 +436,7 @@ HINTS = {
     "resume": "name the layer whose output the inputs are",
     "stats": f"use true, or some of {', '.join(STATS)}",
     "op": "use zero, scale, add, clamp, replace or noise",
-    "method": "use grad_cam, saliency, attention_rollout or gradient_rollout",
+    "method": "use grad_cam, saliency, attention_rollout, gradient_rollout or relevance",
     "discard_ratio": "use 0 up to, not including, 1",
     "kind": "use logit, probability, cross_entropy, kl_div, sum, mean or layer",
     "objective": 'write "objective": {"kind": "logit", "class": "top"}',

@@ -39,6 +39,7 @@ class _Method:
     spots: Callable[[Explanation, LoadedModel], list[Spot]]
     sites: Mapping[str, Site]
     make: Callable[[_Captured], Array]
+    discards: bool = False  # whether it may leave out the lowest attention
 
 
 async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck) -> Features:
@@ -54,8 +55,9 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
         )
     method = METHODS[wanted.method]
     spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
-    if wanted.discard is not None and method.spots is not _attentions:
-        raise SelectorError("'discard_ratio' is for rollouts", hint="leave it out")
+    if wanted.discard is not None and not method.discards:
+        others = " or ".join(f"method {quoted(name)}" for name, each in METHODS.items() if each.discards)
+        raise SelectorError("'discard_ratio' is for rollouts", hint=f"leave it out, or use {others}")
     graded = bool(GRADIENTS & set(method.sites.values()))
     asked = replace(
         ask,
@@ -133,9 +135,16 @@ def _attention_rollout(captured: _Captured) -> Array:
 
 
 def _gradient_rollout(captured: _Captured) -> Array:
+    return explanations.rollout(_relevant(captured), captured.discard, captured.prefix)
+
+
+def _relevance(captured: _Captured) -> Array:
+    return explanations.relevance(_relevant(captured), captured.prefix)
+
+
+def _relevant(captured: _Captured) -> list[Array]:
     pairs = zip(captured.values, captured.slopes, strict=True)  # by layer: a backward meets them in the other order
-    fused = [explanations.relevant_attention(*each) for each in pairs]
-    return explanations.rollout(fused, captured.discard, captured.prefix)
+    return [explanations.relevant_attention(*each) for each in pairs]
 
 
 METHODS: dict[Method, _Method] = {
@@ -147,6 +156,9 @@ METHODS: dict[Method, _Method] = {
     "saliency": _Method(
         _input, {SLOPES: "grad_input"}, lambda captured: explanations.saliency(captured.slopes[0], captured.leaf)
     ),
-    "attention_rollout": _Method(_attentions, {VALUES: "attention"}, _attention_rollout),
-    "gradient_rollout": _Method(_attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _gradient_rollout),
+    "attention_rollout": _Method(_attentions, {VALUES: "attention"}, _attention_rollout, discards=True),
+    "gradient_rollout": _Method(
+        _attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _gradient_rollout, discards=True
+    ),
+    "relevance": _Method(_attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _relevance),
 }

@@ -13,6 +13,7 @@ from layertap.models.explanations import (
     is_map,
     last_map,
     mean_attention,
+    relevance,
     relevant_attention,
     rollout,
     saliency,
@@ -80,6 +81,26 @@ def test_rollout(prefix: int) -> None:
                 [sum(step[i][k] * whole[k][j] for k in range(tokens)) for j in range(tokens)] for i in range(tokens)
             ]
         wanted = whole[0] if prefix else [sum(line[j] for line in whole) / tokens for j in range(tokens)]
+        np.testing.assert_allclose(found[row].reshape(-1), wanted[prefix:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", [1, 0])
+def test_relevance(prefix: int) -> None:
+    """Entry by entry: R is one at first and becomes R + A R with each layer; nothing is normalised."""
+    tokens = 4 + prefix
+    generator = np.random.default_rng(3)
+    layers = [generator.random((2, tokens, tokens)).astype(np.float32) for _ in range(3)]
+    found = relevance(layers, prefix)
+    assert found.shape == (2, 2, 2)
+    places = range(tokens)
+    for row in range(2):
+        whole = [[float(i == j) for j in places] for i in places]
+        for layer in layers:
+            whole = [
+                [whole[i][j] + sum(float(layer[row, i, k]) * whole[k][j] for k in places) for j in places]
+                for i in places
+            ]
+        wanted = whole[0] if prefix else [sum(line[j] for line in whole) / tokens for j in places]
         np.testing.assert_allclose(found[row].reshape(-1), wanted[prefix:], rtol=1e-5)
 
 

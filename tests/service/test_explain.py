@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
@@ -118,6 +120,49 @@ def test_rollouts(attentive: Live) -> None:
     )
     assert cut.json()["fingerprint"] != plain.json()["fingerprint"]
     assert not np.allclose(arrays_of(cut)["attention_rollout"], arrays_of(plain)["attention_rollout"])
+
+
+def attended(module: Any, x: Array) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A torchvision ViT written out: its scores, and of each block the normed tokens and the attention weights."""
+    tokens = module._process_input(torch.from_numpy(x))
+    tokens = torch.cat([module.class_token.expand(len(x), -1, -1), tokens], 1) + module.encoder.pos_embedding
+    norms, weights = [], []
+    for block in module.encoder.layers:
+        part = block.self_attention
+        norms.append(block.ln_1(tokens).detach().requires_grad_() if not norms else block.ln_1(tokens))
+        mixed = norms[-1] @ part.in_proj_weight.T + part.in_proj_bias
+        heads = mixed.reshape(*mixed.shape[:2], 3, part.num_heads, part.head_dim).permute(2, 0, 3, 1, 4)
+        weights.append((heads[0] @ heads[1].mT / part.head_dim**0.5).softmax(-1))
+        joined = (weights[-1] @ heads[2]).transpose(1, 2).flatten(2)
+        tokens = tokens + part.out_proj(joined)
+        tokens = tokens + block.mlp(block.ln_2(tokens))
+    return module.heads(module.encoder.ln(tokens)[:, 0]), norms, weights
+
+
+def module_of(live: Live, name: str) -> Any:
+    """A copy of a served model that no hook ever touches."""
+    model = live.engine.fleet.registry.entry(name).model
+    assert model is not None
+    return copy.deepcopy(model.module).eval()
+
+
+def test_relevance(attentive: Live) -> None:
+    """R becomes R + A R, A the mean over heads of what is above 0 of weight times gradient: Chefer et al., 2021."""
+    x = rows(2, 6)
+    scores, _, weights = attended(module_of(attentive, "vit"), x)
+    slopes = torch.autograd.grad(scores[:, 5].sum(), weights)
+    whole = torch.eye(17).expand(2, -1, -1)
+    for weight, slope in zip(weights, slopes, strict=True):
+        whole = whole + (weight * slope).clamp(min=0).mean(1) @ whole
+    wanted = whole[:, 0, 1:].reshape(-1, 4, 4).detach().numpy()
+    assert wanted.min(axis=(1, 2)).max() < wanted.max() / 2
+    body = {"model": "vit", "method": "relevance", "objective": {"class": 5}}
+    reply = attentive.client.post("/explain", **asked(x, **body))
+    np.testing.assert_allclose(arrays_of(reply)["relevance"], wanted, rtol=1e-3, atol=1e-5 * wanted.max())
+    refused = problem(attentive.client.post("/explain", **asked(x, **body, discard_ratio=0.5)), 422)
+    assert refused["errors"][0]["hint"] == "leave it out, or use method 'attention_rollout' or method 'gradient_rollout'"
+    described = attentive.client.get("/openapi.json").json()
+    assert "relevance" in described["components"]["schemas"]["ExplainBody"]["properties"]["method"]["enum"]
 
 
 BAD: dict[str, tuple[Json, str]] = {
