@@ -56,8 +56,9 @@ class Goal:
 def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) -> list[Edit]:
     """The changes that an intervention makes, one for each tensor that its selector names, at every call of a module.
 
-    Where no call is named, a gradient is changed at those that the objective depends on. UnknownLayerError, SelectorError where that can't be: a site that is not changed, parameters that the operation does
-    not take, a part that the tensor does not have.
+    Where no call is named, a gradient is changed at those that the objective depends on. UnknownLayerError,
+    SelectorError where that can't be: a site that is not changed, parameters that the operation does not take, a part
+    that a tensor does not have.
     """
     how, selector = intervention.operation, intervention.selector
     if selector.site not in EDITABLE:

@@ -241,7 +241,7 @@ def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
             if taken.get(item.key, capture) != capture:
                 raise SelectorError(
                     f"two different results would both be called {quoted(item.key)}",
-                    hint="give one of them another name by 'as', for example \"as\": \"b\"; "
+                    hint='give one of them another name by \'as\', for example "as": "b"; '
                     "results of a pattern are then called b.NAME",
                 )
             if item.key not in taken:

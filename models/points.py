@@ -134,8 +134,8 @@ class Intervention:
 class Objective:
     """What is differentiated: a number for each row, of the model's output or of one layer's.
 
-    ``klass`` is a class, or "top" (also where nothing is said) for the row's own highest; ``target`` a probability for each class; ``selector`` and
-    ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
+    ``klass`` is a class, or "top" for the row's own highest, which None comes to; ``target`` a probability for each
+    class; ``selector`` and ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
     """
 
     kind: ObjectiveKind = "logit"

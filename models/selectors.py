@@ -78,7 +78,7 @@ def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     that is a sparse or nested tensor, else UnknownLayerError, with near matches.
     """
     layers, skipped = _layers(selector, catalog)
-    if selector.site in ATTENTION and not any(_attends(layer) for layer in layers):
+    if selector.site in ATTENTION and not any(layer.attends for layer in layers):
         raise _no_attention(selector, catalog)
     found = [found for layer in layers for found in _in_layer(selector, layer, catalog)]
     if not found:
@@ -136,12 +136,8 @@ def _literal(name: str, catalog: Catalog) -> Layer:
     return layer
 
 
-def _attends(layer: Layer) -> bool:
-    return any(call.attention is not None for call in layer.calls)
-
-
 def _no_attention(selector: Selector, catalog: Catalog) -> UnknownLayerError:
-    having = [quoted(name) for name, layer in catalog.layers.items() if _attends(layer)]
+    having = [quoted(name) for name, layer in catalog.layers.items() if layer.attends]
     what = _what(selector) if selector.is_glob else f"layer {quoted(selector.pattern)}"
     return UnknownLayerError(
         f"{what} computes no attention weights of its own",

@@ -33,6 +33,7 @@ def encode(features: Features, encoding: Encoding) -> bytes:
             "errors": errors(features),
             **({"verified": True} if features.verified else {}),
             **({"interventions": features.interventions} if features.interventions else {}),
+            **({"warnings": features.warnings} if features.warnings else {}),
         },
         option=orjson.OPT_SERIALIZE_NUMPY,
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.server import Live
 from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, net, npy, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, metadata, net, npy, problem, raw, tensor
 
 Change = Callable[[Tensor], Tensor]
 
@@ -241,13 +241,6 @@ def test_highest_score_by_default(changing: Live) -> None:
     np.testing.assert_allclose(arrays_of(reply)[""], wanted.numpy(), rtol=1e-3, atol=1e-6)
 
 
-def metadata(reply: Any) -> dict[str, str]:
-    """What a safetensors reply says beside its tensors."""
-    head = json.loads(reply.content[8 : 8 + int.from_bytes(reply.content[:8], "little")])
-    found: dict[str, str] = head["__metadata__"]
-    return found
-
-
 @pytest.mark.parametrize("count", [1, 11])
 def test_classes_in_receipts(changing: Live, count: int) -> None:
     """The class that "top" chose for each row is in the receipt of what hangs on it, on both routes."""
@@ -335,9 +328,9 @@ def test_fingerprints_of_calls(changing: Live) -> None:
 
     def told(where: str) -> str:
         how = [{"layer": where, "op": "scale", "by": 0.5}]
-        found: str = changing.client.post("/extract?dry_run=true", json={"layers": ["head"], "interventions": how}).json()[
-            "fingerprint"
-        ]
+        found: str = changing.client.post(
+            "/extract?dry_run=true", json={"layers": ["head"], "interventions": how}
+        ).json()["fingerprint"]
         return found
 
     assert told(RELU) == told(f"{RELU}#*") != told(f"{RELU}#1") == told(f"{RELU}#-1") != told(f"{RELU}#0")

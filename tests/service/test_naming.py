@@ -141,7 +141,9 @@ def test_contradictions(live: Live, layers: list[Any], options: Json) -> None:
     problem(extract(live, *layers, **options), 422)
 
 
-@pytest.mark.parametrize("entry", [{"type": "Conv2d"}, {"layer": "block?"}, {"layer": "block2.relu#*"}, {"layer": "pool"}])
+@pytest.mark.parametrize(
+    "entry", [{"type": "Conv2d"}, {"layer": "block?"}, {"layer": "block2.relu#*"}, {"layer": "pool"}]
+)
 def test_two_reductions(live: Live, entry: Json) -> None:
     """The same layers reduced in two ways need two names; what the hint says to type makes them."""
     both = [{**entry, "pool": "mean"}, {**entry, "pool": "max"}]

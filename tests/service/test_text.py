@@ -324,7 +324,7 @@ def test_resumed_from_a_layer(texts: Texts) -> None:
 
 @pytest.mark.parametrize("pool", ["mean", "mean_all", "max", "gem", "stats"])
 def test_pools_leave_padding_out(texts: Texts, pool: str) -> None:
-    """A text is pooled as it would be without the texts that it is padded for; over its class token in ``mean_all`` only."""
+    """A text is pooled as it would be alone, without padding; its class token is in ``mean_all`` only."""
     sentences = [SENTENCES[place] for place in (1, 0, 2)]
     how: Json = {"stats": ["mean", "max"]} if pool == "stats" else {"pool": pool}
     layer = {"layer": ".", "path": "[last_hidden_state]", **how}
