@@ -11,7 +11,7 @@ from layertap.models.catalog import Leaf
 from layertap.models.edits import goal_of
 from layertap.models.errors import Fault, RequestError, SelectorError, quoted
 from layertap.models.loaded import LoadedModel
-from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site, path_text
+from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site
 from layertap.models.selectors import find
 from layertap.models.sensitivity import trial_goal
 from layertap.service.engine.engine import Engine, SizeCheck
@@ -56,15 +56,15 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
             hint="ask POST /extract for 'LAYER:attention' or 'LAYER:grad_output'",
         )
     method = METHODS[wanted.method]
+    if wanted.discard is not None and not method.discards:
+        others = " or ".join(f"method {quoted(name)}" for name, each in METHODS.items() if each.discards)
+        raise SelectorError("'discard_ratio' is for rollouts", hint=f"leave it out, or use {others}")
     graded = bool(GRADIENTS & set(method.sites.values()))
     objective = ask.objective or (Objective() if graded else None)
     if wanted.method == "grad_cam" and wanted.selector is None:
         spots = [await _default_layer(engine, model, objective or Objective(), ask.deadline)]
     else:
         spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
-    if wanted.discard is not None and not method.discards:
-        others = " or ".join(f"method {quoted(name)}" for name, each in METHODS.items() if each.discards)
-        raise SelectorError("'discard_ratio' is for rollouts", hint=f"leave it out, or use {others}")
     asked = replace(
         ask,
         selectors=tuple(
@@ -120,8 +120,7 @@ def _warnings(made: Array, wanted: Explanation, spots: Sequence[Spot]) -> Iterat
 
 
 def _selector(point: HookPoint, alias: str, site: Site) -> Selector:
-    text = f"{point.layer}#{point.call}{path_text(point.path)}:{site}"
-    return Selector(text, point.layer, point.call, point.path, site, alias=alias)
+    return Selector(replace(point, site=site).text, point.layer, point.call, point.path, site, alias=alias)
 
 
 def _layer(wanted: Explanation, model: LoadedModel) -> list[Spot]:
