@@ -99,6 +99,11 @@ class Layer:
     calls: tuple[Call, ...]
     hazards: tuple[str, ...]
 
+    @property
+    def attends(self) -> bool:
+        """Whether it computes attention weights of its own."""
+        return any(call.attention is not None for call in self.calls)
+
 
 @dataclass(frozen=True)
 class Costs:

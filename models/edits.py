@@ -6,7 +6,7 @@ Everything here happens before any forward; what can't be done is refused with w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -54,10 +54,11 @@ class Goal:
 
 
 def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) -> list[Edit]:
-    """The changes that an intervention makes, one for each tensor that its selector names.
+    """The changes that an intervention makes, one for each tensor that its selector names, at every call of a module.
 
-    UnknownLayerError, SelectorError where that can't be: a site that is not changed, parameters that the operation does
-    not take, a part that the tensor does not have.
+    Where no call is named, a gradient is changed at those that the objective depends on. UnknownLayerError,
+    SelectorError where that can't be: a site that is not changed, parameters that the operation does not take, a part
+    that a tensor does not have.
     """
     how, selector = intervention.operation, intervention.selector
     if selector.site not in EDITABLE:
@@ -65,13 +66,18 @@ def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) ->
             f"an intervention at {quoted(selector.site)} is not possible", hint=f"use {_listed(sorted(EDITABLE))}"
         )
     _check_parameters(how)
-    found, _ = find(selector, catalog)
+    anywhere = selector.call is None
+    found, _ = find(replace(selector, call="*") if anywhere else selector, catalog)
     floating = [item for item in found if item.leaf.dtype in FLOATS]
+    if anywhere and selector.site in GRADIENTS:
+        floating = _before_goal(floating, goal, catalog)
     if not floating:
         raise SelectorError(f"{_name(found[0])} is of dtype {found[0].leaf.dtype}; only floating values are changed")
     for item in floating:
-        _check_numbers(_name(item), item.leaf, how)
-        _check_part(_name(item), item.leaf, how)
+        trouble = _trouble(item, how, catalog)
+        if trouble is not None:
+            others = [each for each in floating if anywhere and _spot(each) == _spot(item)]
+            raise _with_call(trouble, [each for each in others if _trouble(each, how, catalog) is None])
         if selector.site in GRADIENTS:
             check_gradient(item, goal, catalog)
     return [Edit(item.point, item.leaf, how) for item in floating]
@@ -80,6 +86,8 @@ def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) ->
 def goal_of(objective: Objective, catalog: Catalog) -> Goal:
     """What gradients are of. SelectorError where the objective does not fit the model's output, or its layer's."""
     found = _target(objective, catalog)
+    if objective.kind in OF_CLASSES and objective.klass is None and objective.target is None:
+        objective = replace(objective, klass="top")
     _check_objective(objective, found.leaf)
     return Goal(found.point, found.leaf, objective)
 
@@ -101,6 +109,47 @@ def check_gradient(item: Found, goal: Goal | None, catalog: Catalog) -> None:
             f"the objective does not depend on {_name(item)}, which runs later",
             hint="ask for the gradient at a layer before it",
         )
+
+
+def _before_goal(items: list[Found], goal: Goal | None, catalog: Catalog) -> list[Found]:
+    """Of a layer's calls those that have a gradient; all of them where none has, and whoever checks them says why."""
+
+    def has_gradient(item: Found) -> bool:
+        try:
+            check_gradient(item, goal, catalog)
+        except SelectorError:
+            return False
+        return True
+
+    good = [item for item in items if has_gradient(item)]
+    spots = {_spot(item) for item in good}
+    return [item for item in items if item in good or _spot(item) not in spots]
+
+
+def _spot(item: Found) -> tuple[str, tuple[str, ...]]:
+    """What the calls of a module have in common."""
+    return item.point.layer, item.point.path
+
+
+def _trouble(item: Found, how: Operation, catalog: Catalog) -> SelectorError | None:
+    """Why a tensor is not changed that way."""
+    several = len(catalog.layers[item.point.layer].calls) > 1
+    call = f"#{item.point.call}" if several else ""
+    name = quoted(f"{item.point.layer}{call}{path_text(item.point.path)}")
+    try:
+        _check_numbers(name, item.leaf, how)
+        _check_part(name, item.leaf, how)
+    except SelectorError as error:
+        return error
+    return None
+
+
+def _with_call(error: SelectorError, others: Sequence[Found]) -> SelectorError:
+    """The error with a call to name instead, the last of others."""
+    if not others:
+        return error
+    point = others[-1].point
+    return SelectorError(error.detail, hint=f"name one call: {quoted(point.text.removesuffix(':output'))}")
 
 
 def _target(objective: Objective, catalog: Catalog) -> Found:
@@ -167,11 +216,7 @@ def _check_class(objective: Objective, classes: int) -> None:
         whole = sum(objective.target)
         if not (isfinite(whole) and min(objective.target) >= 0 and abs(whole - 1) <= SPREAD):
             raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
-    elif objective.klass is None:
-        raise SelectorError(
-            f"objective {quoted(objective.kind)} needs a class", hint='add "class": 0 or "class": "top"'
-        )
-    elif objective.klass != "top" and not 0 <= objective.klass < classes:
+    elif isinstance(objective.klass, int) and not 0 <= objective.klass < classes:
         raise SelectorError(f"class {objective.klass} is out of range", hint=f"use 0 to {classes - 1}, or 'top'")
 
 

@@ -56,10 +56,19 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
         found = mixed if found is None else mixed @ found
     if found is None:
         raise ValueError("a rollout is over one layer or more")
-    seen = found[:, 0] if prefix else found.mean(1)
-    patches = seen[:, prefix:]
-    side = isqrt(patches.shape[1])
-    return patches.reshape(len(patches), side, side)
+    return _patches(found, prefix)
+
+
+def relevance(layers: Sequence[Array], prefix: int) -> Array:
+    """How much each patch bears on the answer through all layers: R, at first one, becomes R + A R with each.
+
+    ``layers`` are as a rollout takes them, and so is what is read off R; nothing is normalised. Chefer et al., "Generic
+    attention-model explainability", 2021, equation 6.
+    """
+    found: Array = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
+    for layer in layers:
+        found = found + layer @ found
+    return _patches(found, prefix)
 
 
 def mean_attention(weights: Array) -> Array:
@@ -75,6 +84,14 @@ def relevant_attention(weights: Array, gradients: Array) -> Array:
     """
     found: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
     return found
+
+
+def _patches(mixed: Array, prefix: int) -> Array:
+    """The row of the first token, or the mean of all where there is no prefix, as a grid."""
+    seen = mixed[:, 0] if prefix else mixed.mean(1)
+    patches = seen[:, prefix:]
+    side = isqrt(patches.shape[1])
+    return patches.reshape(len(patches), side, side)
 
 
 def attentions(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, Leaf]]:
@@ -124,20 +141,32 @@ def is_map(leaf: Leaf) -> bool:
     return min(leaf.shape[leaf.layout.index(letter)] for letter in "HW") > 1
 
 
-def last_map(catalog: Catalog) -> tuple[HookPoint, Leaf]:
-    """The last layer of a forward that returns a map, where Grad-CAM looks unless it is told; SelectorError."""
+def maps(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, Leaf]]:
+    """The layers of a forward that return maps, up to one of its points, the last one first; SelectorError.
+
+    Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
+    """
+    last = catalog.layers[end.layer].calls[end.call].output.order
     found = [
         (call.output.order, HookPoint(layer.name, number, leaf.path, "output"), leaf)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for leaf in call.output.leaves
-        if is_map(leaf)
+        if call.output.order <= last and is_map(leaf) and "float" in leaf.dtype
     ]
     if not found:
         raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
+    attending = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.attends and name != ".")
+    whole = [each for each in found if not each[1].layer.startswith(attending)]
     # Of a layer and what it is the last part of, the outer one: it returns last.
-    _, point, leaf = max(found, key=lambda each: each[0])
-    return point, leaf
+    ordered = sorted(whole or found, key=lambda each: each[0], reverse=True)
+    return [(point, leaf) for _, point, leaf in ordered]
+
+
+def zero_maps(found: Array) -> list[int]:
+    """The rows whose map is 0 everywhere."""
+    rows: list[int] = np.flatnonzero(~found.any((1, 2))).tolist()
+    return rows
 
 
 def _channels_first(values: Array, leaf: Leaf) -> Array:

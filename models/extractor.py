@@ -19,7 +19,7 @@ from layertap.models.errors import InputError, LayerNotReachedError, quoted
 from layertap.models.gradients import Key, Tape
 from layertap.models.hooks import ATTACH, Changes, Take
 from layertap.models.plan import Capture
-from layertap.models.points import GRADIENTS, HookPoint, Side, path_text
+from layertap.models.points import GRADIENTS, HookPoint, Side
 from layertap.models.pooling import Reduced, reduce
 from layertap.models.structure import Named, Path, leaves, with_leaf
 from layertap.models.union import Share, Span, Taken, rows_of, spans_of
@@ -351,4 +351,4 @@ def _misfit(tensor: Tensor, leaf: Leaf, point: HookPoint, rows: int) -> InputErr
 
 
 def _where(point: HookPoint) -> str:
-    return quoted(f"{point.layer}#{point.call}{path_text(point.path)}:{point.site}")
+    return quoted(point.text)

@@ -17,7 +17,9 @@ from layertap.models.catalog import Catalog, Costs, Layer, Leaf
 from layertap.models.compiled import Compiled
 from layertap.models.dryrun import noise, same_course, survey
 from layertap.models.dtypes import DTYPES
+from layertap.models.edits import Goal
 from layertap.models.errors import InputError, LoadError, OutOfMemoryError, SelectorError
+from layertap.models.explanations import maps
 from layertap.models.extractor import FeatureExtractor
 from layertap.models.ondevice import Decoder
 from layertap.models.plan import Capture, Plan
@@ -25,6 +27,7 @@ from layertap.models.points import HookPoint
 from layertap.models.pooling import Reduced
 from layertap.models.replica import Replica
 from layertap.models.resuming import Resumption, refusal
+from layertap.models.sensitivity import Spot, last_sensitive
 from layertap.models.spec import DType, InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.structure import leaves
 from layertap.models.text import Text
@@ -37,6 +40,7 @@ PATIENCE_S = 30.0  # weights may have to be downloaded
 _loading = Lock()
 MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
 MAX_RESUMPTIONS = 8  # one for each layer that forwards went on from lately
+MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class LoadedModel:
     text: Text | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
     resumptions: OrderedDict[HookPoint, Resumption | None] = field(default_factory=OrderedDict)
+    grad_cam_layers: OrderedDict[Goal, Spot] = field(default_factory=OrderedDict)
     compiled: tuple[Compiled | None, ...] = ()
     decoder: Decoder | None = None
 
@@ -124,6 +129,33 @@ class LoadedModel:
         if known is None:
             raise refusal(point)
         return known
+
+    def grad_cam_layer(self, goal: Goal) -> Spot:
+        """The last layer of maps that a goal depends on, tried out when first asked for; OutOfMemoryError.
+
+        The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
+        where there is no map.
+        """
+        if goal not in self.grad_cam_layers:
+            spots = maps(self.catalog, goal.point)
+            found = self._sensitive(spots, goal) or spots[0]
+            while len(self.grad_cam_layers) >= MAX_GRAD_CAM_LAYERS:
+                self.grad_cam_layers.popitem(last=False)
+            self.grad_cam_layers[goal] = found
+        self.grad_cam_layers.move_to_end(goal)
+        return self.grad_cam_layers[goal]
+
+    def _sensitive(self, spots: Sequence[Spot], goal: Goal) -> Spot | None:
+        row = {name: value[:1] for name, value in noise(self.inputs, self.device, self.dtype).items()}
+        try:
+            with warmup.threads(self.threads):
+                return last_sensitive(
+                    self.extractor, lambda: self.forward({k: v.clone() for k, v in row.items()}), spots, goal
+                )
+        except RuntimeError as error:
+            if not warmup.is_out_of_memory(error):
+                raise
+        raise out_of_memory(1)
 
     def _proven(self, point: HookPoint, leaf: Leaf) -> Resumption | None:
         """None where the model has none: kept too, or who asks again and again would have it tried each time."""

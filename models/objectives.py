@@ -59,7 +59,7 @@ def _classes(values: Tensor, objective: Objective) -> Tensor:
     """A class for each row."""
     if isinstance(objective.klass, int):
         return torch.full((len(values),), objective.klass, device=values.device)
-    return values.detach().argmax(1)
+    return values.detach().float().argmax(1)  # as whoever reads the scores in a reply finds it
 
 
 OBJECTIVES: dict[str, Callable[[Tensor, Leaf, Objective], Tensor]] = {

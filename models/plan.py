@@ -20,7 +20,7 @@ from layertap.models.selectors import Found, find
 
 CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find
-AVERAGES = frozenset({"mean", "gem"})
+AVERAGES = frozenset({"mean", "mean_all", "gem"})
 
 
 @dataclass(frozen=True)
@@ -78,26 +78,44 @@ class Plan:
 
     ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
-    ``edits`` are in the order in which they are made; ``goal`` is there where a gradient is asked for.
+    ``interventions`` has the changes that each one makes; ``goal`` is there where a gradient is asked for.
     """
 
     results: tuple[Result, ...]
     stops_at: HookPoint
     cost: float
     skipped: tuple[str, ...]
-    edits: tuple[Edit, ...] = ()
+    interventions: tuple[tuple[Edit, ...], ...] = ()
     goal: Goal | None = None
+
+    @cached_property
+    def edits(self) -> tuple[Edit, ...]:
+        """All changes in the order in which they are made."""
+        return tuple(edit for made in self.interventions for edit in made)
+
+    @cached_property
+    def scores(self) -> Capture | None:
+        """What tells the class of each row, where the objective is of its highest."""
+        if self.goal is None or self.goal.objective.klass != "top":
+            return None
+        return Capture(self.goal.point, self.goal.leaf, Reduction())
 
     @cached_property
     def captures(self) -> frozenset[Capture]:
         """Each distinct capture once."""
-        return frozenset(result.capture for result in self.results)
+        scores = [] if self.scores is None else [self.scores]
+        return frozenset([*(result.capture for result in self.results), *scores])
 
     @cached_property
     def splits(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
         leaves = [capture.leaf for capture in self.captures] + [edit.leaf for edit in self.edits]
         return not any(leaf.mixed for leaf in (*leaves, *([self.goal.leaf] if self.goal else ())))
+
+    @property
+    def changed(self) -> tuple[tuple[str, ...], ...]:
+        """What each intervention changes, as selectors."""
+        return tuple(tuple(edit.point.text for edit in made) for made in self.interventions)
 
     @property
     def has_graph(self) -> bool:
@@ -152,7 +170,7 @@ def resolve(
         raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
     faults = _Faults()
     matches: list[_Match] = []
-    edits: list[Edit] = []
+    edits: list[tuple[Edit, ...]] = []
     goal = None
     if objective is not None:
         with faults.at("/objective"):
@@ -163,7 +181,7 @@ def resolve(
             matches.append(_matched(selector, goal, catalog))
     for index, intervention in enumerate(interventions):
         with faults.at(f"/interventions/{index}"):
-            edits += edits_of(intervention, goal, catalog)
+            edits.append(tuple(edits_of(intervention, goal, catalog)))
     faults.raised()
     results = tuple(_collect(matches))
     points = [result.capture.point for result in results]
@@ -223,7 +241,8 @@ def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
             if taken.get(item.key, capture) != capture:
                 raise SelectorError(
                     f"two different results would both be called {quoted(item.key)}",
-                    hint="give one of them another name by 'as'",
+                    hint='give one of them another name by \'as\', for example "as": "b"; '
+                    "results of a pattern are then called b.NAME",
                 )
             if item.key not in taken:
                 taken[item.key] = capture

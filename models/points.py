@@ -19,10 +19,10 @@ SIDES: dict[Site, Side] = {
 GRADIENTS = frozenset[Site]({"grad_output", "grad_input", "attention_grad"})
 ATTENTION = frozenset[Site]({"attention", "attention_grad"})
 EDITABLE = frozenset[Site]({"output", "input", "grad_output"})
-Pool = Literal["none", "mean", "max", "gem", "cls", "flatten"]
+Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "flatten"]
 Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
 ObjectiveKind = Literal["logit", "probability", "cross_entropy", "kl_div", "sum", "mean", "layer"]
-Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout"]
+Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout", "relevance"]
 ReplyDType = Literal["float32", "float16", "int8"]
 Stat = Literal["mean", "std", "min", "max", "l2", "zeros", "nonfinite", "histogram"]
 STATS: tuple[Stat, ...] = get_args(Stat)
@@ -36,6 +36,11 @@ class HookPoint:
     call: int
     path: tuple[str, ...]
     site: Site
+
+    @property
+    def text(self) -> str:
+        """The selector that names this and nothing else."""
+        return f"{self.layer}#{self.call}{path_text(self.path)}:{self.site}"
 
     @property
     def side(self) -> Side:
@@ -70,7 +75,7 @@ class Selector:
     """One entry of a request's ``layers``, parsed but not yet looked up.
 
     ``text`` is the request's own spelling; ``call`` None means the last one, "*" every one; ``path`` None means every
-    leaf; ``alias`` is the key asked for by ``as``.
+    leaf; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
     """
 
     text: str
@@ -129,11 +134,11 @@ class Intervention:
 class Objective:
     """What is differentiated: a number for each row, of the model's output or of one layer's.
 
-    ``klass`` is a class, or "top" for the row's own highest; ``target`` a probability for each class; ``selector`` and
-    ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
+    ``klass`` is a class, or "top" for the row's own highest, which None comes to; ``target`` a probability for each
+    class; ``selector`` and ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
     """
 
-    kind: ObjectiveKind
+    kind: ObjectiveKind = "logit"
     klass: int | Literal["top"] | None = None
     target: tuple[float, ...] | None = None
     selector: Selector | None = None

@@ -1,7 +1,7 @@
 """A captured tensor made into what the request asked for, on its device: narrow, pool, normalise, cast.
 
 ``mean``, ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); prefix tokens stay out of them, and so
-do those that only pad a text.
+do those that only pad a text. ``mean_all`` is ``mean`` with prefix tokens.
 ``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw
 it. Floating results are computed in float32 whatever the model's dtype is. ``statistics.py`` has what may be asked
 for in place of a pool.
@@ -51,7 +51,7 @@ def reduced(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
     if how.stats is not None:
         return Reduced(statistics.of(_floating(rows_first(kept, leaf).values.flatten(1)), how.stats))
     if how.pool != "none":
-        kept = POOLS[how.pool](rows_first(kept, leaf), 0 if how.tokens is not None else leaf.prefix)
+        kept = POOLS[how.pool](rows_first(kept, leaf), _left_out(leaf, how))
     if how.normalize:
         kept = torch.nn.functional.normalize(_floating(kept), dim=-1)
     if how.dtype == "int8" and kept.is_floating_point():
@@ -96,7 +96,7 @@ def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor, axes: l
     found = []
     for place, places in enumerate(real):
         own = places.nonzero().flatten()
-        if len(own) <= leaf.prefix:
+        if len(own) <= _left_out(leaf, how):
             raise InputError("an input has no token but its class token, so there is nothing to pool")
         row = value.narrow(leaf.row_axis or 0, place * leaf.per_row, leaf.per_row)
         for axis in axes:
@@ -104,6 +104,11 @@ def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor, axes: l
         found.append(reduce(row, replace(leaf, shape=tuple(row.shape)), how))
     scales = [each.scale for each in found if each.scale is not None]
     return Reduced(torch.cat([each.values for each in found]), torch.cat(scales) if scales else None)
+
+
+def _left_out(leaf: Leaf, how: Reduction) -> int:
+    """How many tokens at the front a pool leaves out."""
+    return 0 if how.tokens is not None or how.pool == "mean_all" else leaf.prefix
 
 
 def _narrow(value: Tensor, layout: str | None, how: Reduction) -> Tensor:
@@ -184,6 +189,7 @@ def _shares(a: Tensor, b: Tensor) -> bool:
 
 POOLS: dict[str, Callable[[Rows, int], Tensor]] = {
     "mean": _mean,
+    "mean_all": _mean,
     "max": _max,
     "gem": _gem,
     "cls": _cls,
@@ -191,5 +197,5 @@ POOLS: dict[str, Callable[[Rows, int], Tensor]] = {
 }
 
 CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
-OF_ALL = frozenset({"mean", "max", "gem"})  # pools that make one number of all tokens
+OF_ALL = frozenset({"mean", "mean_all", "max", "gem"})  # pools that make one number of all tokens
 POSITIONS = frozenset("TLHW")  # letters of a layout that may stand for tokens

@@ -36,6 +36,10 @@ def parse(text: str) -> Selector:
         raise SelectorError(f"a layer selector has 1 to {MAX_TEXT} characters, this one has {len(text)}", hint=EXAMPLE)
     rest, site = _split_site(text)
     rest, path = _split_path(rest, text)
+    name, _, site_before = rest.rpartition(":")
+    if path is not None and site_before in SITES:
+        right = quoted(f"{name}{path_text(path)}:{site_before}", MAX_TEXT)
+        raise SelectorError(f"in {quoted(text)} the site stands before the path", hint=f"write {right}")
     pattern, call = _split_call(rest, text)
     if not pattern:
         raise SelectorError(f"{quoted(text)} names no layer", hint=EXAMPLE)
@@ -74,7 +78,7 @@ def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
     that is a sparse or nested tensor, else UnknownLayerError, with near matches.
     """
     layers, skipped = _layers(selector, catalog)
-    if selector.site in ATTENTION and not any(_attends(layer) for layer in layers):
+    if selector.site in ATTENTION and not any(layer.attends for layer in layers):
         raise _no_attention(selector, catalog)
     found = [found for layer in layers for found in _in_layer(selector, layer, catalog)]
     if not found:
@@ -140,12 +144,8 @@ def _literal(name: str, catalog: Catalog) -> Layer:
     return layer
 
 
-def _attends(layer: Layer) -> bool:
-    return any(call.attention is not None for call in layer.calls)
-
-
 def _no_attention(selector: Selector, catalog: Catalog) -> UnknownLayerError:
-    having = [quoted(name) for name, layer in catalog.layers.items() if _attends(layer)]
+    having = [quoted(name) for name, layer in catalog.layers.items() if layer.attends]
     what = _what(selector) if selector.is_glob else f"layer {quoted(selector.pattern)}"
     return UnknownLayerError(
         f"{what} computes no attention weights of its own",
@@ -244,14 +244,16 @@ def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> s
 
 
 def _aliased(alias: str, found: list[Found]) -> list[Found]:
+    """A name of the client's own: of the only result, of the only layer, or before the names of several layers."""
     if len(found) == 1:
         return [replace(found[0], key=alias)]
-    if len({item.point.layer for item in found}) > 1 or len({item.point.call for item in found}) > 1:
-        raise SelectorError(
-            f"'as' gives one name, but the selector names {len(found)} results",
-            hint="leave 'as' out: a pattern's results carry their own names",
-        )
-    return [replace(item, key=alias + path_text(item.point.path)) for item in found]
+    if len({item.point.layer for item in found}) > 1:
+        return [replace(item, key=f"{alias}.{item.key}") for item in found]
+    several = len({item.point.call for item in found}) > 1
+    calls = [f"#{item.point.call}" if several else "" for item in found]
+    return [
+        replace(item, key=alias + call + path_text(item.point.path)) for item, call in zip(found, calls, strict=True)
+    ]
 
 
 def _split_site(text: str) -> tuple[str, Site]:

@@ -31,7 +31,7 @@ out = Console()
 notes = Console(stderr=True)
 BATCH = 32
 SPINS = "20000"
-POOLS = "none, mean, max, gem, cls, flatten"
+POOLS = "none, mean, mean_all, max, gem, cls, flatten"
 
 Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
 Model = Annotated[str | None, typer.Option(help="Model name; the configuration's default without it.")]

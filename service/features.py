@@ -23,7 +23,8 @@ class Receipt:
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
     ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
-    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
+    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
+    gradient, the class of each row whose score was its highest, where the objective is of that.
     """
 
     layer: str
@@ -42,6 +43,7 @@ class Receipt:
     how: str = ""
     resumed: str = ""
     forward: str = ""
+    classes: tuple[int, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -57,6 +59,7 @@ SILENT: dict[str, object] = {
     "how": "",
     "resumed": "",
     "forward": "",
+    "classes": None,
 }
 
 
@@ -66,7 +69,8 @@ class Features:
 
     ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
-    ``verified``: outputs, put back in a second forward, gave the model's own again.
+    ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
+    that was asked for, what it changed. ``warnings`` say where an answer may mislead.
     """
 
     model: str
@@ -77,6 +81,8 @@ class Features:
     scales: dict[str, Array] = field(default_factory=dict)
     errors: tuple[Fault, ...] = ()
     verified: bool = False
+    interventions: tuple[tuple[str, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def joined(parts: Sequence[Features]) -> Features:

@@ -256,7 +256,7 @@ class InterventionBody(PlaceBody):
 class ObjectiveBody(_Strict):
     """What gradients are of."""
 
-    kind: ObjectiveKind
+    kind: ObjectiveKind = "logit"
     klass: Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"] | None = Field(None, alias="class")
     target: Annotated[list[Number], Field(min_length=1, max_length=1_000_000)] | None = None
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
@@ -431,12 +431,12 @@ HINTS = {
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
     "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
     "priority": "use interactive or bulk",
-    "pool": "use none, mean, max, gem, cls or flatten",
+    "pool": "use none, mean, mean_all, max, gem, cls or flatten",
     "dtype": "use float32, float16 or int8",
     "resume": "name the layer whose output the inputs are",
     "stats": f"use true, or some of {', '.join(STATS)}",
     "op": "use zero, scale, add, clamp, replace or noise",
-    "method": "use grad_cam, saliency, attention_rollout or gradient_rollout",
+    "method": "use grad_cam, saliency, attention_rollout, gradient_rollout or relevance",
     "discard_ratio": "use 0 up to, not including, 1",
     "kind": "use logit, probability, cross_entropy, kl_div, sum, mean or layer",
     "objective": 'write "objective": {"kind": "logit", "class": "top"}',

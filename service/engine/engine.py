@@ -18,7 +18,7 @@ from layertap.models.dtypes import DTYPES
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.loaded import LoadedModel, Shapes, check_together
 from layertap.models.plan import Plan, Result
-from layertap.models.points import path_text
+from layertap.models.points import GRADIENTS, path_text
 from layertap.models.resuming import Resumption, start_of
 from layertap.models.spec import InputSpec
 from layertap.service.engine.deadline import within
@@ -288,19 +288,29 @@ def _features(job: Job, parts: Sequence[Results]) -> Features:
         arrays[result.key] = whole.values.numpy()
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
+    classes = _classes(job, parts)
     return Features(
         model=job.model.spec.name,
         fingerprint=job.fingerprint,
         rows=job.rows,
         arrays=arrays,
         scales=scales,
-        receipts={result.key: _receipt(job, result) for result in job.plan.results},
+        receipts={result.key: _receipt(job, result, classes) for result in job.plan.results},
         errors=job.faults,
         verified=job.verify,
+        interventions=job.plan.changed,
     )
 
 
-def _receipt(job: Job, result: Result) -> Receipt:
+def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
+    """The class of each row's highest score, where that is what is differentiated."""
+    scores = job.plan.scores
+    if scores is None:
+        return None
+    return tuple(union.joined(scores, [part[scores] for part in parts]).values.argmax(1).tolist())
+
+
+def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
     point, leaf, how = result.capture.point, result.capture.leaf, result.capture.reduction
     return Receipt(
         layer=point.layer,
@@ -319,4 +329,5 @@ def _receipt(job: Job, result: Result) -> Receipt:
         how="unfused" if point.site == "attention_grad" else leaf.how,
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",
+        classes=classes if point.site in GRADIENTS else None,
     )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from layertap.models import explanations, fingerprint
 from layertap.models.catalog import Leaf
-from layertap.models.errors import SelectorError, quoted
+from layertap.models.edits import goal_of
+from layertap.models.errors import Fault, RequestError, SelectorError, quoted
 from layertap.models.loaded import LoadedModel
-from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site, path_text
+from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site
 from layertap.models.selectors import find
+from layertap.models.sensitivity import trial_goal
 from layertap.service.engine.engine import Engine, SizeCheck
 from layertap.service.engine.job import Ask
 from layertap.service.features import Array, Features
 
 VALUES, SLOPES = "values", "slopes"
-TOP = Objective("logit", "top")
+SHOWN = 16  # rows in a warning
 Spot = tuple[HookPoint, Leaf]
 
 
@@ -39,6 +41,7 @@ class _Method:
     spots: Callable[[Explanation, LoadedModel], list[Spot]]
     sites: Mapping[str, Site]
     make: Callable[[_Captured], Array]
+    discards: bool = False  # whether it may leave out the lowest attention
 
 
 async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck) -> Features:
@@ -53,10 +56,15 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
             hint="ask POST /extract for 'LAYER:attention' or 'LAYER:grad_output'",
         )
     method = METHODS[wanted.method]
-    spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
-    if wanted.discard is not None and method.spots is not _attentions:
-        raise SelectorError("'discard_ratio' is for rollouts", hint="leave it out")
+    if wanted.discard is not None and not method.discards:
+        others = " or ".join(f"method {quoted(name)}" for name, each in METHODS.items() if each.discards)
+        raise SelectorError("'discard_ratio' is for rollouts", hint=f"leave it out, or use {others}")
     graded = bool(GRADIENTS & set(method.sites.values()))
+    objective = ask.objective or (Objective() if graded else None)
+    if wanted.method == "grad_cam" and wanted.selector is None:
+        spots = [await _default_layer(engine, model, objective or Objective(), ask.deadline)]
+    else:
+        spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
     asked = replace(
         ask,
         selectors=tuple(
@@ -64,10 +72,23 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
             for place, (point, _) in enumerate(spots)
             for name, site in method.sites.items()
         ),
-        objective=ask.objective or (TOP if graded else None),
+        objective=objective,
     )
     features = await engine.extract(asked, fits)
     return await engine.off_loop(partial(_made, features, wanted, spots, model.prefix_tokens), ask.deadline)
+
+
+async def _default_layer(engine: Engine, model: LoadedModel, objective: Objective, deadline: float) -> Spot:
+    """The last layer of maps that an objective depends on; RequestError where the model has no such objective."""
+    try:
+        goal = trial_goal(await engine.off_loop(partial(goal_of, objective, model.catalog), deadline))
+    except RequestError as error:
+        faults = (Fault(error.detail, error.hint, "/objective"),)
+        raise RequestError(error.detail, hint=error.hint, faults=faults) from None
+    known = model.grad_cam_layers.get(goal)
+    if known is None:
+        known = await engine.fleet.call(model, lambda loaded: loaded.grad_cam_layer(goal), deadline)
+    return known
 
 
 def _made(features: Features, wanted: Explanation, spots: Sequence[Spot], prefix: int) -> Features:
@@ -78,23 +99,34 @@ def _made(features: Features, wanted: Explanation, spots: Sequence[Spot], prefix
     how = [wanted.method] + ([f"discard {wanted.discard}"] if wanted.discard else [])
     told = fingerprint.of_explanation(" ".join(how), (each.fingerprint for each in features.receipts.values()))
     receipt = next(reversed(features.receipts.values()))
+    made = METHODS[wanted.method].make(captured)
     return replace(
         features,
         fingerprint=told,
-        arrays={wanted.method: METHODS[wanted.method].make(captured)},
+        arrays={wanted.method: made},
         receipts={wanted.method: replace(receipt, layout="NHW", fingerprint=told)},
+        warnings=tuple(_warnings(made, wanted, spots)),
     )
 
 
+def _warnings(made: Array, wanted: Explanation, spots: Sequence[Spot]) -> Iterator[str]:
+    """That a map is all zeros, where one is: it explains nothing, and does not look so once it is scaled and drawn."""
+    rows = explanations.zero_maps(made)
+    if rows:
+        shown = ", ".join(map(str, rows[:SHOWN])) + (" and others" if len(rows) > SHOWN else "")
+        which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
+        where = f"does layer {quoted(spots[0][0].layer)}" if wanted.method == "grad_cam" else "does anything"
+        yield f"{which} all zeros: at no position {where} speak for the objective"
+
+
 def _selector(point: HookPoint, alias: str, site: Site) -> Selector:
-    text = f"{point.layer}#{point.call}{path_text(point.path)}:{site}"
-    return Selector(text, point.layer, point.call, point.path, site, alias=alias)
+    return Selector(replace(point, site=site).text, point.layer, point.call, point.path, site, alias=alias)
 
 
 def _layer(wanted: Explanation, model: LoadedModel) -> list[Spot]:
-    """The layer asked for, else the last one that returns a map."""
+    """The layer asked for."""
     if wanted.selector is None:
-        return [explanations.last_map(model.catalog)]
+        raise ValueError("the layer is to be found out")
     found, _ = find(wanted.selector, model.catalog)
     maps = [item for item in found if explanations.is_map(item.leaf) and item.point.site == "output"]
     if len(maps) != 1:
@@ -133,9 +165,16 @@ def _attention_rollout(captured: _Captured) -> Array:
 
 
 def _gradient_rollout(captured: _Captured) -> Array:
+    return explanations.rollout(_relevant(captured), captured.discard, captured.prefix)
+
+
+def _relevance(captured: _Captured) -> Array:
+    return explanations.relevance(_relevant(captured), captured.prefix)
+
+
+def _relevant(captured: _Captured) -> list[Array]:
     pairs = zip(captured.values, captured.slopes, strict=True)  # by layer: a backward meets them in the other order
-    fused = [explanations.relevant_attention(*each) for each in pairs]
-    return explanations.rollout(fused, captured.discard, captured.prefix)
+    return [explanations.relevant_attention(*each) for each in pairs]
 
 
 METHODS: dict[Method, _Method] = {
@@ -147,6 +186,9 @@ METHODS: dict[Method, _Method] = {
     "saliency": _Method(
         _input, {SLOPES: "grad_input"}, lambda captured: explanations.saliency(captured.slopes[0], captured.leaf)
     ),
-    "attention_rollout": _Method(_attentions, {VALUES: "attention"}, _attention_rollout),
-    "gradient_rollout": _Method(_attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _gradient_rollout),
+    "attention_rollout": _Method(_attentions, {VALUES: "attention"}, _attention_rollout, discards=True),
+    "gradient_rollout": _Method(
+        _attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _gradient_rollout, discards=True
+    ),
+    "relevance": _Method(_attentions, {VALUES: "attention", SLOPES: "attention_grad"}, _relevance),
 }

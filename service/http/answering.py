@@ -93,6 +93,9 @@ async def encoded(engine: Engine, features: Features, order: Order) -> Response:
         else:
             data = await engine.off_loop(encode, order.wish.timeout.deadline)
     headers = {"X-Layertap-Fingerprint": features.fingerprint, **(VERIFIED if features.verified else {})}
+    if features.warnings:
+        told = "; ".join(features.warnings)
+        headers["X-Layertap-Warnings"] = told.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
     return Response(data, media_type=order.wish.format.media_type, headers=headers)
 
 

@@ -8,7 +8,6 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from layertap.models.catalog import BACKWARD
-from layertap.models.points import path_text
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.job import Job
 from layertap.service.http.answering import Order, answered, encoded
@@ -43,7 +42,6 @@ async def extract(request: Request) -> Response:
 def _estimate(job: Job) -> Response:
     """What a request would get, with no forward."""
     plan, rows, catalog = job.plan, job.rows, job.catalog
-    stop = plan.stops_at
     body: dict[str, Any] = {
         "model": job.model.spec.name,
         "fingerprint": job.fingerprint,
@@ -57,7 +55,8 @@ def _estimate(job: Job) -> Response:
             for result in plan.results
         },
         "bytes": plan.nbytes(rows),
-        "stops_at": f"{stop.layer}#{stop.call}{path_text(stop.path)}:{stop.site}",
+        "stops_at": plan.stops_at.text,
+        **({"interventions": plan.changed} if plan.edits else {}),
         "cost": plan.cost,
         "seconds": round((BACKWARD if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
         "warnings": list(_warnings(job)),

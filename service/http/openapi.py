@@ -107,7 +107,10 @@ EXTRACT = _route(
 EXPLAIN = _route(
     "ExplainBody",
     _parameter("method", {"enum": list(get_args(Method))}),
-    _parameter("layer", {"type": "string", "description": "for grad_cam: the last one that returns a map without it"}),
+    _parameter(
+        "layer",
+        {"type": "string", "description": "for grad_cam: without it the last one of maps that bears on the objective"},
+    ),
     _parameter("discard_ratio", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
 )
 

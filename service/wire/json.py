@@ -32,6 +32,8 @@ def encode(features: Features, encoding: Encoding) -> bytes:
             "receipts": receipts(features),
             "errors": errors(features),
             **({"verified": True} if features.verified else {}),
+            **({"interventions": features.interventions} if features.interventions else {}),
+            **({"warnings": features.warnings} if features.warnings else {}),
         },
         option=orjson.OPT_SERIALIZE_NUMPY,
     )

@@ -19,9 +19,9 @@ _RESERVED = "__metadata__"
 def encode(features: Features, encoding: Encoding) -> bytes:
     """The results as a safetensors file, scales as ``KEY.scale``; ``encoding`` has no bearing on it.
 
-    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, and ``verified`` where
-    that was asked for. The same features give the same bytes. NotAcceptableError: two tensors of the same name, or one
-    named as the format's own entry.
+    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, and ``verified``,
+    ``interventions`` and ``warnings`` where there were any. The same features give the same bytes. NotAcceptableError:
+    two tensors of the same name, or one named as the format's own entry.
     """
     tensors = {name: little_endian(array) for name, array in named_arrays(features).items()}
     if _RESERVED in tensors:
@@ -38,6 +38,8 @@ def _metadata(features: Features) -> dict[str, str]:
         "receipts": orjson.dumps(receipts(features)).decode(),
         "errors": orjson.dumps(errors(features)).decode(),
         **({"verified": "true"} if features.verified else {}),
+        **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
+        **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from timm.models.vision_transformer import VisionTransformer
 
 from layertap.models.catalog import Leaf
 from layertap.models.errors import SelectorError
@@ -11,12 +12,15 @@ from layertap.models.explanations import (
     attentions,
     grad_cam,
     is_map,
-    last_map,
+    maps,
     mean_attention,
+    relevance,
     relevant_attention,
     rollout,
     saliency,
+    zero_maps,
 )
+from layertap.models.points import HookPoint
 from tests.nets import resnet, surveyed, swin, vit
 
 LEAVES = {
@@ -83,6 +87,26 @@ def test_rollout(prefix: int) -> None:
         np.testing.assert_allclose(found[row].reshape(-1), wanted[prefix:], rtol=1e-5)
 
 
+@pytest.mark.parametrize("prefix", [1, 0])
+def test_relevance(prefix: int) -> None:
+    """Entry by entry: R is one at first and becomes R + A R with each layer; nothing is normalised."""
+    tokens = 4 + prefix
+    generator = np.random.default_rng(3)
+    layers = [generator.random((2, tokens, tokens)).astype(np.float32) for _ in range(3)]
+    found = relevance(layers, prefix)
+    assert found.shape == (2, 2, 2)
+    places = range(tokens)
+    for row in range(2):
+        whole = [[float(i == j) for j in places] for i in places]
+        for layer in layers:
+            whole = [
+                [whole[i][j] + sum(float(layer[row, i, k]) * whole[k][j] for k in places) for j in places]
+                for i in places
+            ]
+        wanted = whole[0] if prefix else [sum(line[j] for line in whole) / tokens for j in places]
+        np.testing.assert_allclose(found[row].reshape(-1), wanted[prefix:], rtol=1e-5)
+
+
 def test_discard() -> None:
     """The lowest share of a layer's entries counts as 0, row by row of the batch."""
     layer = np.arange(1, 33, dtype=np.float32).reshape(2, 4, 4)
@@ -112,6 +136,14 @@ def test_what_can_be_rolled_out() -> None:
             attentions(surveyed(factory(), 3, 32, 32), 0)
 
 
+def test_zero_maps() -> None:
+    """Which rows have nothing but zeros: NaN is something."""
+    found = np.zeros((4, 2, 2), np.float32)
+    found[1, 0, 1], found[2, 1, 1] = 1e-30, np.nan
+    assert zero_maps(found) == [0, 3]
+    assert zero_maps(found[1:2]) == []
+
+
 def test_what_is_a_map() -> None:
     """A grid of positions for every row: not what was pooled, not a sequence that makes no square."""
     assert all(is_map(leaf) for leaf in LEAVES.values())
@@ -122,12 +154,25 @@ def test_what_is_a_map() -> None:
     assert not is_map(Leaf((), (1, 3, 2, 2), "float32", layout=None))
 
 
-def test_last_map() -> None:
-    """The last layer that returns a map, the outer one of those that return the same."""
-    assert last_map(surveyed(resnet(), 3, 64, 64))[0].layer == "layer4"
-    assert last_map(surveyed(vit(), 3, 32, 32, prefix=1))[0].layer == "encoder"
-    point, leaf = last_map(surveyed(swin(), 3, 32, 32))
+def test_maps() -> None:
+    """Layers that return maps, the last one first, the outer one of those that return the same."""
+    end = HookPoint(".", 0, (), "output")
+    assert maps(surveyed(resnet(), 3, 64, 64), end)[0][0].layer == "layer4"
+    assert maps(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0][0].call == 0
+    assert maps(surveyed(vit(), 3, 32, 32, prefix=1), end)[0][0].layer == "encoder"
+    point, leaf = maps(surveyed(swin(), 3, 32, 32), end)[0]
     assert leaf.shape[0] == 1
     assert point.layer in ("norm", "permute")
     with pytest.raises(SelectorError, match="no layer"):
-        last_map(surveyed(resnet().fc, 512))
+        maps(surveyed(resnet().fc, 512), end)
+
+
+def test_maps_are_not_of_queries() -> None:
+    """What an attention is made of inside is no map, though it has an entry for each patch."""
+    catalog = surveyed(
+        VisionTransformer(img_size=32, patch_size=8, depth=1, num_heads=2, embed_dim=24), 3, 32, 32, prefix=1
+    )
+    names = [point.layer for point, _ in maps(catalog, HookPoint(".", 0, (), "output"))]
+    assert is_map(catalog.layers["blocks.0.attn.qkv"].calls[0].output.leaves[0])
+    assert {"blocks.0.norm1", "blocks.0.attn", "blocks.0.mlp.fc1"} <= set(names)
+    assert not [name for name in names if name.startswith("blocks.0.attn.")]

@@ -18,7 +18,7 @@ from torch import nn
 from layertap.models import digits
 from layertap.models.catalog import Leaf
 from layertap.models.edits import Goal
-from layertap.models.fingerprint import architecture, of_changes, of_model, of_reply, of_result
+from layertap.models.fingerprint import architecture, of_changes, of_explanation, of_model, of_reply, of_result
 from layertap.models.loaded import load
 from layertap.models.plan import resolve
 from layertap.models.points import HookPoint, Objective, Reduction, Selector
@@ -263,6 +263,7 @@ def test_digests_stay() -> None:
     assert of_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
     assert of_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
     assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
+    assert of_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
     assert of_result(MODEL, gradient, Reduction(), of_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
 
 

@@ -257,6 +257,52 @@ def test_clipped_gradients() -> None:
     torch.testing.assert_close(found["layer1:grad_output"], back, rtol=1e-4, atol=1e-7)
 
 
+def test_every_call_by_default() -> None:
+    """A module that runs three times is changed three times; one call is named by its number."""
+    module = bottlenecks().eval()
+    catalog = surveyed(module, 3, 32, 32)
+    half = Operation("scale", by=0.5)
+
+    def calls(where: str) -> list[tuple[str, int]]:
+        return [(edit.point.layer, edit.point.call) for edit in planned(catalog, half, where, ".").edits]
+
+    assert calls("layer1.0.relu") == calls("layer1.0.relu#*") == [("layer1.0.relu", call) for call in range(3)]
+    assert calls("layer1.0.relu#1") == [("layer1.0.relu", 1)]
+    assert calls("layer1.0.conv1") == [("layer1.0.conv1", 0)]
+    assert len(calls("layer?.0.relu")) == 12
+    x = randoms(2, 3, 32, 32, seed=12)
+    found = ours(module, x, planned(catalog, half, "layer1.0.relu", "."))["."]
+    with torch.inference_mode():
+        torch.testing.assert_close(found, by_hand(module, "layer1.0.relu", after=lambda v: v * 0.5)(x))
+
+
+def test_calls_that_differ() -> None:
+    """What suits only some calls of a module is refused with the call, and taken where one that suits is named."""
+    catalog = surveyed(bottlenecks(), 3, 32, 32)
+    how = Operation("zero", channels=(200,))  # its last call has 256 channels, the others have 64
+    with pytest.raises(RequestError, match=r"'layer1\.0\.relu#0' are different numbers between 0 and 63") as caught:
+        planned(catalog, how, "layer1.0.relu", ".")
+    assert caught.value.hint == "name one call: 'layer1.0.relu#2'"
+    assert [edit.point.call for edit in planned(catalog, how, "layer1.0.relu#2", ".").edits] == [2]
+    with pytest.raises(RequestError, match="between 0 and 255") as caught:
+        planned(catalog, Operation("zero", channels=(256,)), "layer1.0.relu#2", ".")
+    assert not caught.value.hint
+
+
+def test_gradients_of_calls_before_the_objective() -> None:
+    """Of a module's calls those are clipped that the objective hangs on; where there is none it is refused."""
+    catalog = surveyed(bottlenecks(), 3, 32, 32)
+    how = Operation("clamp", max=0.5)
+    early = Objective("layer", selector=parse("layer1.0.conv3"))
+    asked = "layer1.0.relu:grad_output", "layer1.0.conv1:grad_output"
+    assert [edit.point.call for edit in planned(catalog, how, *asked, objective=early).edits] == [0, 1]
+    early = Objective("layer", selector=parse("layer1.0.conv1"))
+    with pytest.raises(RequestError, match="runs later"):
+        planned(catalog, how, *asked, objective=early)
+    with pytest.raises(RequestError, match="runs later"):
+        planned(catalog, how, "layer1.0.relu#*:grad_output", asked[1], objective=early)
+
+
 REFUSED: dict[str, tuple[str, Operation, str]] = {
     "channel": ("layer1", Operation("zero", channels=(64,)), "between 0 and 63"),
     "tokens": ("layer1", Operation("zero", tokens=(0,)), "no axis"),

@@ -164,7 +164,6 @@ BAD: dict[str, tuple[Selector, str]] = {
     "no such call": (chosen("tokens#1"), "there is no call 1"),
     "no such path": (chosen("tokens[0]"), "is a single tensor"),
     "no such type": (chosen("*", type="Conv9"), "matches no layer"),
-    "as for several": (chosen("*", alias="x"), "names 7 results"),
     "dtype": (chosen("complex"), "complex64, which no reply format carries"),
     "normalize alone": (chosen("tokens", normalize=True), "'normalize' needs a pooled result"),
     "cls of a picture": (chosen("picture", pool="cls"), "'picture' has no class token"),

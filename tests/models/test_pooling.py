@@ -59,6 +59,7 @@ CASES = {
 }
 POOLS: dict[str, Callable[[Array, int], Array]] = {
     "mean": lambda a, skip: a[:, :, skip:].mean(-1),
+    "mean_all": lambda a, skip: a.mean(-1),
     "max": lambda a, skip: a[:, :, skip:].max(-1),
     "gem": lambda a, skip: (np.clip(a[:, :, skip:], 1e-6, None) ** 3).mean(-1) ** (1 / 3),
 }
@@ -78,7 +79,7 @@ def as_numpy(value: Tensor) -> Array:
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", CASES)
 def test_pools(name: str, pool: Pool) -> None:
-    """Mean, max and GeM of every layout are those of numpy, (N, C), prefix tokens left out."""
+    """Mean, max and GeM of every layout are those of numpy, (N, C), prefix tokens left out but of ``mean_all``."""
     item = CASES[name]
     value = values(item.shape)
     expected = POOLS[pool](item.split(as_numpy(value), item.rows), item.leaf.prefix)
@@ -117,14 +118,14 @@ def test_arithmetic_is_float32_at_least(pool: Pool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
-@pytest.mark.parametrize("pool", ["none", "flatten", "max", "mean", "gem"])
+@pytest.mark.parametrize("pool", ["none", "flatten", "max", "mean", "mean_all", "gem"])
 def test_whole_numbers(pool: Pool, dtype: torch.dtype) -> None:
     """Integers and booleans stay what they are unless an average is asked for; the plan knows which."""
     leaf = Leaf((), (1, 3, 4), str(dtype).removeprefix("torch."), layout="NCL")
     value = torch.arange(24).reshape(2, 3, 4).to(dtype)
     how = Reduction(pool=pool, dtype="float16")
     found = reduce(value, leaf, how).values
-    averaged = pool in ("mean", "gem")
+    averaged = pool in ("mean", "mean_all", "gem")
     assert found.dtype is (torch.float16 if averaged else dtype)
     capture = Capture(POINT, leaf, how)
     assert capture.dtype == str(found.dtype).removeprefix("torch.")
@@ -289,7 +290,9 @@ PADDED = {name: CASES[name] for name in ("NTC", "NTC with prefix", "TNC", "TNC w
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]], dtype=torch.bool)
 
 
-@pytest.mark.parametrize("how", [{"pool": "mean"}, {"pool": "max"}, {"pool": "gem"}, {"stats": ("mean", "std", "max")}])
+@pytest.mark.parametrize(
+    "how", [*({"pool": pool} for pool in ("mean", "mean_all", "max", "gem")), {"stats": ("mean", "std", "max")}]
+)
 @pytest.mark.parametrize("name", PADDED)
 def test_padding_stays_out(name: str, how: dict[str, Any]) -> None:
     """A row is pooled as if it had come without the tokens that pad it, whatever these hold."""
@@ -302,7 +305,7 @@ def test_padding_stays_out(name: str, how: dict[str, Any]) -> None:
     found = reduce(spoiled, item.leaf, Reduction(**how), REAL).values
     for place, places in enumerate(REAL):
         alone = value.select(rows, place).numpy()[places.numpy()]  # (tokens, channels)
-        kept = alone if "stats" in how else alone[item.leaf.prefix :]
+        kept = alone if "stats" in how or how["pool"] == "mean_all" else alone[item.leaf.prefix :]
         wanted = by_numpy(kept.astype(np.float64), how)
         np.testing.assert_allclose(found[place].numpy(), wanted, rtol=1e-5)
 
@@ -312,7 +315,7 @@ def by_numpy(kept: Array, how: dict[str, Any]) -> Array:
         return np.array([kept.mean(), kept.std(), kept.max()])
     if how["pool"] == "gem":
         return (kept.clip(1e-6) ** 3).mean(0) ** (1 / 3)
-    found: Array = kept.mean(0) if how["pool"] == "mean" else kept.max(0)
+    found: Array = kept.max(0) if how["pool"] == "max" else kept.mean(0)
     return found
 
 
@@ -335,3 +338,5 @@ def test_nothing_left_to_pool() -> None:
     leaf = Leaf((), (1, 2, 5), "float32", layout="NTC", prefix=1)
     with pytest.raises(InputError, match="nothing to pool"):
         reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean"), torch.tensor([[True, False]]))
+    found = reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean_all"), torch.tensor([[True, False]]))
+    assert torch.equal(found.values, torch.ones(1, 5))

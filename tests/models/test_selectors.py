@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
 from layertap.models.errors import SelectorError, UnknownLayerError
-from layertap.models.points import Selector, path_text
+from layertap.models.points import SITES, Selector, path_text
 from layertap.models.selectors import MAX_TEXT, Found, find, glob_match, parse, parse_call, parse_path, parse_site
 
 GOOD = {
@@ -287,10 +289,47 @@ def test_silent_layers_that_a_glob_passes_over() -> None:
 
 
 def test_alias() -> None:
-    """``as`` names a single result, or the leaves of one structured value; several layers or calls can't share it."""
+    """``as`` names a single result, stands for the name of one layer, and before the names of several."""
     assert [item.key for item in found("conv1", alias="x")] == ["x"]
     assert [item.key for item in found("*.conv2", alias="x")] == ["x"]
     assert [item.key for item in found("block", alias="x")] == ["x[0]", "x[1]"]
-    for text in ("*conv*", "block.relu#*"):
-        with pytest.raises(SelectorError, match="'as' gives one name"):
-            found(text, alias="x")
+    assert [item.key for item in found("block.relu#*", alias="x")] == ["x#0", "x#1", "x#2"]
+    assert [item.key for item in found("block#*", alias="x")] == ["x[0]", "x[1]"]
+    several = [f"x.{item.key}" for item in found("*conv*:input")]
+    assert len(several) > 1
+    assert [item.key for item in found("*conv*:input", alias="x")] == several
+
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".md", ".py", ".sh")]
+WRITTEN = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *EXAMPLES]
+IN_QUOTES = re.compile(rf"""[`"']([^`"'\s]+(?::(?:{"|".join(SITES)})|#[-\d*]+)[^`"'\s]*)[`"']""")
+IN_QUERY = re.compile(r"""[?&`](?:layers?|resume)=([^&'"`\s]+)""")
+
+
+def test_documents() -> None:
+    """Every selector that the documents and examples show fits the grammar."""
+    shown: set[str] = set()
+    for path in WRITTEN:
+        text = path.read_text(encoding="utf-8")
+        shown |= {each for each in IN_QUOTES.findall(text) if "/" not in each}
+        shown |= {name for query in IN_QUERY.findall(text) for name in unquote(query).split(",")}
+    assert shown >= {".[attention_mask]:input", "head:input", "block2.relu#0", "blocks.*.attn:attention", "pool"}
+    for text in shown:
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        (".:input[attention_mask]", ".[attention_mask]:input"),
+        ("relu#0:input[0]", "relu#0[0]:input"),
+        ("block?:grad_output[out][0]", "block?[out][0]:grad_output"),
+    ],
+)
+def test_site_before_path(text: str, typed: str) -> None:
+    """A selector whose site stands before its path is refused with what to type."""
+    with pytest.raises(SelectorError, match="the site stands before the path") as caught:
+        parse(text)
+    assert caught.value.hint == f"write '{typed}'"
+    assert parse(typed).path is not None

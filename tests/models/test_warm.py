@@ -79,6 +79,7 @@ CASES = [
     ("bottlenecks", ["layer1.0.relu#0", "layer1.0.relu#1", "layer1.0.relu#2", "layer1.0.bn3"], {"pool": "flatten"}),
     ("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
     ("vit", ["encoder.layers.encoder_layer_1"], {"pool": "mean", "dtype": "float16"}),
+    ("vit", ["encoder.ln"], {"pool": "mean_all"}),
     ("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
     ("Windows", ["inner"], {"pool": "gem"}),
     ("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),

@@ -270,7 +270,6 @@ BAD: dict[str, Case] = {
     "gradient without objective": Case(422, body(layers=["pool:grad_output"]), pointer="/layers/0", says="objective"),
     "objective without gradient": Case(422, body(objective={"kind": "sum"}), says="grad_output"),
     "unknown kind": Case(422, graded({"kind": "accuracy"}), pointer="/objective/kind"),
-    "no class": Case(422, graded({"kind": "logit"}), pointer="/objective", says="class"),
     "class out of range": Case(422, graded({"kind": "logit", "class": 10}), pointer="/objective", says="0 to 9"),
     "class by name": Case(422, graded({"kind": "logit", "class": "cat"})),
     "class of a sum": Case(422, graded({"kind": "sum", "class": 1}), pointer="/objective"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tempfile
@@ -95,6 +96,13 @@ def arrays_of(response: httpx.Response) -> dict[str, Array]:
     """The arrays of a reply, whatever its format."""
     assert response.status_code == 200, response.text
     return READERS[response.headers["content-type"]](response)
+
+
+def metadata(response: httpx.Response) -> dict[str, str]:
+    """What a safetensors reply says beside its tensors."""
+    head = json.loads(response.content[8 : 8 + int.from_bytes(response.content[:8], "little")])
+    found: dict[str, str] = head["__metadata__"]
+    return found
 
 
 def same(a: dict[str, Array], b: dict[str, Array]) -> bool:

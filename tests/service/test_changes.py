@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from tests.server import Live
 from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, net, npy, problem, raw, tensor
+from tests.service.support import Array, Json, arrays_of, configured, metadata, net, npy, problem, raw, tensor
 
 Change = Callable[[Tensor], Tensor]
 
@@ -205,6 +206,135 @@ def test_receipts_and_fingerprints(changing: Live) -> None:
     receipts = changing.client.post("/extract", json=both).json()["receipts"]
     assert receipts["block2"]["fingerprint"] == replies[0]["receipts"]["block2"]["fingerprint"]
     assert receipts["block2:grad_output"]["fingerprint"] == receipt["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "whole"),
+    [
+        ({}, {"kind": "logit", "class": "top"}),
+        ({"class": 3}, {"kind": "logit", "class": 3}),
+        ({"kind": "cross_entropy"}, {"kind": "cross_entropy", "class": "top"}),
+        ({"kind": "kl_div"}, {"kind": "kl_div", "class": "top"}),
+    ],
+)
+def test_objective_defaults(changing: Live, left_out: Json, whole: Json) -> None:
+    """What an objective leaves out is the logit, and the row's own highest score; on both routes."""
+    body: Json = {"inputs": [tensor(row) for row in rows(2, 9)]}
+    for path, more in (("/extract", {"layers": ["block2:grad_output"]}), ("/explain", {"method": "saliency"})):
+        replies = [
+            changing.client.post(path, json={**body, **more, "objective": objective}).json()
+            for objective in (left_out, whole)
+        ]
+        assert replies[0]["features"] == replies[1]["features"]
+        assert replies[0]["fingerprint"] == replies[1]["fingerprint"]
+
+
+def test_highest_score_by_default(changing: Live) -> None:
+    """The defaults mean what an offline gradient of each row's highest score means, in a query too."""
+    x = rows(3, 10)
+    wanted = gradient(twin(changing), torch.from_numpy(x), "block3", lambda out: out.amax(1))
+    reply = changing.client.post("/extract", **request(x, ["block3:grad_output"], objective={}))
+    check(reply, {"block3:grad_output": wanted})
+    query = {"layers": "block3:grad_output", "class": "3", "format": "npy"}
+    reply = changing.client.post("/extract", **raw(npy(x), "application/x-npy", **query))
+    wanted = gradient(twin(changing), torch.from_numpy(x), "block3", lambda out: out[:, 3])
+    np.testing.assert_allclose(arrays_of(reply)[""], wanted.numpy(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 11])
+def test_classes_in_receipts(changing: Live, count: int) -> None:
+    """The class that "top" chose for each row is in the receipt of what hangs on it, on both routes."""
+    x = rows(count, 12)
+    with torch.no_grad():
+        chosen = forward(twin(changing), torch.from_numpy(x)).argmax(1).tolist()
+    assert count == 1 or len(set(chosen)) > 1
+    inputs = [tensor(row) for row in x]
+    body = {"inputs": inputs, "layers": ["block3:grad_output", "head"], "objective": {}, "encoding": "base64"}
+    with ThreadPoolExecutor(4) as pool:  # beside others, whose rows have classes of their own
+        replies = list(pool.map(lambda _: changing.client.post("/extract", json=body), range(4)))
+    for reply in replies:
+        receipts = reply.json()["receipts"]
+        assert receipts["block3:grad_output"]["classes"] == chosen
+        assert "classes" not in receipts["head"]
+    kept = metadata(changing.client.post("/extract?format=safetensors", json=body))
+    assert json.loads(kept["receipts"])["block3:grad_output"]["classes"] == chosen
+    told = changing.client.post("/extract", json={**body, "objective": {"class": 3}}).json()
+    assert "classes" not in told["receipts"]["block3:grad_output"]
+    for method in ("saliency", "grad_cam"):
+        for objective in ({}, None):
+            explained = changing.client.post(
+                "/explain", json={"method": method, "inputs": inputs, "objective": objective}
+            ).json()
+            assert explained["receipts"][method]["classes"] == chosen
+
+
+def test_classes_of_inputs_that_are_left_in(changing: Live) -> None:
+    """Where inputs are left out the receipt has a class for each of the others."""
+    x = rows(3, 12)
+    with torch.no_grad():
+        chosen = forward(twin(changing), torch.from_numpy(x)).argmax(1).tolist()
+    inputs = [tensor(x[0]), {"image": "AAAA"}, tensor(x[1]), tensor(x[2])]
+    body = {"inputs": inputs, "layers": ["block3:grad_output"], "objective": {}, "on_error": "skip"}
+    told = changing.client.post("/extract", json=body).json()
+    assert (told["rows"], told["receipts"]["block3:grad_output"]["classes"]) == (3, chosen)
+
+
+def halved(value: Tensor) -> Tensor:
+    """Half of it."""
+    return value * 0.5
+
+
+class Second(nn.Module):
+    """A module of whose calls the second is changed."""
+
+    def __init__(self, inner: nn.Module, change: Change) -> None:
+        super().__init__()
+        self.inner, self.change, self.calls = inner, change, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.inner(x)
+        return self.change(out) if self.calls == 2 else out
+
+
+RELU = "block2.relu"  # runs twice in a forward
+BOTH = [f"{RELU}#0:output", f"{RELU}#1:output"]
+
+
+@pytest.mark.parametrize(
+    ("where", "calls"), [(RELU, BOTH), (f"{RELU}#*", BOTH), (f"{RELU}#1", BOTH[1:]), (f"{RELU}#-1", BOTH[1:])]
+)
+def test_calls_of_an_intervention(changing: Live, where: str, calls: list[str]) -> None:
+    """Every call of a module is changed unless one is named, and the reply says which were."""
+    module, x = twin(changing), rows(2, 13)
+    kind = After if calls == BOTH else Second
+    module.block2.relu = kind(module.block2.relu, halved)
+    with torch.no_grad():
+        wanted = forward(module, torch.from_numpy(x))
+    body = request(x, ["head"], interventions=[{"layer": where, "op": "scale", "by": 0.5}])
+    check(changing.client.post("/extract", **body), {"head": wanted})
+    told = changing.client.post("/extract", json=body["json"]).json()
+    assert told["interventions"] == [calls]
+    dry = changing.client.post("/extract?dry_run=true", json=body["json"]).json()
+    assert (dry["interventions"], dry["fingerprint"]) == ([calls], told["fingerprint"])
+    kept = metadata(changing.client.post("/extract?format=safetensors", json=body["json"]))
+    assert json.loads(kept["interventions"]) == [calls]
+    plain_ = changing.client.post("/extract", **{**request(x, ["head"]), "params": {}}).json()
+    assert "interventions" not in plain_
+
+
+def test_fingerprints_of_calls(changing: Live) -> None:
+    """Equal fingerprints mean the same calls changed, however they are written."""
+
+    def told(where: str) -> str:
+        how = [{"layer": where, "op": "scale", "by": 0.5}]
+        found: str = changing.client.post(
+            "/extract?dry_run=true", json={"layers": ["head"], "interventions": how}
+        ).json()["fingerprint"]
+        return found
+
+    assert told(RELU) == told(f"{RELU}#*") != told(f"{RELU}#1") == told(f"{RELU}#-1") != told(f"{RELU}#0")
+    assert told("block1") == told("block1#0") == told("block1#*")
 
 
 def test_dry_run(changing: Live) -> None:

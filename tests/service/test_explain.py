@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
 from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    image,
+    metadata,
+    npy,
+    picture,
+    problem,
+    raw,
+    tensor,
+)
 
 
 def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
@@ -27,6 +42,11 @@ def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
     slopes = torch.autograd.grad(score.sum(), values)[0].numpy()
     found: Array = np.maximum((slopes.mean((2, 3))[:, :, None, None] * values.detach().numpy()).sum(1), 0)
     return found
+
+
+SAME = ModelSpec(
+    "same", "python:tests.service.nets_http:Same", weights="random:0", inputs=(InputSpec("x", (3, 32, 32)),)
+)
 
 
 def asked(x: Array, **body: Any) -> Json:
@@ -118,6 +138,94 @@ def test_rollouts(attentive: Live) -> None:
     )
     assert cut.json()["fingerprint"] != plain.json()["fingerprint"]
     assert not np.allclose(arrays_of(cut)["attention_rollout"], arrays_of(plain)["attention_rollout"])
+
+
+def attended(module: Any, x: Array) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A torchvision ViT written out: its scores, and of each block the normed tokens and the attention weights."""
+    tokens = module._process_input(torch.from_numpy(x))
+    tokens = torch.cat([module.class_token.expand(len(x), -1, -1), tokens], 1) + module.encoder.pos_embedding
+    norms, weights = [], []
+    for block in module.encoder.layers:
+        part = block.self_attention
+        norms.append(block.ln_1(tokens).detach().requires_grad_() if not norms else block.ln_1(tokens))
+        mixed = norms[-1] @ part.in_proj_weight.T + part.in_proj_bias
+        heads = mixed.reshape(*mixed.shape[:2], 3, part.num_heads, part.head_dim).permute(2, 0, 3, 1, 4)
+        weights.append((heads[0] @ heads[1].mT / part.head_dim**0.5).softmax(-1))
+        joined = (weights[-1] @ heads[2]).transpose(1, 2).flatten(2)
+        tokens = tokens + part.out_proj(joined)
+        tokens = tokens + block.mlp(block.ln_2(tokens))
+    return module.heads(module.encoder.ln(tokens)[:, 0]), norms, weights
+
+
+def module_of(live: Live, name: str) -> Any:
+    """A copy of a served model that no hook ever touches."""
+    model = live.engine.fleet.registry.entry(name).model
+    assert model is not None
+    return copy.deepcopy(model.module).eval()
+
+
+def test_relevance(attentive: Live) -> None:
+    """R becomes R + A R, A the mean over heads of what is above 0 of weight times gradient: Chefer et al., 2021."""
+    x = rows(2, 6)
+    scores, _, weights = attended(module_of(attentive, "vit"), x)
+    slopes = torch.autograd.grad(scores[:, 5].sum(), weights)
+    whole = torch.eye(17).expand(2, -1, -1)
+    for weight, slope in zip(weights, slopes, strict=True):
+        whole = whole + (weight * slope).clamp(min=0).mean(1) @ whole
+    wanted = whole[:, 0, 1:].reshape(-1, 4, 4).detach().numpy()
+    assert wanted.min(axis=(1, 2)).max() < wanted.max() / 2
+    body = {"model": "vit", "method": "relevance", "objective": {"class": 5}}
+    reply = attentive.client.post("/explain", **asked(x, **body))
+    np.testing.assert_allclose(arrays_of(reply)["relevance"], wanted, rtol=1e-3, atol=1e-5 * wanted.max())
+    refused = problem(attentive.client.post("/explain", **asked(x, **body, discard_ratio=0.5)), 422)
+    assert (
+        refused["errors"][0]["hint"] == "leave it out, or use method 'attention_rollout' or method 'gradient_rollout'"
+    )
+    described = attentive.client.get("/openapi.json").json()
+    assert "relevance" in described["components"]["schemas"]["ExplainBody"]["properties"]["method"]["enum"]
+
+
+def test_grad_cam_where_a_class_token_answers(attentive: Live) -> None:
+    """Without a layer it is of the last block's first norm, the last place where patches bear on the answer."""
+    x = rows(2, 6)
+    scores, norms, _ = attended(module_of(attentive, "vit"), x)
+    slopes = torch.autograd.grad(scores[:, 5].sum(), norms[-1])[0][:, 1:]
+    summed = (slopes.mean(1, keepdim=True) * norms[-1][:, 1:]).sum(2).clamp(min=0)
+    wanted = summed.reshape(2, 4, 4).detach().numpy()
+    assert (wanted.max((1, 2)) > 0).all()
+    body = {"model": "vit", "method": "grad_cam", "objective": {"class": 5}}
+    reply = attentive.client.post("/explain", **asked(x, **body))
+    np.testing.assert_allclose(arrays_of(reply)["grad_cam"], wanted, rtol=1e-3, atol=1e-5 * wanted.max())
+    assert reply.json()["receipts"]["grad_cam"]["layer"] == "encoder.layers.encoder_layer_1.ln_1"
+    assert "warnings" not in reply.json()
+    assert "x-layertap-warnings" not in reply.headers
+    named = asked(x, **body, layer="encoder.layers.encoder_layer_1.ln_1")
+    assert attentive.client.post("/explain", **named).json()["fingerprint"] == reply.json()["fingerprint"]
+
+
+def test_a_map_of_zeros_is_said_to_be_one(attentive: Live) -> None:
+    """Also of a layer that the client names: in JSON, in metadata, and in a header of every format."""
+    body = asked(rows(2, 6), model="vit", method="grad_cam", layer="encoder.ln")
+    said = "the maps of rows 0, 1 are all zeros: at no position does layer 'encoder.ln' speak for the objective"
+    for form in ("json", "npy", "npz", "safetensors"):
+        reply = attentive.client.post("/explain", **body, params={"format": form})
+        assert not next(iter(arrays_of(reply).values())).any()
+        assert reply.headers["x-layertap-warnings"] == said
+        if form == "json":
+            assert reply.json()["warnings"] == [said]
+        if form == "safetensors":
+            assert json.loads(metadata(reply)["warnings"]) == [said]
+
+
+def test_a_model_that_answers_the_same_to_all(serve: Serve) -> None:
+    """Where no layer bears on the objective the last map is taken, and its zeros are said to be zeros; so elsewhere."""
+    with serve(configured(SAME)) as live:
+        for method in ("grad_cam", "saliency"):
+            reply = live.client.post("/explain", **asked(rows(1, 6), model="same", method=method))
+            assert not arrays_of(reply)[method].any()
+            assert reply.json()["warnings"][0].startswith("the map of row 0 is all zeros: ")
+        again = live.client.post("/explain", **asked(rows(1, 7), model="same", method="grad_cam"))
+        assert again.json()["receipts"]["grad_cam"]["layer"] == "conv"
 
 
 BAD: dict[str, tuple[Json, str]] = {

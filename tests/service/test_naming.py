@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,11 @@ def test_everything(live: Live) -> None:
         (["block2.relu#*", "block2.relu#0"], ["block2.relu#0", "block2.relu#1"]),
         ([{"layer": "pool", "as": "a"}, {"layer": "pool", "as": "b"}], ["a", "b"]),
         ([{"layer": "pool", "as": "a"}, {"layer": "pool", "as": "a"}], ["a"]),
+        ([{"layer": "block?", "as": "a"}], ["a.block1", "a.block2", "a.block3"]),
+        ([{"layer": "block2.relu#*", "as": "a"}], ["a#0", "a#1"]),
+        ([{"type": "ReLU", "layer": "block2*", "as": "a"}], ["a"]),
+        ([{"layer": "*.relu#*", "as": "a"}], [f"a.{name}" for name in RELUS]),
+        ([{"layer": "*.relu:input", "as": "a"}], [f"a.{name}:input" for name in (RELUS[1], RELUS[3])]),
     ],
 )
 def test_once(live: Live, layers: list[Any], keys: list[str]) -> None:
@@ -116,9 +123,6 @@ def test_paths(live: Live) -> None:
         ([{"layer": "pool:input", "site": "output"}], {}),
         ([{"layer": "pool:output", "site": "input"}], {}),
         ([{"layer": "pool[0]", "path": "[1]"}], {}),
-        ([{"layer": "block*", "as": "one-name"}], {}),
-        ([{"type": "Conv2d", "as": "one-name"}], {}),
-        ([{"layer": "block2.relu#*", "as": "one-name"}], {}),
         ([{"layer": "pool", "as": "x"}, {"layer": "head", "as": "x"}], {}),
         (["pool", {"layer": "head", "as": "pool"}], {}),
         ([{"layer": "pool", "pool": "max"}, {"layer": "pool", "pool": "mean"}], {}),
@@ -135,6 +139,23 @@ def test_paths(live: Live) -> None:
 def test_contradictions(live: Live, layers: list[Any], options: Json) -> None:
     """Options that contradict each other, or the layer, are refused and say why."""
     problem(extract(live, *layers, **options), 422)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"type": "Conv2d"}, {"layer": "block?"}, {"layer": "block2.relu#*"}, {"layer": "pool"}]
+)
+def test_two_reductions(live: Live, entry: Json) -> None:
+    """The same layers reduced in two ways need two names; what the hint says to type makes them."""
+    both = [{**entry, "pool": "mean"}, {**entry, "pool": "max"}]
+    hint = problem(extract(live, *both), 422)["errors"][0]["hint"]
+    typed = json.loads("{" + re.findall(r'"as": "\w+"', hint)[0] + "}")
+    for named in ([both[0], {**both[1], **typed}], [{**both[0], **typed}, both[1]]):
+        found = arrays_of(extract(live, *named))
+        assert found.keys() >= arrays_of(extract(live, entry)).keys()
+        means, highest = (arrays_of(extract(live, each)) for each in both)
+        assert len(found) == len(means) + len(highest)
+        values = sorted(array.tobytes() for array in (*means.values(), *highest.values()))
+        assert sorted(array.tobytes() for array in found.values()) == values
 
 
 @pytest.mark.parametrize(

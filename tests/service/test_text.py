@@ -322,9 +322,9 @@ def test_resumed_from_a_layer(texts: Texts) -> None:
         assert "takes no text" in problem(refused, 422)["detail"]
 
 
-@pytest.mark.parametrize("pool", ["mean", "max", "gem", "stats"])
+@pytest.mark.parametrize("pool", ["mean", "mean_all", "max", "gem", "stats"])
 def test_pools_leave_padding_out(texts: Texts, pool: str) -> None:
-    """A text is pooled as it would be without the texts that it is padded for; not over its class token either."""
+    """A text is pooled as it would be alone, without padding; its class token is in ``mean_all`` only."""
     sentences = [SENTENCES[place] for place in (1, 0, 2)]
     how: Json = {"stats": ["mean", "max"]} if pool == "stats" else {"pool": pool}
     layer = {"layer": ".", "path": "[last_hidden_state]", **how}
@@ -336,6 +336,7 @@ def test_pools_leave_padding_out(texts: Texts, pool: str) -> None:
 
 POOLED = {
     "mean": lambda tokens: tokens[1:].mean(0),
+    "mean_all": lambda tokens: tokens.mean(0),
     "max": lambda tokens: tokens[1:].max(0),
     "gem": lambda tokens: (tokens[1:].clip(1e-6) ** 3).mean(0) ** (1 / 3),
     "stats": lambda tokens: np.array([tokens.mean(), tokens.max()]),

@@ -1,0 +1,122 @@
+"""At which layer Grad-CAM looks where none is named, against gradients taken without hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torchvision.models import convnext_tiny
+
+from layertap.models.edits import goal_of
+from layertap.models.explanations import maps
+from layertap.models.extractor import FeatureExtractor
+from layertap.models.points import HookPoint, Objective
+from layertap.models.selectors import parse
+from layertap.models.sensitivity import last_sensitive
+from tests.nets import resnet, surveyed, swin, vit
+from tests.oracle import seeded
+
+SMALL = {"img_size": 32, "patch_size": 8, "depth": 2, "num_heads": 2, "embed_dim": 24, "num_classes": 7}
+ROW = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+
+
+def timm_vit(**changes: Any) -> VisionTransformer:
+    """A small vision transformer of timm, no weight of it zero."""
+    return seeded(VisionTransformer(**{**SMALL, **changes}), 5)
+
+
+class NoGraphAtFirst(nn.Module):
+    """A vision transformer that keeps no graph of its first block."""
+
+    num_prefix_tokens = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = timm_vit()
+        self.inner.blocks[0].forward = torch.no_grad()(self.inner.blocks[0].forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def looked_at(module: nn.Module, prefix: int = 0, objective: Objective | None = None) -> tuple[HookPoint, HookPoint]:
+    """The layer that is chosen, and the last one that returns a map."""
+    catalog = surveyed(module.requires_grad_(False), 3, 32, 32, prefix=prefix)
+    goal = goal_of(objective or Objective("logit", "top"), catalog)
+    found = maps(catalog, goal.point)
+    chosen = last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal)
+    assert chosen is not None
+    return chosen[0], found[0][0]
+
+
+FIRST_NORMS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
+    "torchvision": (vit, 1, "encoder.layers.encoder_layer_1.ln_1"),
+    "timm": (timm_vit, 1, "blocks.1.norm1"),
+    "timm, registers": (partial(timm_vit, reg_tokens=3), 4, "blocks.1.norm1"),
+    "no graph of the first block": (NoGraphAtFirst, 1, "inner.blocks.1.norm1"),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST_NORMS)
+def test_class_tokens(kind: str) -> None:
+    """Behind the last attention a class token hangs on no patch: the norm before it is the last that matters."""
+    factory, prefix, name = FIRST_NORMS[kind]
+    chosen, last = looked_at(factory(), prefix)
+    assert (chosen.layer, chosen.site) == (name, "output")
+    assert last.layer != name
+
+
+USUAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "timm, mean of patches": (partial(timm_vit, global_pool="avg", class_token=False), 0),
+    "timm, mean beside a class token": (partial(timm_vit, global_pool="avg"), 1),
+    "swin": (swin, 0),
+    "resnet": (resnet, 0),
+    "convnext": (lambda: seeded(convnext_tiny(num_classes=7), 6), 0),
+    "timm, no transformer": (lambda: seeded(timm.create_model("resnet10t", num_classes=7), 7), 0),
+}
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_the_usual_layer(kind: str) -> None:
+    """Where the answer is made of all positions it stays the last layer that returns a map."""
+    factory, prefix = USUAL[kind]
+    chosen, last = looked_at(factory(), prefix)
+    assert chosen == last
+
+
+def test_patches_have_no_gradient_later() -> None:
+    """By plain autograd: patches of the last block's output have none, those of its first norm have one."""
+    module = timm_vit().requires_grad_(False).eval()
+    tokens = module.norm_pre(module._pos_embed(module.patch_embed(ROW)))
+    norm = module.blocks[1].norm1(module.blocks[0](tokens)).requires_grad_()
+    before = module.blocks[0](tokens).detach()
+    mixed = before + module.blocks[1].attn(norm)
+    out = (mixed + module.blocks[1].mlp(module.blocks[1].norm2(mixed))).requires_grad_()
+    score = module.forward_head(module.norm(out)).amax()
+    late, early = torch.autograd.grad(score, (out, norm))
+    assert not late[:, 1:].any()
+    assert early[:, 1:].any()
+
+
+def test_objective_of_a_layer() -> None:
+    """It is the last before an objective that looks at a layer, whatever runs later."""
+    objective = Objective("layer", selector=parse("layer2"), channel=3)
+    chosen, last = looked_at(resnet(), 0, objective)
+    assert chosen.layer == last.layer == "layer2"
+
+
+def test_no_layer_matters() -> None:
+    """A head of zeros, as torchvision's vision transformers have at first, depends on nothing."""
+    module = vit().requires_grad_(False)
+    nn.init.zeros_(module.heads.head.weight)
+    catalog = surveyed(module, 3, 32, 32, prefix=1)
+    goal = goal_of(Objective("logit", 2), catalog)
+    found = maps(catalog, goal.point)
+    assert last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal) is None
