@@ -23,7 +23,8 @@ class Receipt:
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
     ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
-    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
+    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``rows_per_forward`` is
+    there where rows of the model affect each other.
     """
 
     layer: str
@@ -42,6 +43,7 @@ class Receipt:
     how: str = ""
     resumed: str = ""
     forward: str = ""
+    rows_per_forward: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -57,6 +59,7 @@ SILENT: dict[str, object] = {
     "how": "",
     "resumed": "",
     "forward": "",
+    "rows_per_forward": None,
 }
 
 
