@@ -110,7 +110,7 @@ class LoadedModel:
         return self.catalogs[shapes]
 
     def resumption(self, point: HookPoint, leaf: Leaf, shapes: Shapes | None = None) -> Resumption:
-        """Forwards that go on from a point, tried out when first asked for; of rows of the configured shape, or another.
+        """Forwards that go on from a point, tried out when first asked for; of rows of the configured shape or another.
 
         SelectorError where the model has none, OutOfMemoryError.
         """

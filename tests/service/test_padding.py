@@ -16,7 +16,7 @@ from torch.nn import functional
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
+from tests.service.support import Array, Json, arrays_of, configured, npy, problem, raw, tensor
 from tests.transformers_nets import VOCABULARY, saved
 
 MODELS = ("gpt2", "bert", "classifier", "answering", "convolving", "mixing")
@@ -314,3 +314,137 @@ def test_last_position_of_a_long_text(server: Server) -> None:
     tokens = [4 + place % 9 for place in range(40)]
     wanted = offline(server.modules["gpt2"], tokens, BLOCK["gpt2"]).value[0, [39]]
     close(server.of("gpt2", [tokens], {"layer": BLOCK["gpt2"], "tokens": [39]})[0], wanted)
+
+
+def test_divergence_from_a_target(server: Server) -> None:
+    """A distribution over positions has a number for each token of the text."""
+    at, target = f"{BLOCK['answering']}:grad_output", [0.1, 0.2, 0.3, 0.4, 0.0]
+    run = offline(server.modules["answering"], TEXTS[0], BLOCK["answering"])
+    score = functional.kl_div(scores(run.output).log_softmax(1), torch.tensor([target]), reduction="sum")
+    (wanted,) = torch.autograd.grad(score, run.value)
+    objective = {"kind": "kl_div", "target": target}
+    close(server.of("answering", [TEXTS[0]], at, objective=objective), wanted)
+    assert "send [3]" in refused(server, "answering", [TEXTS[1]], [at], objective=objective)
+    assert "texts of one length" in refused(server, "answering", TEXTS, [at], objective=objective)
+
+
+@pytest.mark.parametrize("op", ["replace", "add"])
+@pytest.mark.parametrize("model", ["bert", "gpt2", "convolving"])
+def test_whole_tensors(server: Server, model: str, op: str) -> None:
+    """A tensor for a text has the text's own length, whatever the length of a batch is."""
+    output = ".[logits]" if model == "gpt2" else ".[last_hidden_state]"
+    for tokens in TEXTS:
+        values = np.random.default_rng(len(tokens)).standard_normal((len(tokens), 32)).astype(np.float32)
+
+        def change(value: Tensor, values: Array = values) -> Tensor:
+            return torch.from_numpy(values)[None] + (value if op == "add" else 0)
+
+        wanted = scores(offline(server.modules[model], tokens, BLOCK[model], change).output)
+        edit = {"layer": BLOCK[model], "op": op, **tensor(values)}
+        close(server.of(model, [tokens], output, interventions=[edit]), wanted)
+        beside = server.of(model, [tokens, tokens[::-1]], output, interventions=[edit])
+        close(beside[:1], wanted)
+
+
+def test_whole_tensors_of_another_length(server: Server) -> None:
+    """The shape that is asked for is the one that is taken; texts of several lengths have no such shape."""
+    asked: Json = {"layers": [".[logits]"]}
+    for length in (8, 32, 7, 41):
+        edit = {"layer": BLOCK["gpt2"], "op": "replace", **tensor(np.ones((length, 32), np.float32))}
+        told = refused(server, "gpt2", [TEXTS[0]], **asked, interventions=[edit])
+        assert "send [5, 32]" in told if length < 41 else "send [T, 32], where T is how many tokens" in told
+    edit = {"layer": BLOCK["gpt2"], "op": "replace", **tensor(np.ones((5, 32), np.float32))}
+    assert server.post("gpt2", [TEXTS[0]], **asked, interventions=[edit]).status_code == 200
+    assert "these have 3 to 13 tokens" in refused(server, "gpt2", TEXTS, **asked, interventions=[edit])
+    narrowed = {**edit, "tokens": [0, 2], **tensor(np.ones((2, 32), np.float32))}
+    assert server.post("gpt2", TEXTS, **asked, interventions=[narrowed]).status_code == 200
+
+
+RESUMED = {
+    "gpt2": ("transformer.h.1", ".[logits]"),
+    "bert": ("encoder.layer.0", "encoder.layer.1.attention.self.query"),
+    "classifier": ("bert.encoder.layer.1", ".[logits]"),
+}
+
+
+@pytest.mark.parametrize("form", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("model", ["gpt2", "bert", "classifier"])
+def test_resumed(server: Server, model: str, form: str) -> None:
+    """What was captured of a text, sent back as it is, gives what the whole forward gives."""
+    layer, output = RESUMED[model]
+    for tokens in TEXTS:
+        whole = server.post(model, [tokens], [output])
+        first = server.live.client.post(
+            "/extract",
+            json={"model": model, "inputs": [{"tokens": tokens}], "layers": [layer]},
+            params={"format": form},
+        )
+        again = server.live.client.post(
+            "/extract",
+            content=first.content,
+            headers={"content-type": first.headers["content-type"]},
+            params={"model": model, "resume": layer, "layers": output, "encoding": "base64"},
+        )
+        (found,) = arrays_of(again).values()
+        (wanted,) = arrays_of(whole).values()
+        close(found, torch.from_numpy(wanted))
+        assert again.json()["receipts"][output]["captured"] == whole.json()["receipts"][output]["captured"]
+
+
+@pytest.mark.parametrize("how", [{}, {"pool": "mean"}, {"stats": ["mean", "l2"]}])
+def test_several_texts_resumed(server: Server, how: Json) -> None:
+    """Texts of several lengths as tensors of their own lengths, or all of them with their mask."""
+    layer, output = "transformer.h.1", {"layer": "transformer.ln_f", **how}
+    wanted = server.of("gpt2", TEXTS, output)
+    whole = server.of("gpt2", TEXTS, layer)
+    apart = [tensor(whole[row, : len(tokens)]) for row, tokens in enumerate(TEXTS)]
+    body = {"model": "gpt2", "inputs": apart, "resume": layer, "layers": [output], "encoding": "base64"}
+    (found,) = arrays_of(server.live.client.post("/extract", json=body)).values()
+    close(found, torch.from_numpy(wanted))
+    layers = [layer, {"layer": ".[attention_mask]:input", "as": "attention_mask"}]
+    asked = {"model": "gpt2", "inputs": [{"tokens": each} for each in TEXTS], "layers": layers}
+    first = server.live.client.post("/extract", json=asked, params={"format": "npz"})
+    if "stats" not in how:
+        query = {"model": "gpt2", "resume": layer, "layers": "transformer.ln_f", "format": "npz", **how}
+        reply = server.live.client.post("/extract", **raw(first.content, "application/x-npz", **query))
+        (found,) = arrays_of(reply).values()
+        close(found, torch.from_numpy(wanted))
+
+
+def test_padding_without_a_mask(server: Server) -> None:
+    """A text that was captured beside longer ones is not taken for as long as these."""
+    layer = "transformer.h.1"
+    whole = server.of("gpt2", TEXTS, layer)
+    query = {"model": "gpt2", "resume": layer, "layers": "transformer.ln_f"}
+    found = problem(server.live.client.post("/extract", **raw(npy(whole), "application/x-npy", **query)), 422)
+    assert "last position is 0" in found["detail"]
+    assert "'attention_mask'" in found["errors"][0]["hint"]
+
+
+def test_resumed_by_another_length(server: Server) -> None:
+    """Any length that a text may have is taken, and no other."""
+    layer, output = "transformer.h.1", "transformer.ln_f"
+    for length, status in ((1, 200), (8, 200), (9, 200), (40, 200), (41, 422)):
+        values = np.random.default_rng(length).standard_normal((length, 32)).astype(np.float32)
+        body = {"model": "gpt2", "inputs": [tensor(values)], "resume": layer, "layers": [output], "encoding": "base64"}
+        reply = server.live.client.post("/extract", json=body)
+        if status == 422:
+            assert "axis 0 from 1 to 40" in problem(reply, 422)["errors"][0]["hint"]
+            continue
+        with torch.no_grad():
+            wanted = server.modules["gpt2"].transformer.ln_f(torch.from_numpy(values)[None])
+        close(arrays_of(reply)[output], wanted)
+        dry = server.live.client.post("/extract?dry_run=true", json=body).json()
+        assert dry["features"][output]["shape"] == [1, length, 32]
+
+
+def test_gradient_of_a_resumed_text(server: Server) -> None:
+    """Objectives count no padding there either."""
+    layer = "transformer.h.1"
+    whole = server.of("gpt2", TEXTS, layer)
+    at = "transformer.ln_f:grad_output"
+    fields = {"objective": {"kind": "mean"}}
+    wanted = server.of("gpt2", TEXTS, at, **fields)
+    apart = [tensor(whole[row, : len(tokens)]) for row, tokens in enumerate(TEXTS)]
+    body = {"model": "gpt2", "inputs": apart, "resume": layer, "layers": [at], "encoding": "base64", **fields}
+    close(arrays_of(server.live.client.post("/extract", json=body))[at], torch.from_numpy(wanted))
