@@ -33,7 +33,9 @@ class Leaf:
     rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
     it holds something of all of them; it means what it says only where its rows share a forward with no others.
     ``layout`` names the axes (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens. ``how``
-    tells of attention where a forward without a graph has it from: "observed" or "recomputed".
+    tells of attention where a forward without a graph has it from: "observed" or "recomputed". ``token_axes`` have an
+    entry for each token of a text: they grow with its length. The row axis is one of them where tokens are folded into
+    it.
     """
 
     path: tuple[str, ...]
@@ -44,6 +46,7 @@ class Leaf:
     layout: str | None = None
     prefix: int = 0
     how: str = ""
+    token_axes: tuple[int, ...] = ()
 
     @property
     def per_row(self) -> int:
@@ -54,6 +57,13 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes of one row's tensor as the model holds it."""
         return prod(self.shape) * item_bytes(self.dtype)
+
+    def of_length(self, tokens: int | None) -> Leaf:
+        """The same of a text of so many tokens; None: as it is."""
+        if tokens is None or not self.token_axes:
+            return self
+        shape = tuple(tokens if axis in self.token_axes else size for axis, size in enumerate(self.shape))
+        return replace(self, shape=shape)
 
     def shape_for(self, rows: int) -> tuple[int, ...]:
         """The shape in a forward of ``rows`` rows."""
@@ -127,7 +137,8 @@ class Costs:
 class Catalog:
     """Every layer by name, in execution order, those that never run last; for one shape of input.
 
-    ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch.
+    ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch;
+    ``batches``: whether a forward takes several rows at all.
     ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
     has the tensors that follow from that layer's output alone.
     """
@@ -137,6 +148,7 @@ class Catalog:
     rowwise: bool
     costs: Costs = Costs()
     start: str = ""
+    batches: bool = True
 
     @property
     def graph_costs(self) -> Costs:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from layertap.models.spec import InputSpec
 from layertap.models.structure import Path
 from layertap.models.watching import Clock, Run
 
+Side = Literal["input", "output"]
+Where = Callable[[Visit], Seen | None]  # which tensor of a call
 TIMED, TIMED_S = 5, 0.1
 LOUD = 3.0  # how much larger the neighbours are: a batch's largest value is then seldom the row's own
 
@@ -52,9 +55,45 @@ def survey(
             second.watch(run, batch)
         except Exception:  # whatever a model raises, it means the same: not several rows at once
             second = first
+        stretched = _of_other_length(module, inputs, run, device, dtype)
     if second.course != first.course:
         second = first
-    return _Assembly(module, first, second, clock, prefix).catalog()
+    return _Assembly(module, first, second, clock, prefix, stretched).catalog()
+
+
+@dataclass(frozen=True)
+class _Stretched:
+    """A forward of a text of another length, which tells what grows with it; ``lengths`` are those of both forwards."""
+
+    recorder: Recorder
+    lengths: tuple[int, int]
+
+    def token_axes(self, module: nn.Module, number: int, site: Where, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes of a tensor that have an entry for each token."""
+        visits = self.recorder.visits.get(module, [])
+        other = site(visits[number]) if number < len(visits) else None
+        if other is None or len(other.shape) != len(shape):
+            return ()
+        sizes = zip(shape, other.shape, strict=True)
+        return tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths)
+
+
+def _of_other_length(
+    module: nn.Module, inputs: Sequence[InputSpec], run: Run, device: torch.device, dtype: torch.dtype
+) -> _Stretched | None:
+    """None where all rows have one length, or the model does not take another."""
+    known = next((spec for spec in inputs if spec.longest is not None), None)
+    if known is None or known.longest == 1:
+        return None
+    length = known.shape[0]
+    other = length - 1 if length == known.longest else length + 1
+    specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec.longest else spec for spec in inputs]
+    recorder = Recorder(module)
+    try:
+        recorder.watch(run, _one(noise(specs, device, dtype)))
+    except Exception:  # whatever a model raises, it means the same
+        return None
+    return _Stretched(recorder, (length, other))
 
 
 def _timed(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: torch.device) -> Clock:
@@ -75,17 +114,17 @@ class _Assembly:
     second: Recorder
     clock: Clock
     prefix: int
+    stretched: _Stretched | None
 
     def catalog(self) -> Catalog:
         whole = self.second.visits.get(self.module, [])
-        rowwise = self.second is not self.first and not any(
-            seen.mixed for visit in whole for seen in visit.output.values()
-        )
+        batches = self.second is not self.first
+        rowwise = batches and not any(seen.mixed for visit in whole for seen in visit.output.values())
         grids = self._grids()
         names = self.module.named_modules(remove_duplicate=False)
         layers = [self._layer(name or ".", part, rowwise, grids) for name, part in names]
         layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
-        return Catalog({layer.name: layer for layer in layers}, self.clock.total, rowwise)
+        return Catalog({layer.name: layer for layer in layers}, self.clock.total, rowwise, batches=batches)
 
     def _layer(self, name: str, module: nn.Module, rowwise: bool, grids: set[int]) -> Layer:
         visits = zip(self.first.visits.get(module, []), self.second.visits.get(module, []), strict=True)
@@ -96,17 +135,27 @@ class _Assembly:
         return Layer(name, kind, is_leaf, parameters, calls, tuple(_hazards(module, bool(calls))))
 
     def _call(self, module: nn.Module, number: int, visit: Visit, twin: Visit, rowwise: bool, grids: set[int]) -> Call:
-        def leaves(seen: dict[Path, Seen], later: dict[Path, Seen]) -> tuple[Leaf, ...]:
-            return tuple(self._leaf(path, seen[path], later[path], rowwise, grids) for path in seen)
+        def with_tokens(leaf: Leaf, where: Where) -> Leaf:
+            if self.stretched is None or leaf.mixed:
+                return leaf
+            return replace(leaf, token_axes=self.stretched.token_axes(module, number, where, leaf.shape))
+
+        def leaves(side: Side) -> tuple[Leaf, ...]:
+            seen, later = _side(visit, side), _side(twin, side)
+            found = ((path, self._leaf(path, seen[path], later[path], rowwise, grids)) for path in seen)
+            return tuple(with_tokens(leaf, partial(_seen_at, side, path)) for path, leaf in found)
 
         after = self.clock.after(module, number)
         weights = tuple(
-            replace(self._leaf(path, one.weights, other.weights, rowwise, grids), how=one.how)
-            for path, one, other in _numbered(visit.attention, twin.attention)
+            with_tokens(
+                replace(self._leaf(path, one.weights, other.weights, rowwise, grids), how=one.how),
+                partial(_attended_at, place),
+            )
+            for place, (path, one, other) in enumerate(_numbered(visit.attention, twin.attention))
         )
         return Call(
-            Moment(visit.start, self.clock.before(module, number), leaves(visit.input, twin.input), visit.took),
-            Moment(visit.end, after, leaves(visit.output, twin.output), visit.gave),
+            Moment(visit.start, self.clock.before(module, number), leaves("input"), visit.took),
+            Moment(visit.end, after, leaves("output"), visit.gave),
             Moment(visit.end, after, weights) if weights else None,
         )
 
@@ -128,6 +177,18 @@ class _Assembly:
             for seen in visit.output.values()
             if seen.layout in ("NCHW", "NCTHW")
         }
+
+
+def _side(visit: Visit, side: Side) -> dict[Path, Seen]:
+    return visit.input if side == "input" else visit.output
+
+
+def _seen_at(side: Side, path: Path, visit: Visit) -> Seen | None:
+    return _side(visit, side).get(path)
+
+
+def _attended_at(place: int, visit: Visit) -> Seen | None:
+    return visit.attention[place].weights if place < len(visit.attention) else None
 
 
 def _numbered(visit: Sequence[Attended], twin: Sequence[Attended]) -> Iterator[tuple[Path, Attended, Attended]]:

@@ -16,9 +16,11 @@ from layertap.models.dtypes import DTYPES
 from layertap.models.errors import SelectorError, quoted
 from layertap.models.interventions import part_shape
 from layertap.models.objectives import OF_CLASSES
+from layertap.models.padding import Lengths
 from layertap.models.points import EDITABLE, GRADIENTS, HookPoint, Intervention, Objective, Operation, path_text
 from layertap.models.selectors import Found, find
 
+Shape = tuple[int, ...]
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 # What each operation takes beside the part that it is narrowed to; one of each group, all groups.
 TAKES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -53,7 +55,9 @@ class Goal:
     objective: Objective
 
 
-def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) -> list[Edit]:
+def edits_of(
+    intervention: Intervention, goal: Goal | None, catalog: Catalog, lengths: Lengths | None = None
+) -> list[Edit]:
     """The changes that an intervention makes, one for each tensor that its selector names, at every call of a module.
 
     Where no call is named, a gradient is changed at those that the objective depends on. UnknownLayerError,
@@ -74,21 +78,21 @@ def edits_of(intervention: Intervention, goal: Goal | None, catalog: Catalog) ->
     if not floating:
         raise SelectorError(f"{_name(found[0])} is of dtype {found[0].leaf.dtype}; only floating values are changed")
     for item in floating:
-        trouble = _trouble(item, how, catalog)
+        trouble = _trouble(item, how, catalog, lengths)
         if trouble is not None:
             others = [each for each in floating if anywhere and _spot(each) == _spot(item)]
-            raise _with_call(trouble, [each for each in others if _trouble(each, how, catalog) is None])
+            raise _with_call(trouble, [each for each in others if _trouble(each, how, catalog, lengths) is None])
         if selector.site in GRADIENTS:
             check_gradient(item, goal, catalog)
     return [Edit(item.point, item.leaf, how) for item in floating]
 
 
-def goal_of(objective: Objective, catalog: Catalog) -> Goal:
+def goal_of(objective: Objective, catalog: Catalog, lengths: Lengths | None = None) -> Goal:
     """What gradients are of. SelectorError where the objective does not fit the model's output, or its layer's."""
     found = _target(objective, catalog)
     if objective.kind in OF_CLASSES and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
-    _check_objective(objective, found.leaf)
+    _check_objective(objective, found.leaf, lengths)
     return Goal(found.point, found.leaf, objective)
 
 
@@ -131,14 +135,14 @@ def _spot(item: Found) -> tuple[str, tuple[str, ...]]:
     return item.point.layer, item.point.path
 
 
-def _trouble(item: Found, how: Operation, catalog: Catalog) -> SelectorError | None:
+def _trouble(item: Found, how: Operation, catalog: Catalog, lengths: Lengths | None) -> SelectorError | None:
     """Why a tensor is not changed that way."""
     several = len(catalog.layers[item.point.layer].calls) > 1
     call = f"#{item.point.call}" if several else ""
     name = quoted(f"{item.point.layer}{call}{path_text(item.point.path)}")
     try:
         _check_numbers(name, item.leaf, how)
-        _check_part(name, item.leaf, how)
+        _check_part(name, item.leaf, how, lengths)
     except SelectorError as error:
         return error
     return None
@@ -182,7 +186,7 @@ def _is_scores(leaf: Leaf) -> bool:
     return len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.per_row == 1
 
 
-def _check_objective(objective: Objective, leaf: Leaf) -> None:
+def _check_objective(objective: Objective, leaf: Leaf, lengths: Lengths | None) -> None:
     kind = objective.kind
     if leaf.row_axis is None:
         raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
@@ -204,14 +208,17 @@ def _check_objective(objective: Objective, leaf: Leaf) -> None:
             f"objective {quoted(kind)} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
             hint='use kind "sum", "mean" or "layer"',
         )
-    _check_class(objective, leaf.shape[1])
+    _check_class(objective, leaf, lengths)
 
 
-def _check_class(objective: Objective, classes: int) -> None:
+def _check_class(objective: Objective, leaf: Leaf, lengths: Lengths | None) -> None:
+    classes = _common(leaf, lengths).shape[1]
     if objective.target is not None:
         if objective.kind != "kl_div" or objective.klass is not None:
             raise SelectorError("'target' is for kind 'kl_div' alone, in place of a class", hint="give one of them")
-        if len(objective.target) != classes:
+        if leaf.token_axes and lengths is not None:  # a class for each token
+            _check_shape("'target'", leaf, lengths, lambda own: own.shape[1:], (len(objective.target),))
+        elif len(objective.target) != classes:
             raise SelectorError(f"'target' has {len(objective.target)} numbers, the model has {classes} classes")
         whole = sum(objective.target)
         if not (isfinite(whole) and min(objective.target) >= 0 and abs(whole - 1) <= SPREAD):
@@ -251,7 +258,7 @@ def _check_numbers(name: str, leaf: Leaf, how: Operation) -> None:
             )
 
 
-def _check_part(name: str, leaf: Leaf, how: Operation) -> None:
+def _check_part(name: str, leaf: Leaf, how: Operation, lengths: Lengths | None) -> None:
     if leaf.mixed and leaf.row_axis is not None and (how.tensor is not None or how.op == "noise"):
         raise SelectorError(
             f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
@@ -260,7 +267,7 @@ def _check_part(name: str, leaf: Leaf, how: Operation) -> None:
     for option, letter, indices in (("channels", "C", how.channels), ("tokens", "T", how.tokens)):
         if indices is None:
             continue
-        size = _size(name, leaf, option, letter)
+        size = _size(name, _common(leaf, lengths), option, letter)
         if not indices or len(set(indices)) != len(indices) or not all(0 <= index < size for index in indices):
             raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")
     if how.region is not None:
@@ -271,11 +278,39 @@ def _check_part(name: str, leaf: Leaf, how: Operation) -> None:
                 f"'region' of {name} must lie within {height} by {width}",
                 hint="write [top, left, bottom, right], the last two not included",
             )
-    if how.tensor is not None and how.tensor.shape != part_shape(leaf, how):
+    if how.tensor is not None:
+        _check_shape(f"the tensor for {name}", leaf, lengths, lambda own: part_shape(own, how), how.tensor.shape)
+
+
+def _common(leaf: Leaf, lengths: Lengths | None) -> Leaf:
+    """A tensor with the tokens that every text of a request has."""
+    return leaf if lengths is None else leaf.of_length(lengths.common)
+
+
+def _check_shape(what: str, leaf: Leaf, lengths: Lengths | None, part: Callable[[Leaf], Shape], given: Shape) -> None:
+    """SelectorError where what is sent for a part of every row does not have its shape."""
+    if lengths is None:
+        possible = {part(leaf)}
+    elif lengths.known:
+        possible = {part(leaf.of_length(tokens)) for tokens in (lengths.shortest, lengths.longest)}
+    else:
+        possible = {part(leaf.of_length(tokens)) for tokens in (*given, lengths.longest) if tokens <= lengths.longest}
+    if lengths is not None and lengths.known and len(possible) > 1:
         raise SelectorError(
-            f"the tensor for {name} has shape {list(how.tensor.shape)}",
-            hint=f"send {list(part_shape(leaf, how))}",
+            f"{what} fits texts of one length, and these have {lengths.shortest} to {lengths.longest} tokens",
+            hint="send texts of one length in a request",
         )
+    if given not in possible:
+        raise SelectorError(f"{what} has shape {list(given)}", hint=f"send {_shown(leaf, part, lengths)}")
+
+
+def _shown(leaf: Leaf, part: Callable[[Leaf], Shape], lengths: Lengths | None) -> str:
+    """The shape that is wanted; of a text whose length is not known yet it has T tokens."""
+    if lengths is None or lengths.known:
+        return str(list(part(_common(leaf, lengths))))
+    sizes = zip(part(leaf.of_length(1)), part(leaf.of_length(2)), strict=True)
+    shape = ", ".join(str(size) if size == other else "T" for size, other in sizes)
+    return f"[{shape}]" + (", where T is how many tokens the text has" if "T" in shape else "")
 
 
 def _size(name: str, leaf: Leaf, option: str, letter: str) -> int:

@@ -48,7 +48,7 @@ class FeatureExtractor:
     ) -> Taken:
         """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
 
-        ``real`` (rows, tokens) is False where a token only pads its row.
+        ``real`` (rows, tokens), on the host, is False where a token only pads its row.
         The tensors are the caller's; they are on the model's device and not to be differentiated. The forward ends as
         soon as nothing is pending; a backward follows where a share has a goal. Where that finds no graph the forward
         may run once more: it takes its inputs anew each time. LayerNotReachedError if it ends earlier, InputError if a
@@ -282,12 +282,12 @@ class _Collector:
         tensor = found.get(edit.point.path)
         if tensor is not None:
             self._fit(tensor, edit.leaf, edit.point)
-            found[edit.point.path] = changes[edit.point.path] = _changed(share, edit, self._rows, tensor)
+            found[edit.point.path] = changes[edit.point.path] = _changed(share, edit, self._rows, self._real, tensor)
 
     def _anchored(self, anchor: _Anchor, tensor: Tensor) -> Tensor:
         self._fit(tensor, anchor.leaf, anchor.point)
         self._differentiable(anchor.point)
-        changers = [partial(_changed, *each, self._rows) for each in reversed(anchor.edits)]
+        changers = [partial(_changed, *each, self._rows, self._real) for each in reversed(anchor.edits)]
         return self._tape.anchored(self._key(anchor.point), tensor, changers)
 
     def _capture(self, capture: Capture, found: dict[Path, Tensor]) -> None:
@@ -300,8 +300,8 @@ class _Collector:
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
         part = rows_of(tensor, capture.leaf, span, self._rows)
-        real = None if self._real is None else self._real[slice(*span)]
-        self.results[capture, span] = reduce(part, capture.leaf, capture.reduction, real)
+        real = _real_of(self._real, span)
+        self.results[capture, span] = reduce(part, capture.leaf, capture.reduction, real, capture.length)
 
     def _reach(self, place: int, found: dict[Path, Tensor]) -> None:
         goal = self._goals.get(place)
@@ -309,8 +309,9 @@ class _Collector:
         if goal is not None and tensor is not None:
             self._fit(tensor, goal.leaf, goal.point)
             self._differentiable(goal.point)
-            part = rows_of(tensor, goal.leaf, self._shares[place].span, self._rows)
-            self._tape.add(goal.point, objectives.total(part, goal.leaf, goal.objective))
+            span = self._shares[place].span
+            part, real = rows_of(tensor, goal.leaf, span, self._rows), _real_of(self._real, span)
+            self._tape.add(goal.point, objectives.total(part, goal.leaf, goal.objective, real))
             del self._goals[place]
 
     def _fit(self, tensor: Tensor, leaf: Leaf, point: HookPoint) -> None:
@@ -330,15 +331,20 @@ class _Collector:
 
 
 # Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
-def _changed(share: Share, edit: Edit, rows: int, value: Tensor) -> Tensor:
+def _changed(share: Share, edit: Edit, rows: int, real: Tensor | None, value: Tensor) -> Tensor:
     """A tensor of so many rows in which those of one request are changed."""
-    own = interventions.changed(rows_of(value, edit.leaf, share.span, rows), edit.leaf, edit.operation, share.first)
+    part = rows_of(value, edit.leaf, share.span, rows)
+    own = interventions.changed(part, edit.leaf, edit.operation, share.first, _real_of(real, share.span))
     if own.shape == value.shape:
         return own
     axis, each = edit.leaf.row_axis or 0, edit.leaf.per_row
     before = value.narrow(axis, 0, share.start * each)
     after = value.narrow(axis, share.stop * each, value.shape[axis] - share.stop * each)
     return torch.cat([before, own, after], dim=axis)
+
+
+def _real_of(real: Tensor | None, span: Span) -> Tensor | None:
+    return None if real is None else real[slice(*span)]
 
 
 def _misfit(tensor: Tensor, leaf: Leaf, point: HookPoint, rows: int) -> InputError | None:

@@ -24,7 +24,7 @@ from layertap.models.spec import Decode, InputSpec, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it
-SURVEYED = frozenset({"values", "longest"})
+SURVEYED = frozenset({"values", "longest", "long_axis"})
 UNTOLD = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -79,6 +79,11 @@ def of_changes(changes: Iterable[Edit | Goal], start: str = "") -> str | None:
     if start:
         told.append({"resume": start})
     return _digest(told) if told else None
+
+
+def of_batch(result: str) -> str:
+    """The fingerprint of a result of which each row depends on those that it ran with."""
+    return _digest([RECIPE, "batch", result])
 
 
 def of_reply(results: Iterable[str]) -> str:

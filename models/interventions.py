@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -11,25 +12,36 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog import Leaf
+from layertap.models.padding import is_padded, own_positions, row_of
 from layertap.models.points import Operation, Values
 
 
-def changed(rows: Tensor, leaf: Leaf, how: Operation, first: int) -> Tensor:
+def changed(rows: Tensor, leaf: Leaf, how: Operation, first: int, real: Tensor | None = None) -> Tensor:
     """A request's rows of a tensor after an operation, in memory of their own; differentiable.
 
     ``rows`` is the part of a leaf's tensor that holds them, the first of them being row ``first`` of its request: noise
     is drawn row by row, from the seed and the row's number, so that it does not hang on how rows are batched.
+    ``real`` (rows, tokens) is False where a token only pads its row: nothing is changed there.
     """
-    where = Rows(leaf.row_axis or 0, first, len_of(rows, leaf))
-    return _within(rows, list(_chosen(leaf, how)), lambda part: OPERATIONS[how.op](part, how, where))
+    if real is None or not is_padded(leaf, real):
+        where = Rows(leaf.row_axis or 0, first, len_of(rows, leaf))
+        return _within(rows, list(_chosen(leaf, how)), lambda part: OPERATIONS[how.op](part, how, where))
+    done = []
+    for place, positions in enumerate(own_positions(leaf, real)):
+        own = leaf.of_length(len(positions[0][1]))
+        change = partial(changed, leaf=own, how=how, first=first + place)
+        done.append(_within(row_of(rows, leaf, place), positions, change))
+    return torch.cat(done, dim=leaf.row_axis or 0)
 
 
-def _within(value: Tensor, chosen: Sequence[tuple[int, Sequence[int]]], change: Callable[[Tensor], Tensor]) -> Tensor:
+def _within(
+    value: Tensor, chosen: Sequence[tuple[int, Sequence[int] | Tensor]], change: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Change what lies at chosen indices of chosen axes."""
     if not chosen:
         return change(value)
     (axis, indices), *rest = chosen
-    index = torch.tensor(indices, device=value.device)
+    index = torch.as_tensor(indices, device=value.device)
     return value.index_copy(axis, index, _within(value.index_select(axis, index), rest, change))
 
 

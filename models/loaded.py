@@ -39,7 +39,7 @@ Shapes = tuple[tuple[int, ...], ...]
 PATIENCE_S = 30.0  # weights may have to be downloaded
 _loading = Lock()
 MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
-MAX_RESUMPTIONS = 8  # one for each layer that forwards went on from lately
+MAX_RESUMPTIONS = 16  # one for each layer, and shape of input, that forwards went on from lately
 MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
 
 
@@ -64,7 +64,7 @@ class LoadedModel:
     threads: int = 1
     text: Text | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
-    resumptions: OrderedDict[HookPoint, Resumption | None] = field(default_factory=OrderedDict)
+    resumptions: OrderedDict[tuple[HookPoint, Shapes], Resumption | None] = field(default_factory=OrderedDict)
     grad_cam_layers: OrderedDict[Goal, Spot] = field(default_factory=OrderedDict)
     compiled: tuple[Compiled | None, ...] = ()
     decoder: Decoder | None = None
@@ -114,18 +114,19 @@ class LoadedModel:
             self.catalogs.move_to_end(shapes)
         return self.catalogs[shapes]
 
-    def resumption(self, point: HookPoint, leaf: Leaf) -> Resumption:
-        """Forwards of rows of the configured shape that go on from a point, tried out when first asked for.
+    def resumption(self, point: HookPoint, leaf: Leaf, shapes: Shapes | None = None) -> Resumption:
+        """Forwards that go on from a point, tried out when first asked for; of rows of the configured shape or another.
 
         SelectorError where the model has none, OutOfMemoryError.
         """
-        if point not in self.resumptions:
-            found = self._proven(point, leaf)
+        key = point, shapes or self.shapes
+        if key not in self.resumptions:
+            found = self._proven(point, leaf, key[1])
             while len(self.resumptions) >= MAX_RESUMPTIONS:
                 self.resumptions.popitem(last=False)
-            self.resumptions[point] = found
-        self.resumptions.move_to_end(point)
-        known = self.resumptions[point]
+            self.resumptions[key] = found
+        self.resumptions.move_to_end(key)
+        known = self.resumptions[key]
         if known is None:
             raise refusal(point)
         return known
@@ -157,12 +158,13 @@ class LoadedModel:
                 raise
         raise out_of_memory(1)
 
-    def _proven(self, point: HookPoint, leaf: Leaf) -> Resumption | None:
+    def _proven(self, point: HookPoint, leaf: Leaf, shapes: Shapes) -> Resumption | None:
         """None where the model has none: kept too, or who asks again and again would have it tried each time."""
-        rows = noise(self.inputs, self.device, self.dtype)
+        inputs, catalog = self._of(shapes), self.catalog_for(shapes)
+        rows = noise(inputs, self.device, self.dtype)
         try:
             with warmup.threads(self.threads):
-                return prove(self.module, (point, leaf), self.catalog, self.inputs, self.forward, rows, self.dtype)
+                return prove(self.module, (point, leaf), catalog, inputs, self.forward, rows, self.dtype)
         except SelectorError:
             return None
         except RuntimeError as error:
@@ -174,14 +176,23 @@ class LoadedModel:
         """The model as one that takes something else than it was configured for: the output of a layer of its own."""
         floating = DTYPES[given.dtype].is_floating_point
         spec = replace(self.spec, dtype=cast("DType", given.dtype)) if floating else self.spec
-        return replace(self, spec=spec, inputs=(given,), preprocess=None, text=None, decoder=None)
+        inputs: tuple[InputSpec, ...] = (replace(given, longest=None, long_axis=0),)
+        text = None
+        if self.text is not None and given.longest is not None:  # a text as a layer left it: the mask goes with it
+            text = replace(self.text, ids=given.name, vocabulary=0, encode=None, axis=given.long_axis)
+            inputs = (given, *(each for each in self.inputs if each.name == self.text.mask))
+        return replace(self, spec=spec, inputs=inputs, preprocess=None, text=text, decoder=None)
+
+    def _of(self, shapes: Shapes) -> tuple[InputSpec, ...]:
+        """What it takes, of some shape."""
+        return tuple(replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True))
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
         with warmup.threads(self.threads):  # a new thread has as many as any other set last
             return self._seen(shapes)
 
     def _seen(self, shapes: Shapes) -> Catalog:
-        inputs = [replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True)]
+        inputs = self._of(shapes)
         catalog = survey(self.module, inputs, self.forward, self.device, self.prefix_tokens, self.dtype)
         row = {name: value[:1] for name, value in noise(inputs, self.device, self.dtype).items()}
         if shapes == self.shapes:
@@ -320,7 +331,7 @@ class LoadedModel:
     def _forward(self, own: Replica, batch: Rows, resumption: Resumption | None) -> object:
         if resumption is None:
             return self.forward(batch, own.module)
-        (given,) = batch.values()
+        given = next(iter(batch.values()))  # a text's mask comes after it
         return resumption.forward(self.forward, own.module, given)
 
     def _assembled(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
@@ -340,11 +351,11 @@ class LoadedModel:
         return batch
 
     def _real(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
-        """Where a token is one of its text, and not there to fill it up; None where nothing tells."""
+        """Where a token is one of its text, and not there to fill it up, on the host; None where nothing tells."""
         name = self.text.mask if self.text is not None else None
         if name is None or name not in pieces[0]:
             return None
-        mask = torch.cat([piece[name] for piece in pieces]).to(self.device, torch.bool)
+        mask = torch.cat([piece[name] for piece in pieces]).bool()
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
 
     def _placed(self, value: Tensor, floating: torch.dtype, copy: bool) -> Tensor:
@@ -363,9 +374,10 @@ def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     """How many rows a forward may have; InputError where the plan's must all share one and do not fit."""
     size = max_rows if catalog.rowwise else 1
     if total > size and not plan.splits:
+        batch = ', or add "isolated": true, which makes them one batch'
         raise InputError(
             f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
-            hint=f"send at most {size} inputs with it",
+            hint=f"send at most {size} inputs with it" + (batch if catalog.batches and not catalog.rowwise else ""),
         )
     return size
 

@@ -8,16 +8,23 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog import Leaf
+from layertap.models.padding import is_padded, own_rows
 from layertap.models.points import Objective
 from layertap.models.pooling import rows_first
 
 OF_CLASSES = frozenset({"logit", "probability", "cross_entropy", "kl_div"})  # kinds that need (rows, classes)
 
 
-def total(rows: Tensor, leaf: Leaf, objective: Objective) -> Tensor:
-    """The sum of the objective over a request's rows, in float32 or wider; ``rows`` is their part of a tensor."""
+def total(rows: Tensor, leaf: Leaf, objective: Objective, real: Tensor | None = None) -> Tensor:
+    """The sum of the objective over a request's rows, in float32 or wider; ``rows`` is their part of a tensor.
+
+    ``real`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
+    """
     values = rows if rows.dtype is torch.float64 else rows.float()
-    return OBJECTIVES[objective.kind](values, leaf, objective).sum()
+    score = OBJECTIVES[objective.kind]
+    if real is None or not is_padded(leaf, real):
+        return score(values, leaf, objective).sum()
+    return torch.stack([score(row, own, objective).sum() for row, own in own_rows(values, leaf, real)]).sum()
 
 
 def _logit(values: Tensor, leaf: Leaf, objective: Objective) -> Tensor:

@@ -14,6 +14,7 @@ from math import prod
 from layertap.models.catalog import Catalog, Leaf, Moment, item_bytes
 from layertap.models.edits import FLOATS, Edit, Goal, check_gradient, edits_of, goal_of
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
+from layertap.models.padding import Lengths
 from layertap.models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, path_text
 from layertap.models.pooling import reduced_shape
 from layertap.models.selectors import Found, find
@@ -25,15 +26,24 @@ AVERAGES = frozenset({"mean", "mean_all", "gem"})
 
 @dataclass(frozen=True)
 class Capture:
-    """One tensor to take and what to do with it; several results may share a capture."""
+    """One tensor to take and what to do with it; several results may share a capture.
+
+    ``length``: tokens of the request's longest text, where the tensor has positions; what lies beyond only pads it.
+    """
 
     point: HookPoint
     leaf: Leaf
     reduction: Reduction
+    length: int | None = None
+
+    @property
+    def kept(self) -> Leaf:
+        """The tensor without what only pads it."""
+        return self.leaf.of_length(self.length)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""
-        return reduced_shape(self.leaf, self.reduction, rows)
+        return reduced_shape(self.kept, self.reduction, rows)
 
     @property
     def rows_axis(self) -> int:
@@ -159,8 +169,9 @@ def resolve(
     catalog: Catalog,
     interventions: Sequence[Intervention] = (),
     objective: Objective | None = None,
+    lengths: Lengths | None = None,
 ) -> Plan:
-    """The plan for a request's selectors, and for what it changes and differentiates.
+    """The plan for a request's selectors, and for what it changes and differentiates; ``lengths`` are of its texts.
 
     RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
     ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
@@ -174,14 +185,14 @@ def resolve(
     goal = None
     if objective is not None:
         with faults.at("/objective"):
-            goal = goal_of(objective, catalog)
+            goal = goal_of(objective, catalog, lengths)
         faults.raised()
     for index, selector in enumerate(selectors):
         with faults.at(f"/layers/{index}"):
-            matches.append(_matched(selector, goal, catalog))
+            matches.append(_matched(selector, goal, catalog, lengths))
     for index, intervention in enumerate(interventions):
         with faults.at(f"/interventions/{index}"):
-            edits.append(tuple(edits_of(intervention, goal, catalog)))
+            edits.append(tuple(edits_of(intervention, goal, catalog, lengths)))
     faults.raised()
     results = tuple(_collect(matches))
     points = [result.capture.point for result in results]
@@ -201,9 +212,15 @@ class _Match:
     selector: Selector
     found: tuple[Found, ...]
     skipped: tuple[str, ...]
+    length: int | None
+
+    def capture(self, item: Found) -> Capture:
+        """What is to be taken of one of the tensors that were found."""
+        length = self.length if item.leaf.token_axes else None
+        return Capture(item.point, item.leaf, self.selector.reduction, length)
 
 
-def _matched(selector: Selector, goal: Goal | None, catalog: Catalog) -> _Match:
+def _matched(selector: Selector, goal: Goal | None, catalog: Catalog, lengths: Lengths | None) -> _Match:
     """What a selector names; of several tensors those that have no gradient are passed over, where it asks for one."""
     found, skipped = find(selector, catalog)
     if selector.site in GRADIENTS:
@@ -220,22 +237,18 @@ def _matched(selector: Selector, goal: Goal | None, catalog: Catalog) -> _Match:
             raise reasons[0]
         found = good
     for item in found:
-        _check(item, selector.reduction)
-    return _Match(selector, tuple(found), tuple(skipped))
+        _check(item, selector.reduction, lengths)
+    length = lengths.longest if lengths is not None and lengths.known else None
+    return _Match(selector, tuple(found), tuple(skipped), length)
 
 
 def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
     """Each thing once: what a literal name gives is not given again by a glob, whichever came first."""
-    spelled = {
-        Capture(item.point, item.leaf, match.selector.reduction)
-        for match in matches
-        if not match.selector.is_glob
-        for item in match.found
-    }
+    spelled = {match.capture(item) for match in matches if not match.selector.is_glob for item in match.found}
     taken: dict[str, Capture] = {}
     for match in matches:
         for item in match.found:
-            capture = Capture(item.point, item.leaf, match.selector.reduction)
+            capture = match.capture(item)
             if match.selector.is_glob and match.selector.alias is None and capture in spelled:
                 continue
             if taken.get(item.key, capture) != capture:
@@ -275,7 +288,7 @@ def _moment(catalog: Catalog, point: HookPoint) -> Moment:
     return catalog.layers[point.layer].calls[point.call].at(point.site)
 
 
-def _check(item: Found, how: Reduction) -> None:
+def _check(item: Found, how: Reduction, lengths: Lengths | None) -> None:
     name = quoted(item.point.layer + path_text(item.point.path))
     if item.leaf.dtype not in CARRIED and item.leaf.dtype not in FLOATS:
         raise SelectorError(f"{name} is of dtype {item.leaf.dtype}, which no reply format carries")
@@ -299,8 +312,9 @@ def _check(item: Found, how: Reduction) -> None:
             f"{name} has its rows on axis {item.leaf.row_axis}, so int8 would scale them all together",
             hint="add a pool, or ask for 'float16'",
         )
-    _check_indices(name, item.leaf, "channels", "C", how.channels)
-    _check_indices(name, item.leaf, "tokens", "T", how.tokens)
+    own = item.leaf if lengths is None else item.leaf.of_length(lengths.common)
+    _check_indices(name, own, "channels", "C", how.channels)
+    _check_indices(name, own, "tokens", "T", how.tokens)
 
 
 def _check_stats(name: str, leaf: Leaf, how: Reduction) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from layertap.models import statistics
 from layertap.models.catalog import Leaf
 from layertap.models.errors import InputError
+from layertap.models.padding import cut, is_padded, own_rows
 from layertap.models.points import Reduction
 
 GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
@@ -33,16 +34,21 @@ class Reduced:
     scale: Tensor | None = None
 
 
-def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None) -> Reduced:
+def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None, length: int | None = None) -> Reduced:
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
-    ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out.
-    InputError where nothing is left of a row.
+    ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out, what
+    is kept of each has ``length`` of them, 0 where one is no token of its row. InputError where nothing is left of a
+    row.
     """
-    axes = _tokens(leaf, real.shape[1]) if real is not None and how.tokens is None else []
-    if real is not None and axes and (how.pool in OF_ALL or how.stats is not None):
-        return _row_by_row(value, leaf, how, real, axes)
-    return owned(reduced(value, leaf, how), value)
+    kept = value
+    if real is not None and leaf.token_axes:
+        if how.tokens is None and (how.pool in OF_ALL or how.stats is not None):
+            if is_padded(leaf, real):
+                return _row_by_row(value, leaf, how, real)
+        elif length is not None:
+            kept, leaf = cut(value, leaf, length, real)
+    return owned(reduced(kept, leaf, how), value)
 
 
 def reduced(value: Tensor, leaf: Leaf, how: Reduction) -> Reduced:
@@ -84,24 +90,11 @@ def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
     return (rows, shape[leaf.layout.index("C")] if leaf.layout and "C" in leaf.layout else 1)
 
 
-def _tokens(leaf: Leaf, tokens: int) -> list[int]:
-    """The axes that have an entry for each token; attention has two, a layer that folds them into its rows that one."""
-    letters = "NHTT" if leaf.how else leaf.layout or ""
-    found = [axis for axis, letter in enumerate(letters) if letter in POSITIONS and leaf.shape[axis] == tokens]
-    return found or ([leaf.row_axis] if leaf.row_axis is not None and leaf.per_row == tokens > 1 else [])
-
-
-def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor, axes: list[int]) -> Reduced:
+def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor) -> Reduced:
     """Each row as it would be reduced without the tokens that pad it."""
-    found = []
-    for place, places in enumerate(real):
-        own = places.nonzero().flatten()
-        if len(own) <= _left_out(leaf, how):
-            raise InputError("an input has no token but its class token, so there is nothing to pool")
-        row = value.narrow(leaf.row_axis or 0, place * leaf.per_row, leaf.per_row)
-        for axis in axes:
-            row = row.index_select(axis, own)
-        found.append(reduce(row, replace(leaf, shape=tuple(row.shape)), how))
+    if bool((real.sum(1) <= _left_out(leaf, how)).any()):
+        raise InputError("an input has no token but its class token, so there is nothing to pool")
+    found = [reduce(row, own, how) for row, own in own_rows(value, leaf, real)]
     scales = [each.scale for each in found if each.scale is not None]
     return Reduced(torch.cat([each.values for each in found]), torch.cat(scales) if scales else None)
 
@@ -198,4 +191,3 @@ POOLS: dict[str, Callable[[Rows, int], Tensor]] = {
 
 CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 OF_ALL = frozenset({"mean", "mean_all", "max", "gem"})  # pools that make one number of all tokens
-POSITIONS = frozenset("TLHW")  # letters of a layout that may stand for tokens

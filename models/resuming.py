@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
@@ -64,8 +64,12 @@ class Resumption:
 
     @property
     def takes(self) -> InputSpec:
-        """What a request sends for each row: the layer's output without its axis of rows."""
-        return InputSpec(told(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
+        """What a request sends for each row: the layer's output without its axis of rows, of a text of any length."""
+        spec = InputSpec(told(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
+        longest = next((each.longest for each in self.inputs if each.longest is not None), None)
+        if longest is None or len(self.leaf.token_axes) != 1:
+            return spec
+        return replace(spec, longest=longest, long_axis=self.leaf.token_axes[0] - 1)
 
     def forward(self, run: Forward, module: nn.Module, given: Tensor) -> object:
         """What the model returns when it goes on from a layer's output; the module is left as it was.

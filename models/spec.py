@@ -63,8 +63,8 @@ class InputSpec:
     """One input of a model: its argument's name, the shape of one item (no batch axis) and its dtype.
 
     ``values`` are the whole numbers that the model is surveyed with: from, up to, not including; an item may hold
-    these, and those from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis 0 of an item may have from 1
-    to so many entries, the same in all such inputs; None: just as in ``shape``.
+    these, and those from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis ``long_axis`` of an item
+    may have from 1 to so many entries, the same in all such inputs; None: just as in ``shape``.
     """
 
     name: str
@@ -72,12 +72,13 @@ class InputSpec:
     dtype: InputDType = "float32"
     values: tuple[int, int] | None = None
     longest: int | None = None
+    long_axis: int = 0
 
     def __post_init__(self) -> None:
         """ValueError where no value is within the bounds, or the shape is longer than the longest."""
         if self.values is not None and self.values[0] >= self.values[1]:
             raise ValueError("values are from the first figure up to, not including, the second")
-        if self.longest is not None and (not self.shape or self.shape[0] > self.longest):
+        if self.longest is not None and (not self.shape or self.shape[self.long_axis] > self.longest):
             raise ValueError("longest is at least the first figure of shape")
 
 

@@ -18,7 +18,8 @@ class Text:
     ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
     special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` gives the ids of a text
     with the special ones around them, for several threads at once; None where there is no tokenizer. ``digest`` is of
-    the tokenizer.
+    the tokenizer. Where forwards go on from a layer its output stands in place of the ids: the vocabulary is 0 then,
+    and ``axis`` the one of an item that has an entry for each token.
     """
 
     ids: str
@@ -28,6 +29,12 @@ class Text:
     vocabulary: int
     encode: Callable[[str], list[int]] | None = field(default=None, repr=False, compare=False)
     digest: str = ""
+    axis: int = 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it takes texts and tokens, and not what a layer made of them."""
+        return self.vocabulary > 0
 
     def bucket(self, tokens: int) -> int:
         """The length that so many tokens are padded to: few lengths, so that requests share forwards."""

@@ -156,7 +156,7 @@ def _by_row(capture: Capture) -> bool:
 def _cut(reduced: Reduced, capture: Capture, span: Span, share: Share) -> Reduced:
     if not _by_row(capture) or span == (share.start, share.stop):
         return reduced
-    each = 1 if capture.reduction.is_by_row else capture.leaf.per_row
+    each = 1 if capture.reduction.is_by_row else capture.kept.per_row
     start, length = (share.start - span[0]) * each, (share.stop - share.start) * each
     values = reduced.values.narrow(capture.rows_axis, start, length).contiguous()
     scale = reduced.scale.narrow(0, start, length) if reduced.scale is not None else None

@@ -25,6 +25,7 @@ class Receipt:
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
     gradient, the class of each row whose score was its highest, where the objective is of that.
+    ``rows_per_forward`` is there where rows of the model affect each other.
     """
 
     layer: str
@@ -44,6 +45,7 @@ class Receipt:
     resumed: str = ""
     forward: str = ""
     classes: tuple[int, ...] | None = None
+    rows_per_forward: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -60,6 +62,7 @@ SILENT: dict[str, object] = {
     "resumed": "",
     "forward": "",
     "classes": None,
+    "rows_per_forward": None,
 }
 
 

@@ -61,6 +61,7 @@ NETS: dict[str, Callable[[], Any]] = {
     "roberta": _made("RobertaModel", "RobertaConfig", **TEXT),
     "distilbert": _made("DistilBertModel", "DistilBertConfig", **DISTIL),
     "gpt2": _made("GPT2LMHeadModel", "GPT2Config", **GPT),
+    "answering": _made("BertForQuestionAnswering", "BertConfig", **TEXT),
     "clip_text": _made("CLIPTextModelWithProjection", "CLIPTextConfig", **CLIP_TEXT),
     "clip_picture": _made("CLIPVisionModelWithProjection", "CLIPVisionConfig", **CLIP_PICTURE),
     "clip": _made("CLIPModel", "CLIPConfig", text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,12 +12,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from layertap.models import statistics, union, verification
+from layertap.models import fingerprint, statistics, union, verification
 from layertap.models.catalog import Catalog
 from layertap.models.compiled import Compiled, graph_for
 from layertap.models.dtypes import DTYPES
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.loaded import LoadedModel, Shapes, check_together
+from layertap.models.padding import Lengths, lengths_of
 from layertap.models.plan import Plan, Result
 from layertap.models.points import GRADIENTS, path_text
 from layertap.models.resuming import Resumption, start_of
@@ -78,10 +80,10 @@ class Engine:
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
-        resumption = await self._resumption(ask, model)
+        resumption = await self._resumption(ask, model, model.shapes, model.catalog)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
-        plan = await self._planned(ask, model, catalog)
+        plan = await self._planned(ask, model, catalog, _unknown(takes) if ask.items else None)
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
         count = max(len(ask.items), 1)
@@ -90,20 +92,29 @@ class Engine:
         reserved = plan.plan.nbytes(count) + count * _row_bytes(takes.inputs)
         ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
-        faults, rows, compiled = ask.faults, 1, None
+        faults, rows, compiled, together = ask.faults, 1, None, False
         if ask.items:
             inputs, faults = await self._decode(ask, items, takes)
             rows = len(next(iter(inputs.values())))
             check_count(rows, self.settings)
+            lengths = lengths_of(inputs, takes.text) if takes.text is not None else None
             if shape_of(inputs) != takes.shapes:
-                fits(scaled(plan.plan, shape_of(inputs), model.shapes), rows)
-                catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
-                plan = await self._planned(ask, model, catalog)
+                fits(_scaled(plan.plan, shape_of(inputs), model, lengths), rows)
+                whole = _shapes_of(inputs, model, takes)
+                catalog = await self._catalog(model, whole, ask.deadline)
+                resumption = await self._resumption(ask, model, whole, catalog)
+                catalog = catalog if resumption is None else resumption.catalog
+            if shape_of(inputs) != takes.shapes or lengths is not None:
+                plan = await self._planned(ask, model, catalog, lengths)
             fits(plan.plan, rows)
             compiled = _compiled(ask, model, plan.plan, shape_of(inputs))
-            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph, compiled)
+            together = ask.isolated and catalog.batches and not catalog.rowwise and rows > 1
+            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph, compiled, together)
             _check_graph(plan.plan, lane)
-            check_together(plan.plan, catalog, rows, lane.ceiling)
+            if together:
+                _check_batch(rows, lane)
+            else:
+                check_together(plan.plan, catalog, rows, lane.ceiling)
             held = plan.plan.nbytes(rows) + sum(value.nbytes for value in inputs.values())
             ask.reserve(max(held - reserved, 0))
         return Job(
@@ -115,12 +126,15 @@ class Engine:
             ask.deadline,
             faults,
             ask.timings,
-            plan.fingerprints,
+            {key: fingerprint.of_batch(each) for key, each in plan.fingerprints.items()}
+            if together
+            else plan.fingerprints,
             ask.isolated,
             ask.priority,
             ask.verify,
             resumption,
             compiled,
+            together,
         )
 
     async def run(self, job: Job) -> Features:
@@ -135,40 +149,38 @@ class Engine:
         resident = self.fleet.resident(job.model)
         extra = verification.wanted(job.plan, job.catalog) if job.verify else frozenset()
         return Work(
-            lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph, job.compiled),
+            lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph, job.compiled, job.together),
             rows=job.rows,
             depth=1.0 if job.verify or job.compiled else job.plan.cost,
             row_bytes=_kept_bytes(job) + 2 * sum(each.nbytes(1) for each in extra),
             priority=job.priority,
             deadline=job.deadline,
             alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
-            whole=not job.plan.splits,
+            whole=job.together or not job.plan.splits,
         )
 
-    async def _resumption(self, ask: Ask, model: LoadedModel) -> Resumption | None:
-        """How the request's forwards go on from a layer, where they do; RequestError."""
+    async def _resumption(self, ask: Ask, model: LoadedModel, shapes: Shapes, catalog: Catalog) -> Resumption | None:
+        """How the request's forwards of rows of a shape go on from a layer, where they do; RequestError."""
         if ask.resume is None:
             return None
         try:
-            start = await self.off_loop(
-                partial(start_of, ask.resume, model.catalog), ask.deadline
-            )  # a glob may take long
-            return model.resumptions.get(start[0]) or await self.fleet.call(
-                model, lambda loaded: loaded.resumption(*start), ask.deadline
+            start = await self.off_loop(partial(start_of, ask.resume, catalog), ask.deadline)  # a glob may take long
+            return model.resumptions.get((start[0], shapes)) or await self.fleet.call(
+                model, lambda loaded: loaded.resumption(*start, shapes), ask.deadline
             )
         except RequestError as error:
             raise RequestError(
                 error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/resume"),)
             ) from None
 
-    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> Planned:
+    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog, lengths: Lengths | None) -> Planned:
         plans = self.fleet.resident(model).plans
-        known = plans.known(catalog, ask)
+        known = plans.known(catalog, ask, lengths)
         if known is None:
             known = await self.off_loop(
-                lambda: planned(ask, model.identity, catalog, self.settings.max_results), ask.deadline
+                lambda: planned(ask, model.identity, catalog, self.settings.max_results, lengths), ask.deadline
             )
-            plans.remember(ask, known)
+            plans.remember(ask, known, lengths)
         return known
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
@@ -193,7 +205,7 @@ class Engine:
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
                     raise TooLargeError(attempt.detail, hint=attempt.hint, faults=(faults[-1],))
-            elif ask.resume is not None and shape_of(attempt) != model.shapes:
+            elif ask.resume is not None and model.text is None and shape_of(attempt) != model.shapes:
                 faults.append(_misfit(attempt, model, place))
             elif parts and shape_of(attempt) != shape_of(parts[0]):
                 shapes = f"{_shown(shape_of(attempt))}, the first good one {_shown(shape_of(parts[0]))}"
@@ -215,6 +227,26 @@ class Engine:
             return await self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
         except (InputError, TooLargeError) as error:
             return [error]
+
+
+def _unknown(takes: LoadedModel) -> Lengths | None:
+    """How many tokens texts may have that nobody looked at yet."""
+    return Lengths(1, takes.text.max_tokens, known=False) if takes.text is not None else None
+
+
+def _shapes_of(rows: Rows, model: LoadedModel, takes: LoadedModel) -> Shapes:
+    """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
+    if takes is model or takes.text is None:
+        return shape_of(rows)
+    tokens = rows[takes.text.ids].shape[1 + takes.text.axis]
+    return tuple((tokens,) for _ in model.inputs)
+
+
+def _scaled(plan: Plan, shapes: Shapes, model: LoadedModel, lengths: Lengths | None) -> Plan:
+    """About what a plan gives for rows of a shape; of texts only their own tokens count."""
+    if lengths is None:
+        return scaled(plan, shapes, model.shapes)
+    return scaled(plan, ((lengths.longest,),), model.shapes[:1])
 
 
 def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:
@@ -251,6 +283,16 @@ def _check_graph(plan: Plan, lane: Lane) -> None:
             f"a forward of one row that keeps its graph takes about {lane.costs.row_bytes} bytes, "
             f"the limit is {lane.budget}",
             hint="ask for outputs, without gradients, or send a smaller input",
+        )
+
+
+def _check_batch(rows: int, lane: Lane) -> None:
+    """TooLargeError where rows that are to be one batch are more than a forward may have."""
+    if rows > lane.ceiling:
+        raise TooLargeError(
+            f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
+            f"the limit is {lane.ceiling}",
+            hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
         )
 
 
@@ -307,7 +349,11 @@ def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     scores = job.plan.scores
     if scores is None:
         return None
-    return tuple(union.joined(scores, [part[scores] for part in parts]).values.argmax(1).tolist())
+    values = union.joined(scores, [part[scores] for part in parts]).values.float()
+    mask = job.inputs.get(job.model.text.mask) if job.model.text and job.model.text.mask else None
+    if mask is not None and scores.leaf.token_axes:  # a class for each token: what pads a text is none
+        values = values.masked_fill(~mask.bool(), -math.inf)
+    return tuple(values.argmax(1).tolist())
 
 
 def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
@@ -319,7 +365,7 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         site=point.site,
         path=path_text(point.path),
         layout=leaf.layout,
-        captured=leaf.shape_for(job.rows),
+        captured=result.capture.kept.shape_for(job.rows),
         dtype=leaf.dtype,
         pool=how.pool,
         normalize=how.normalize,
@@ -330,4 +376,5 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",
         classes=classes if point.site in GRADIENTS else None,
+        rows_per_forward=job.rows_per_forward,
     )

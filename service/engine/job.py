@@ -77,7 +77,7 @@ class Ask:
 class Job:
     """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
 
-    ``fingerprints`` holds that of each result by its key.
+    ``fingerprints`` holds that of each result by its key. ``together``: its rows affect each other, and are one batch.
     """
 
     model: LoadedModel
@@ -94,6 +94,14 @@ class Job:
     verify: bool = False
     resumption: Resumption | None = None
     compiled: Compiled | None = None
+    together: bool = False
+
+    @property
+    def rows_per_forward(self) -> int | None:
+        """How many rows a forward has where rows affect each other; None where they don't."""
+        if self.catalog.rowwise:
+            return None
+        return self.rows if self.together else 1
 
     @property
     def fingerprint(self) -> str:

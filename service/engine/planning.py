@@ -11,15 +11,17 @@ from layertap.models import fingerprint
 from layertap.models.catalog import Catalog
 from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.loaded import Shapes
+from layertap.models.padding import Lengths
 from layertap.models.plan import Capture, Plan, Result, resolve
 from layertap.models.points import GRADIENTS, Selector
 from layertap.service.engine.job import Ask
 
+Key = tuple[int, tuple[Selector, ...], int | None]
 REMEMBERED, REMEMBERED_LAYERS = 256, 64  # plans of a model, and results of each
 SMALL = 8  # pixels or tokens: what is no larger may have been made so from any size
 
 
-def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
+def plan_of(ask: Ask, catalog: Catalog, max_results: int, lengths: Lengths | None = None) -> Plan:
     """What a request wants of a forward; computes, so it belongs in a thread.
 
     RequestError whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
@@ -30,7 +32,7 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int) -> Plan:
     # Each selector that is good gives at least one result: too many need not be looked up.
     check_results(len(places), max_results)
     try:
-        plan = resolve(tuple(places), catalog, ask.interventions, ask.objective)
+        plan = resolve(tuple(places), catalog, ask.interventions, ask.objective, lengths)
     except RequestError as error:
         sent = {f"/layers/{index}": f"/layers/{place}" for index, place in enumerate(places.values())}
         error.faults = tuple(
@@ -50,9 +52,9 @@ class Planned:
     fingerprints: dict[str, str]
 
 
-def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int) -> Planned:
+def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int, lengths: Lengths | None = None) -> Planned:
     """The plan of a request to a model of that identity; computes and raises as ``plan_of`` does."""
-    plan = plan_of(ask, catalog, max_results)
+    plan = plan_of(ask, catalog, max_results, lengths)
     values = fingerprint.of_changes(plan.edits, catalog.start)
     gradients = fingerprint.of_changes((*plan.edits, plan.goal), catalog.start) if plan.goal else None
 
@@ -67,23 +69,28 @@ class Plans:
     """What was asked of a model lately, so that the same layers need not be looked up again; small plans only."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[tuple[int, tuple[Selector, ...]], Planned] = OrderedDict()
+        self._plans: OrderedDict[Key, Planned] = OrderedDict()
 
-    def known(self, catalog: Catalog, ask: Ask) -> Planned | None:
+    def known(self, catalog: Catalog, ask: Ask, lengths: Lengths | None = None) -> Planned | None:
         """The plan for a request, None where it was not asked for or long ago."""
         if not _is_small(ask):
             return None
-        key = id(catalog), ask.selectors  # an id of what the entry keeps is nobody else's
+        key = _key(catalog, ask, lengths)
         if key in self._plans:
             self._plans.move_to_end(key)
         return self._plans.get(key)
 
-    def remember(self, ask: Ask, plan: Planned) -> None:
+    def remember(self, ask: Ask, plan: Planned, lengths: Lengths | None = None) -> None:
         """Keep a plan, in place of the one that was not asked for longest."""
         if _is_small(ask) and len(plan.plan.results) <= REMEMBERED_LAYERS:
-            self._plans[id(plan.catalog), ask.selectors] = plan
+            self._plans[_key(plan.catalog, ask, lengths)] = plan
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
+
+
+def _key(catalog: Catalog, ask: Ask, lengths: Lengths | None) -> Key:
+    # An id of what the entry keeps is nobody else's. Of lengths a plan without tokens depends on the longest only.
+    return id(catalog), ask.selectors, lengths.longest if lengths is not None and lengths.known else None
 
 
 def _is_small(ask: Ask) -> bool:

@@ -54,7 +54,7 @@ class Resident:
         self._empty: asyncio.Event | None = None
         self.plans = Plans()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
-        self._lanes: dict[tuple[Shapes, bool, str, Compiled | None], tuple[Catalog, Lane]] = {}
+        self._lanes: dict[tuple[Shapes, bool, str, Compiled | None, bool], tuple[Catalog, Lane]] = {}
         self._workers = [self._worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
@@ -86,19 +86,27 @@ class Resident:
         """Whether every request must have its forwards for itself, so that its bits are always the same."""
         return self._moves
 
-    def lane(self, catalog: Catalog, shapes: Shapes, graph: bool, compiled: Compiled | None = None) -> Lane:
+    def lane(
+        self,
+        catalog: Catalog,
+        shapes: Shapes,
+        graph: bool,
+        compiled: Compiled | None = None,
+        together: bool = False,
+    ) -> Lane:
         """What rows of a shape wait in.
 
-        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart.
+        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
+        each other and run ``together``.
         """
-        key = shapes, graph, catalog.start, compiled
+        key = shapes, graph, catalog.start, compiled, together
         known = self._lanes.get(key)
         if known is not None and known[0] is catalog:
             return known[1]
         while len(self._lanes) >= MAX_LANES:
             del self._lanes[next(iter(self._lanes))]
         costs = compiled.costs if compiled else catalog.graph_costs if graph else catalog.costs
-        lane = self._new_lane(self.loaded.result(), catalog, costs)
+        lane = self._new_lane(self.loaded.result(), catalog, costs, together)
         self._lanes[key] = catalog, lane
         return lane
 
@@ -171,7 +179,7 @@ class Resident:
         free = warmup.available_bytes(model.device) * SHARE[model.device.type]
         return int(free / len(model.replicas))
 
-    def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs) -> Lane:
+    def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs, together: bool = False) -> Lane:
         settings = self._settings
         most = settings.fixed_batch_rows or settings.max_batch_rows
         fitting = max(self._budget // max(costs.row_bytes, 1), 1)
@@ -179,7 +187,7 @@ class Resident:
             model=self._name,
             device=CPU if model.device.type == "cpu" else str(model.device),
             costs=costs,
-            ceiling=min(most, fitting) if catalog.rowwise else 1,
+            ceiling=min(most, fitting) if catalog.rowwise or together else 1,
             budget=self._budget,
             padded=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
             width=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,

@@ -49,16 +49,21 @@ def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | I
 def picture_steps(model: LoadedModel) -> PreprocessSpec:
     """How pictures become a model's rows; InputError where it takes none."""
     if model.preprocess is None or len(model.inputs) != 1:
-        if model.text is not None:
+        if model.text is not None and model.text.is_read:
             raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
         raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
     return model.preprocess
 
 
 def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> list[Sequence[Attempt]]:
-    """What was made of items, texts and tokens among them filled up to one length; arrays stay as they are."""
-    places = [place for place, (_, item) in enumerate(items) if isinstance(item, (TextItem, TokensItem))]
-    lengths = [rows[text.ids].shape[1] for place in places for rows in attempts[place] if isinstance(rows, Mapping)]
+    """What was made of items, texts and tokens among them filled up to one length; arrays of ids stay as they are.
+
+    So are all arrays that a layer made of texts.
+    """
+    kinds = (TextItem, TokensItem) if text.is_read else (ArraysItem,)
+    places = [place for place, (_, item) in enumerate(items) if isinstance(item, kinds)]
+    axis = 1 + text.axis
+    lengths = [rows[text.ids].shape[axis] for place in places for rows in attempts[place] if isinstance(rows, Mapping)]
     found = list(attempts)
     if text.mask is not None and lengths:
         size = text.bucket(max(lengths))
@@ -121,16 +126,35 @@ def _check_resized(how: PreprocessSpec, limit: int, width: int, height: int) -> 
 
 def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:
     by_name = _named(item, model.inputs, model.text)
-    rows = {spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in model.inputs}
+    rows = {
+        spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in model.inputs if spec.name in by_name
+    }
+    if model.text is not None and model.text.mask is not None and model.text.mask not in rows:
+        rows[model.text.mask] = _mask(rows[model.text.ids], model.text)
     _check_pixels(rows, model, settings)
     counts = {len(value) for value in rows.values()}
-    if len({value.shape[1] for spec, value in zip(model.inputs, rows.values(), strict=True) if spec.longest}) > 1:
+    given = zip(model.inputs, rows.values(), strict=True)
+    if len({value.shape[1 + spec.long_axis] for spec, value in given if spec.longest}) > 1:
         raise InputError("the model's inputs have different lengths", hint="send as many mask entries as tokens")
     if len(counts) != 1:
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
     if counts == {0}:
         raise InputError("the batch holds no rows")
     return rows
+
+
+def _mask(ids: Tensor, text: Text) -> Tensor:
+    """The mask of texts that come without one: each is as long as its tensor.
+
+    InputError where a layer's output ends like the padding of a shorter text among longer ones.
+    """
+    tokens = ids.movedim(1 + text.axis, 1)
+    if not text.is_read and not bool(tokens[:, -1].flatten(1).any(1).all()):
+        raise InputError(
+            "the last position is 0 in every channel, as in a text that was captured beside longer ones",
+            hint=f"send the positions of its own tokens only, or an npz with '{text.mask}' beside it",
+        )
+    return torch.ones(tokens.shape[:2], dtype=torch.int64)
 
 
 def _one_by_one(rows: Rows) -> Iterator[Rows]:
@@ -175,9 +199,11 @@ def _require_within(value: Tensor, name: str, least: int, most: int) -> None:
 
 def _named(item: ArraysItem, specs: Sequence[InputSpec], text: Text | None) -> dict[str, Array]:
     arrays = item.arrays
-    if text is not None and text.mask is not None and len(arrays) == 1 and set(arrays) <= {None, text.ids}:
-        (ids,) = arrays.values()
-        return {text.ids: ids, text.mask: np.ones_like(ids, np.int64)}
+    if text is not None and text.mask is not None:
+        masks = {str(name): array for name, array in arrays.items() if name == text.mask}
+        others = {name: array for name, array in arrays.items() if name != text.mask}
+        if len(others) == 1 and (not text.is_read or set(others) <= {None, text.ids}):
+            return {text.ids: next(iter(others.values())), **masks}
     if len(specs) == 1 and len(arrays) == 1:
         return {specs[0].name: next(iter(arrays.values()))}
     wanted = {spec.name for spec in specs}
@@ -192,7 +218,7 @@ def _named(item: ArraysItem, specs: Sequence[InputSpec], text: Text | None) -> d
 def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
     batch = array if may_batch and array.ndim == len(spec.shape) + 1 else array[None]
     if not _fits(batch.shape[1:], spec):
-        longest = f", the first axis from 1 to {spec.longest}" if spec.longest else ""
+        longest = f", axis {spec.long_axis} from 1 to {spec.longest}" if spec.longest else ""
         raise InputError(
             f"a tensor of shape {list(array.shape)} does not fit input '{spec.name}'",
             hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
@@ -205,7 +231,8 @@ def _fits(shape: tuple[int, ...], spec: InputSpec) -> bool:
     if len(shape) != len(spec.shape) or 0 in shape:
         return False
     if spec.longest is not None:
-        return shape[0] <= spec.longest and shape[1:] == spec.shape[1:]
+        axis = spec.long_axis
+        return shape[axis] <= spec.longest and shape == (*spec.shape[:axis], shape[axis], *spec.shape[axis + 1 :])
     # Height and width may differ where the model takes that; the survey of the new shape tells.
     return shape == spec.shape if len(shape) < 3 else shape[0] == spec.shape[0]
 

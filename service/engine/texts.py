@@ -19,7 +19,7 @@ CHARACTERS = 16  # of a text, for each token that a model takes: the time that a
 def row_of(item: TextItem | TokensItem, model: LoadedModel) -> dict[str, Tensor]:
     """One text as a row, as long as it is; InputError where the model does not take it."""
     text = model.text
-    if text is None:
+    if text is None or not text.is_read:
         raise InputError(f"model {model.spec.name} takes no text", hint=f"send {tensors(model)}")
     tokens = _encoded(item.text, text, model.spec.name) if isinstance(item, TextItem) else item.tokens
     if len(tokens) > text.max_tokens:
@@ -32,10 +32,14 @@ def row_of(item: TextItem | TokensItem, model: LoadedModel) -> dict[str, Tensor]
 
 def filled(rows: Mapping[str, Tensor], size: int, text: Text) -> dict[str, Tensor]:
     """Rows with padding behind their tokens, which the mask leaves out."""
-    pads = {text.ids: text.pad}
-    return {
-        name: functional.pad(value, (0, size - value.shape[1]), value=pads.get(name, 0)) for name, value in rows.items()
-    }
+    pads, axes = {text.ids: text.pad if text.is_read else 0}, {text.ids: 1 + text.axis}
+
+    def fill(name: str, value: Tensor) -> Tensor:
+        axis = axes.get(name, 1)
+        behind = (0, 0) * (value.ndim - axis - 1)  # of the axes after it, the last one first
+        return functional.pad(value, (*behind, 0, size - value.shape[axis]), value=pads.get(name, 0))
+
+    return {name: fill(name, value) for name, value in rows.items()}
 
 
 def hint(text: Text) -> str:

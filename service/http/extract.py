@@ -57,6 +57,7 @@ def _estimate(job: Job) -> Response:
         "bytes": plan.nbytes(rows),
         "stops_at": plan.stops_at.text,
         **({"interventions": plan.changed} if plan.edits else {}),
+        **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
         "seconds": round((BACKWARD if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
         "warnings": list(_warnings(job)),
@@ -71,6 +72,9 @@ def _warnings(job: Job) -> list[str]:
     if job.plan.skipped:
         names = ", ".join(job.plan.skipped[:10]) + (" …" if len(job.plan.skipped) > 10 else "")
         warnings.append(f"{len(job.plan.skipped)} matching layers never run in a forward and are left out: {names}")
-    if not job.catalog.rowwise:
-        warnings.append("rows of this model affect each other, or it takes one at a time: each input runs alone")
+    if not job.catalog.rowwise and not job.together:
+        batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
+        warnings.append(
+            f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"
+        )
     return warnings

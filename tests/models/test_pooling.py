@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -302,7 +302,8 @@ def test_padding_stays_out(name: str, how: dict[str, Any]) -> None:
     spoiled = value.clone().movedim((rows, tokens), (0, 1))
     spoiled[~REAL] = torch.nan
     spoiled = spoiled.movedim((0, 1), (rows, tokens))
-    found = reduce(spoiled, item.leaf, Reduction(**how), REAL).values
+    leaf = replace(item.leaf, token_axes=(tokens,))
+    found = reduce(spoiled, leaf, Reduction(**how), REAL).values
     for place, places in enumerate(REAL):
         alone = value.select(rows, place).numpy()[places.numpy()]  # (tokens, channels)
         kept = alone if "stats" in how or how["pool"] == "mean_all" else alone[item.leaf.prefix :]
@@ -335,7 +336,7 @@ def test_padding_is_left_in_elsewhere() -> None:
 
 def test_nothing_left_to_pool() -> None:
     """A row of a class token alone has no mean of the others."""
-    leaf = Leaf((), (1, 2, 5), "float32", layout="NTC", prefix=1)
+    leaf = Leaf((), (1, 2, 5), "float32", layout="NTC", prefix=1, token_axes=(1,))
     with pytest.raises(InputError, match="nothing to pool"):
         reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean"), torch.tensor([[True, False]]))
     found = reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean_all"), torch.tensor([[True, False]]))

@@ -90,26 +90,25 @@ def offline(module: Any, ids: list[list[int]], size: int | None = None) -> Array
 
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_one_text(texts: Texts, sentence: str) -> None:
-    """A text, its tokens, and the text as a raw body give what the library gives for the same tokens and padding."""
+    """A text, its tokens, and the text as a raw body give what the library gives for the same tokens unpadded."""
     ids = ids_of(sentence)
-    size = next(bucket for bucket in (8, 16, 32, POSITIONS) if bucket >= len(ids))
-    expected = offline(texts.module, [ids], size)
+    expected = offline(texts.module, [ids])
     np.testing.assert_allclose(texts.of({"text": sentence}), expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(texts.of({"tokens": ids}), texts.of({"text": sentence}))
     request = raw(sentence.encode(), "text/plain; charset=UTF-8", model="bert", layers=HIDDEN, format="npz")
     (found,) = arrays_of(texts.live.client.post("/extract", **request)).values()
     np.testing.assert_array_equal(found, texts.of({"text": sentence}))
-    alone = offline(texts.module, [ids])
-    np.testing.assert_allclose(found[:, : len(ids)], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_several_texts(texts: Texts) -> None:
-    """All texts of a request have the length of the bucket that the longest one needs."""
+    """All texts of a request have the length of the longest one; what lies behind a shorter one is 0."""
     sentences = SENTENCES[:3]
     found = texts.of(*({"text": sentence} for sentence in sentences))
-    expected = offline(texts.module, [ids_of(sentence) for sentence in sentences], 16)
-    assert found.shape == expected.shape == (3, 16, 32)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert found.shape == (3, 14, 32)
+    for row, sentence in enumerate(sentences):
+        expected = offline(texts.module, [ids_of(sentence)])[0]
+        np.testing.assert_allclose(found[row, : len(expected)], expected, rtol=1e-4, atol=1e-5)
+        assert not found[row, len(expected) :].any()
 
 
 def test_lengths_are_few(texts: Texts) -> None:
@@ -189,30 +188,28 @@ def test_without_mask_or_class_token(texts: Texts) -> None:
     with torch.no_grad():
         expected = module(input_ids=torch.tensor([ids])).logits.numpy()
     found = texts.of({"text": "the cat sat"}, model="endless", layers=[".[logits]"])
-    np.testing.assert_allclose(found[:, :3], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dry_run(texts: Texts) -> None:
-    """A dry run of a text says the shape of its bucket; one without inputs that of the configured length."""
+    """A dry run of a text says the shape of its own length; one without inputs that of the configured length."""
     body = {"model": "bert", "layers": [HIDDEN], "inputs": [{"text": "a cat"}]}
     shapes = [
         texts.live.client.post("/extract?dry_run=true", json=sent).json()["features"][HIDDEN]["shape"]
         for sent in (body, body | {"inputs": []})
     ]
-    assert shapes == [[1, 8, 32], [1, 32, 32]]
+    assert shapes == [[1, 4, 32], [1, 32, 32]]
 
 
 def test_gradient_and_attention(texts: Texts) -> None:
-    """Attention of a padded text gives nothing to the padding; a gradient at the embeddings is there for its tokens."""
+    """Attention of a text, and a gradient at the embeddings, are there for its own tokens."""
     found = texts.of({"text": "a cat"}, layers=["encoder.layer.0.attention.self:attention"])
-    assert found.shape == (1, 4, 8, 8)
-    assert (found[..., 4:] == 0).all()
+    assert found.shape == (1, 4, 4, 4)
     np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
     objective = {"kind": "layer", "layer": "pooler", "channel": 3}
     gradient = texts.of({"text": "a cat"}, layers=["embeddings:grad_output"], objective=objective)
-    assert gradient.shape == (1, 8, 32)
-    assert (gradient[:, 4:] == 0).all()
-    assert (np.abs(gradient[:, :4]).max(-1) > 0).all()
+    assert gradient.shape == (1, 4, 32)
+    assert (np.abs(gradient).max(-1) > 0).all()
 
 
 def test_models_say_how_they_take_text(texts: Texts) -> None:

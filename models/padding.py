@@ -1,0 +1,97 @@
+"""What of a tensor is a text's own: texts are padded to few lengths, and what is padded counts nowhere.
+
+The mask says it: ``real`` (rows, tokens), on the host, is False where a token only pads its row. It travels with the
+rows of a batch; whatever is made of all positions, or changed at them, goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from layertap.models.catalog import Leaf
+from layertap.models.text import Text
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many tokens the shortest and the longest text of a request have.
+
+    ``known`` is False as long as they may still have any number between the two.
+    """
+
+    shortest: int
+    longest: int
+    known: bool = True
+
+    @property
+    def common(self) -> int:
+        """Tokens that every text has, or may have."""
+        return self.shortest if self.known else self.longest
+
+
+def lengths_of(rows: Mapping[str, Tensor], text: Text) -> Lengths:
+    """Those of rows as a model takes them: up to the last token that the mask does not leave out."""
+    if text.mask is None:
+        tokens = rows[text.ids].shape[1 + text.axis]
+        return Lengths(tokens, tokens)
+    mask = rows[text.mask].bool()
+    last = mask.shape[1] - mask.flip(1).int().argmax(1)
+    return Lengths(int(last.min()), int(last.max()))
+
+
+def is_padded(leaf: Leaf, real: Tensor | None) -> bool:
+    """Whether a tensor has positions that only pad its rows."""
+    return real is not None and bool(leaf.token_axes) and not bool(real.all())
+
+
+def own_rows(value: Tensor, leaf: Leaf, real: Tensor) -> Iterator[tuple[Tensor, Leaf]]:
+    """Row by row what belongs to it, as it would be without padding; differentiable."""
+    for place, axes in enumerate(own_positions(leaf, real)):
+        row = row_of(value, leaf, place)
+        for axis, positions in axes:
+            row = row.index_select(axis, positions.to(value.device))
+        yield row, replace(leaf, shape=tuple(row.shape))
+
+
+def own_positions(leaf: Leaf, real: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
+    """For each row the axes that have tokens, and which places along them are the row's own."""
+    # What is the same for all rows belongs to all of them.
+    for tokens in real if leaf.row_axis is not None else real.any(0, keepdim=True):
+        yield [(axis, tokens.nonzero().flatten()) for axis in leaf.token_axes]
+
+
+def row_of(value: Tensor, leaf: Leaf, place: int) -> Tensor:
+    """A row of a tensor; a view."""
+    return value if leaf.row_axis is None else value.narrow(leaf.row_axis, place * leaf.per_row, leaf.per_row)
+
+
+def cut(value: Tensor, leaf: Leaf, length: int, real: Tensor) -> tuple[Tensor, Leaf]:
+    """So many tokens of each row, 0 where one of them only pads it."""
+    for axis in leaf.token_axes:
+        value = _narrowed(value, leaf, axis, length)
+    if leaf.row_axis is not None:
+        for axis in leaf.token_axes:
+            value = _zeroed(value, leaf.row_axis, axis, ~real[:, :length])
+    return value, leaf.of_length(length)
+
+
+def _narrowed(value: Tensor, leaf: Leaf, axis: int, length: int) -> Tensor:
+    if axis != leaf.row_axis:
+        return value.narrow(axis, 0, length)
+    apart = value.reshape(*value.shape[:axis], -1, leaf.per_row, *value.shape[axis + 1 :])
+    return apart.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
+
+
+def _zeroed(value: Tensor, rows: int, axis: int, padding: Tensor) -> Tensor:
+    if not bool(padding.any()):
+        return value
+    shape = [1] * value.ndim
+    if axis == rows:  # tokens are folded into the rows
+        shape[axis] = padding.numel()
+    else:
+        padding = padding if rows < axis else padding.T
+        shape[rows], shape[axis] = value.shape[rows], value.shape[axis]
+    return value.masked_fill(padding.reshape(shape).to(value.device), 0)

@@ -1,0 +1,66 @@
+"""What pads a text is cut off and left out, wherever a tensor has its tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from layertap.models.catalog import Leaf
+from layertap.models.interventions import changed
+from layertap.models.padding import Lengths, cut, lengths_of, own_rows
+from layertap.models.points import Operation
+from layertap.models.text import Text
+
+REAL = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
+LEAVES = {
+    "rows first": (Leaf((), (1, 5, 2), "float32", token_axes=(1,)), (2, 5, 2)),
+    "tokens first": (Leaf((), (5, 1, 2), "float32", row_axis=1, token_axes=(0,)), (5, 2, 2)),
+    "tokens last": (Leaf((), (1, 2, 5), "float32", token_axes=(2,)), (2, 2, 5)),
+    "attention": (Leaf((), (1, 3, 5, 5), "float32", token_axes=(2, 3)), (2, 3, 5, 5)),
+    "folded": (Leaf((), (5, 2), "float32", token_axes=(0,)), (10, 2)),
+    "the same for all": (Leaf((), (1, 5, 2), "float32", row_axis=None, token_axes=(1,)), (1, 5, 2)),
+}
+
+
+def each(name: str, value: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of a tensor, each with its axes of tokens first."""
+    if name == "folded":
+        return list(value.reshape(2, -1, 2))
+    if name == "the same for all":
+        return [value[0]]
+    rows = value.movedim(1, 0) if name == "tokens first" else value
+    return [
+        row.movedim((-2, -1), (0, 1)) if name == "attention" else row.T if name == "tokens last" else row
+        for row in rows
+    ]
+
+
+def test_cut_and_own_rows_and_changes() -> None:
+    """In each layout the same numbers are kept, and only these are changed."""
+    for name, (leaf, shape) in LEAVES.items():
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        kept, own = cut(value, leaf, 3, REAL)
+        assert own.shape_for(2 if leaf.row_axis is not None else 1) == tuple(kept.shape)
+        apart = list(own_rows(value, leaf, REAL))
+        other = changed(value, leaf, Operation("scale", by=2.0), 0, REAL)
+        assert other.shape == value.shape
+        for place, row in enumerate(each(name, value)):
+            length = 3 if leaf.row_axis is None else int(REAL[place].sum())
+            mine = (slice(length),) * len(leaf.token_axes)
+            (found,) = each(name, apart[place][0]) if name not in ("folded",) else [apart[place][0]]
+            assert torch.equal(found, row[mine])
+            assert torch.equal(each(name, kept)[place][mine], row[mine])
+            assert torch.equal(each(name, other)[place][mine], 2 * row[mine])
+            unchanged = each(name, other)[place].clone()
+            unchanged[mine] = row[mine]
+            assert torch.equal(unchanged, row)
+            rest = each(name, kept)[place].clone()
+            rest[mine] = 0
+            assert not rest.any()
+
+
+def test_lengths() -> None:
+    """A text ends with the last token that its mask keeps, wherever it begins."""
+    text = Text("ids", "mask", 8, 0, 10)
+    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
+    assert lengths_of({"ids": mask, "mask": mask}, text) == Lengths(3, 4)
+    assert lengths_of({"ids": mask}, Text("ids", None, 8, 0, 10)) == Lengths(5, 5)
