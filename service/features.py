@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.errors import Fault
+from layertap.models.spec import Preprocessed
 
 Array = NDArray[Any]
 
@@ -23,7 +24,8 @@ class Receipt:
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
     ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
-    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
+    place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``preprocessed`` is
+    "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
     layer: str
@@ -42,6 +44,7 @@ class Receipt:
     how: str = ""
     resumed: str = ""
     forward: str = ""
+    preprocessed: Preprocessed = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -57,6 +60,7 @@ SILENT: dict[str, object] = {
     "how": "",
     "resumed": "",
     "forward": "",
+    "preprocessed": "",
 }
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from layertap.models import statistics, union, verification
+from layertap.models import fingerprint, statistics, union, verification
 from layertap.models.catalog import Catalog
 from layertap.models.compiled import Compiled, graph_for
 from layertap.models.dtypes import DTYPES
@@ -20,7 +20,7 @@ from layertap.models.loaded import LoadedModel, Shapes, check_together
 from layertap.models.plan import Plan, Result
 from layertap.models.points import path_text
 from layertap.models.resuming import Resumption, start_of
-from layertap.models.spec import InputSpec
+from layertap.models.spec import InputSpec, Preprocessed
 from layertap.service.engine.deadline import within
 from layertap.service.engine.execution import Results
 from layertap.service.engine.fetching import fetched
@@ -28,7 +28,19 @@ from layertap.service.engine.fleet import Fleet
 from layertap.service.engine.job import Ask, Job
 from layertap.service.engine.planning import Planned, planned, scaled
 from layertap.service.engine.policy import Lane, Work
-from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, count_rows, joined, padded, rows_of, shape_of
+from layertap.service.engine.rows import (
+    Attempt,
+    Fetched,
+    Items,
+    Rows,
+    count_rows,
+    joined,
+    padded,
+    preprocessed_by,
+    reshaped,
+    rows_of,
+    shape_of,
+)
 from layertap.service.engine.worker import lone
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.fetching.fetcher import Fetcher
@@ -81,7 +93,9 @@ class Engine:
         resumption = await self._resumption(ask, model)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
-        plan = await self._planned(ask, model, catalog)
+        preprocessed = preprocessed_by((item for _, item in ask.items), takes, takes.shapes)
+        identity = _identity(takes, preprocessed, takes.shapes)
+        plan = await self._planned(ask, model, catalog, identity)
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
         count = max(len(ask.items), 1)
@@ -92,16 +106,19 @@ class Engine:
         inputs: dict[str, Tensor] = {}
         faults, rows, compiled = ask.faults, 1, None
         if ask.items:
-            inputs, faults = await self._decode(ask, items, takes)
-            rows = len(next(iter(inputs.values())))
+            inputs, faults, sent = await self._decode(ask, items, takes)
+            rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
             check_count(rows, self.settings)
-            if shape_of(inputs) != takes.shapes:
-                fits(scaled(plan.plan, shape_of(inputs), model.shapes), rows)
-                catalog = await self._catalog(model, shape_of(inputs), ask.deadline)
-                plan = await self._planned(ask, model, catalog)
+            preprocessed, foreseen = preprocessed_by(sent, takes, shapes), identity
+            identity = _identity(takes, preprocessed, shapes)
+            if shapes != takes.shapes:
+                fits(scaled(plan.plan, shapes, model.shapes), rows)
+                catalog = await self._catalog(model, shapes, ask.deadline)
+            if shapes != takes.shapes or identity != foreseen:
+                plan = await self._planned(ask, model, catalog, identity)
             fits(plan.plan, rows)
-            compiled = _compiled(ask, model, plan.plan, shape_of(inputs))
-            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph, compiled)
+            compiled = _compiled(ask, model, plan.plan, shapes)
+            lane = self.fleet.resident(model).lane(catalog, shapes, plan.plan.has_graph, compiled)
             _check_graph(plan.plan, lane)
             check_together(plan.plan, catalog, rows, lane.ceiling)
             held = plan.plan.nbytes(rows) + sum(value.nbytes for value in inputs.values())
@@ -121,6 +138,7 @@ class Engine:
             ask.verify,
             resumption,
             compiled,
+            preprocessed,
         )
 
     async def run(self, job: Job) -> Features:
@@ -161,14 +179,14 @@ class Engine:
                 error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/resume"),)
             ) from None
 
-    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog) -> Planned:
+    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog, identity: str) -> Planned:
         plans = self.fleet.resident(model).plans
-        known = plans.known(catalog, ask)
+        known = plans.known(catalog, identity, ask)
         if known is None:
             known = await self.off_loop(
-                lambda: planned(ask, model.identity, catalog, self.settings.max_results), ask.deadline
+                lambda: planned(ask, identity, catalog, self.settings.max_results), ask.deadline
             )
-            plans.remember(ask, known)
+            plans.remember(ask, identity, known)
         return known
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
@@ -178,8 +196,10 @@ class Engine:
         _check_survey(model, shapes, self.settings)
         return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
 
-    async def _decode(self, ask: Ask, items: Items, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
-        """The rows of all good items and the faults of all others, in the order of the inputs."""
+    async def _decode(
+        self, ask: Ask, items: Items, model: LoadedModel
+    ) -> tuple[dict[str, Tensor], tuple[Fault, ...], list[Fetched]]:
+        """The rows of all good items and the faults of all others, in the order of the inputs; the good ones."""
         with ask.timings.step("decode"):
             tries = [self._try(item, model, ask) for _, item in items]
             attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
@@ -187,8 +207,9 @@ class Engine:
                 even = partial(padded, items, attempts, model.text)
                 attempts = even() if len(tries) == 1 else await self.off_loop(even, ask.deadline)
         parts: list[Rows] = []
+        sent: list[Fetched] = []
         faults = list(ask.faults)
-        for place, attempt in _placed(items, attempts):
+        for place, item, attempt in _placed(items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
@@ -200,12 +221,13 @@ class Engine:
                 faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
             else:
                 parts.append(attempt)
+                sent.append(item)
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (ask.on_error == "fail" or not parts):
             raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
         if len(parts) == 1:
-            return joined(parts), tuple(faults)
-        return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults)
+            return joined(parts), tuple(faults), sent
+        return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults), sent
 
     async def _try(self, item: Fetched, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
@@ -265,11 +287,16 @@ def _check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> Non
         )
 
 
-def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Attempt]]:
-    """Every input's place and what became of it; a batch is one item of several inputs."""
-    for (place, _), found in zip(items, attempts, strict=True):
+def _identity(model: LoadedModel, preprocessed: Preprocessed, shapes: Shapes) -> str:
+    """The model's part of the fingerprints of rows of a shape."""
+    return fingerprint.of_rows(model.identity, preprocessed, shapes if reshaped(model, shapes) else None)
+
+
+def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:
+    """Every input's place, its item and what became of it; a batch is one item of several inputs."""
+    for (place, item), found in zip(items, attempts, strict=True):
         for row, attempt in enumerate(found):
-            yield place + row, attempt
+            yield place + row, item, attempt
 
 
 def _shown(shapes: Shapes) -> str:
@@ -319,4 +346,5 @@ def _receipt(job: Job, result: Result) -> Receipt:
         how="unfused" if point.site == "attention_grad" else leaf.how,
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",
+        preprocessed=job.preprocessed,
     )

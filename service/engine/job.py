@@ -18,6 +18,7 @@ from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Plan
 from layertap.models.points import Intervention, Objective, Selector
 from layertap.models.resuming import Resumption
+from layertap.models.spec import Preprocessed
 from layertap.service.inputs import Given
 from layertap.service.terms import Priority
 
@@ -77,7 +78,7 @@ class Ask:
 class Job:
     """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
 
-    ``fingerprints`` holds that of each result by its key.
+    ``fingerprints`` holds that of each result by its key; ``preprocessed`` tells by whom its rows were.
     """
 
     model: LoadedModel
@@ -94,6 +95,7 @@ class Job:
     verify: bool = False
     resumption: Resumption | None = None
     compiled: Compiled | None = None
+    preprocessed: Preprocessed = ""
 
     @property
     def fingerprint(self) -> str:

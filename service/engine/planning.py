@@ -67,21 +67,21 @@ class Plans:
     """What was asked of a model lately, so that the same layers need not be looked up again; small plans only."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[tuple[int, tuple[Selector, ...]], Planned] = OrderedDict()
+        self._plans: OrderedDict[tuple[int, str, tuple[Selector, ...]], Planned] = OrderedDict()
 
-    def known(self, catalog: Catalog, ask: Ask) -> Planned | None:
-        """The plan for a request, None where it was not asked for or long ago."""
+    def known(self, catalog: Catalog, identity: str, ask: Ask) -> Planned | None:
+        """The plan for a request to a model of that identity, None where it was not asked for or long ago."""
         if not _is_small(ask):
             return None
-        key = id(catalog), ask.selectors  # an id of what the entry keeps is nobody else's
+        key = id(catalog), identity, ask.selectors  # an id of what the entry keeps is nobody else's
         if key in self._plans:
             self._plans.move_to_end(key)
         return self._plans.get(key)
 
-    def remember(self, ask: Ask, plan: Planned) -> None:
+    def remember(self, ask: Ask, identity: str, plan: Planned) -> None:
         """Keep a plan, in place of the one that was not asked for longest."""
         if _is_small(ask) and len(plan.plan.results) <= REMEMBERED_LAYERS:
-            self._plans[id(plan.catalog), ask.selectors] = plan
+            self._plans[id(plan.catalog), identity, ask.selectors] = plan
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
 

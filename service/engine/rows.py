@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from layertap.models import transfer
 from layertap.models.dtypes import DTYPES
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.loaded import LoadedModel
+from layertap.models.loaded import LoadedModel, Shapes
 from layertap.models.ondevice import Decoder
 from layertap.models.preprocess import enough, preprocess, resized_size
-from layertap.models.spec import Decode, InputSpec, PreprocessSpec
+from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 from layertap.models.text import Text
 from layertap.service.engine import texts
 from layertap.service.features import Array
@@ -53,6 +53,19 @@ def picture_steps(model: LoadedModel) -> PreprocessSpec:
             raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
         raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
     return model.preprocess
+
+
+def preprocessed_by(sent: Iterable[object], model: LoadedModel, shapes: Shapes) -> Preprocessed:
+    """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
+    if not model.preprocesses:
+        return "caller" if reshaped(model, shapes) else ""
+    kinds = {isinstance(item, (ArraysItem, TokensItem)) for item in sent}
+    return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
+
+
+def reshaped(model: LoadedModel, shapes: Shapes) -> bool:
+    """Whether rows have another shape than the configured one; how long a text is does not count."""
+    return any(shape != spec.shape for spec, shape in zip(model.inputs, shapes, strict=True) if spec.longest is None)
 
 
 def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> list[Sequence[Attempt]]:
