@@ -34,6 +34,7 @@ from layertap.service.engine.rows import (
     Items,
     Rows,
     count_rows,
+    expected,
     joined,
     padded,
     preprocessed_by,
@@ -85,30 +86,32 @@ class Engine:
     ) -> Job:
         """Everything before the forward, the cheapest first: names, sizes, what is elsewhere, then pixels.
 
-        ``fits`` is asked whether the reply may be so large, before decoding and again if the rows have another shape
-        than the configured one; ``model`` is given where a place in its queue is held, and ``hold``, which makes it one
+        ``fits`` is asked whether the reply may be so large, before decoding, by the shapes that arrays have, and again
+        when the rows are there; ``model`` is given where a place in its queue is held, and ``hold``, which makes it one
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
         resumption = await self._resumption(ask, model)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
-        preprocessed = preprocessed_by((item for _, item in ask.items), takes, takes.shapes)
-        identity = _identity(takes, preprocessed, takes.shapes)
+        given = [item for _, item in ask.items]
+        shapes, rows = expected(given, takes)
+        preprocessed = preprocessed_by(given, takes, shapes)
+        identity = _identity(takes, preprocessed, shapes)
         plan = await self._planned(ask, model, catalog, identity)
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
-        count = max(len(ask.items), 1)
-        fits(plan.plan, count)
+        check_count(rows, self.settings)
+        likely = await self._likely(ask, model, plan.plan, shapes, identity)
+        fits(likely, rows)
         items = await fetched(ask, takes, self.fetcher, hold)
-        reserved = plan.plan.nbytes(count) + count * _row_bytes(takes.inputs)
+        reserved = likely.nbytes(rows) + rows * _row_bytes(takes.inputs, shapes)
         ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
-        faults, rows, compiled = ask.faults, 1, None
+        faults, compiled = ask.faults, None
         if ask.items:
             inputs, faults, sent = await self._decode(ask, items, takes)
             rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
-            check_count(rows, self.settings)
             preprocessed, foreseen = preprocessed_by(sent, takes, shapes), identity
             identity = _identity(takes, preprocessed, shapes)
             if shapes != takes.shapes:
@@ -188,6 +191,17 @@ class Engine:
             )
             plans.remember(ask, identity, known)
         return known
+
+    async def _likely(self, ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes, identity: str) -> Plan:
+        """What a plan for the configured shape is for rows of another: exactly, where that shape is known already."""
+        if ask.resume is not None or shapes == model.shapes:
+            return plan
+        known = model.catalogs.get(shapes)
+        return (
+            scaled(plan, shapes, model.shapes)
+            if known is None
+            else (await self._planned(ask, model, known, identity)).plan
+        )
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         known = model.catalogs.get(shapes)
@@ -303,8 +317,8 @@ def _shown(shapes: Shapes) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-def _row_bytes(specs: Sequence[InputSpec]) -> int:
-    return sum(prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs)
+def _row_bytes(specs: Sequence[InputSpec], shapes: Shapes) -> int:
+    return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(specs, shapes, strict=True))
 
 
 def _features(job: Job, parts: Sequence[Results]) -> Features:

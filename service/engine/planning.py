@@ -95,10 +95,20 @@ def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
     """About what a plan gives for rows of another shape than it was made for, before anything has run with that shape.
 
     Maps grow with the picture; what stays as it is, is pooled, or gives statistics, is left so. Meant low: a quarter is
-    taken off, for borders and rounding.
+    taken off, for borders and rounding, and of smaller rows whatever may shrink counts as a single number.
     """
-    ratio = max(prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)) * 0.75
+    ratios = [prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)]
+    if min(ratios) < 1:
+        return replace(plan, results=tuple(_shrunk(result) for result in plan.results))
+    ratio = max(ratios) * 0.75
     return replace(plan, results=tuple(_grown(result, ratio) for result in plan.results)) if ratio > 1 else plan
+
+
+def _shrunk(result: Result) -> Result:
+    leaf, how = result.capture.leaf, result.capture.reduction
+    if how.pool not in ("none", "flatten") or how.stats is not None:
+        return result
+    return replace(result, capture=replace(result.capture, leaf=replace(leaf, shape=(1,) * len(leaf.shape))))
 
 
 def _grown(result: Result, ratio: float) -> Result:
