@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -81,6 +81,16 @@ class Features:
     scales: dict[str, Array] = field(default_factory=dict)
     errors: tuple[Fault, ...] = ()
     verified: bool = False
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The places in the request of the inputs that were left out."""
+        return skipped(self.errors)
+
+
+def skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
+    """The places in a request of the inputs that faults are of."""
+    return tuple(sorted({fault.input for fault in faults if fault.input is not None}))
 
 
 def joined(parts: Sequence[Features]) -> Features:
