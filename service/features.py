@@ -70,7 +70,8 @@ class Features:
 
     ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
-    ``verified``: outputs, put back in a second forward, gave the model's own again.
+    ``verified``: outputs, put back in a second forward, gave the model's own again. ``files`` names those that the rows
+    are of, where they came from files.
     """
 
     model: str
@@ -81,6 +82,7 @@ class Features:
     scales: dict[str, Array] = field(default_factory=dict)
     errors: tuple[Fault, ...] = ()
     verified: bool = False
+    files: tuple[str, ...] = ()
 
     @property
     def skipped(self) -> tuple[int, ...]:

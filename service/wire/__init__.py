@@ -13,13 +13,13 @@ __all__ = ["FORMATS", "Encoding", "Format"]
 _TABLE = (
     Format("json", "application/json", json.encode),
     Format("npy", "application/x-npy", npy.encode),
-    Format("npz", "application/x-npz", npz.encode, frozenset({npz.SKIPPED})),
+    Format("npz", "application/x-npz", npz.encode, frozenset({npz.SKIPPED}), frozenset({npz.FILES, npz.FINGERPRINT})),
     Format("safetensors", "application/x-safetensors", safetensors.encode),
 )
 
 FORMATS: dict[str, Format] = {each.name: each for each in _TABLE}
 
-HINT = "give it another name by 'as', or write its site as in 'LAYER:output', or use application/x-safetensors"
+HINT = "give it another name by 'as', or write its site as in 'LAYER:output', or use safetensors"
 JSON_NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
 
 

@@ -13,7 +13,7 @@ from layertap.service.features import Array, Features
 from layertap.service.wire import npy
 from layertap.service.wire.negotiate import Encoding
 
-SKIPPED = "skipped"
+SKIPPED, FILES, FINGERPRINT = "skipped", "files", "fingerprint"
 _ZIP64_FROM = 2**31 - 2**20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -21,7 +21,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 def encode(features: Features, encoding: Encoding) -> bytes:
     """The results as a .npz file, scales as ``KEY.scale``; ``encoding`` has no bearing on it.
 
-    ``skipped`` holds the places of the inputs that were left out, where some were.
+    ``skipped`` holds the places of the inputs that were left out, where some were; ``files`` and ``fingerprint`` are
+    there where the rows are of files.
 
     The same features give the same bytes. NotAcceptableError: two arrays of the same name.
     """
@@ -38,7 +39,9 @@ def encode(features: Features, encoding: Encoding) -> bytes:
 
 def _beside(features: Features) -> dict[str, Array]:
     """What else is in the file: no result has any of these names."""
-    return {SKIPPED: np.array(features.skipped, np.int64)} if features.skipped else {}
+    places = {SKIPPED: np.array(features.skipped, np.int64)} if features.skipped else {}
+    files = {FILES: np.array(features.files), FINGERPRINT: np.array(features.fingerprint)} if features.files else {}
+    return {**places, **files}
 
 
 def named_arrays(features: Features) -> dict[str, Array]:

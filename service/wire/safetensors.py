@@ -20,8 +20,9 @@ def encode(features: Features, encoding: Encoding) -> bytes:
     """The results as a safetensors file, scales as ``KEY.scale``; ``encoding`` has no bearing on it.
 
     The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
-    inputs were left out, and ``verified`` where that was asked for. The same features give the same bytes.
-    NotAcceptableError: two tensors of the same name, or one named as the format's own entry.
+    inputs were left out, ``files`` as JSON where the rows are of files, and ``verified`` where that was asked for. The
+    same features give the same bytes. NotAcceptableError: two tensors of the same name, or one named as the format's
+    own entry.
     """
     tensors = {name: little_endian(array) for name, array in named_arrays(features).items()}
     if _RESERVED in tensors:
@@ -38,6 +39,7 @@ def _metadata(features: Features) -> dict[str, str]:
         "receipts": orjson.dumps(receipts(features)).decode(),
         "errors": orjson.dumps(errors(features)).decode(),
         **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
+        **({"files": orjson.dumps(features.files).decode()} if features.files else {}),
         **({"verified": "true"} if features.verified else {}),
     }
 
