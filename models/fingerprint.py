@@ -1,10 +1,11 @@
 """What makes two vectors comparable, as one digest.
 
 Equal fingerprints mean: the same weights, architecture, model dtype, preprocessing, layer, call, path, site,
-narrowing, statistics, pooling, normalisation and reply dtype. Nothing of the machine, the device, the time or the
-model's configured name goes in, nor what only chooses between kernels of one precision, a memory format. ``tf32`` does
-go in, as configured, also where no GPU acts on it: what it lets through is a thousand times the error of float32. So
-does a way of decoding that makes other pictures, also of those that it leaves as they are.
+narrowing, statistics, pooling, normalisation and reply dtype. Rows that came as tensors were preprocessed by the
+caller: that goes in, and their shape where it is not the configured one. Nothing of the machine, the device, the time
+or the model's configured name goes in, nor what only chooses between kernels of one precision, a memory format.
+``tf32`` does go in, as configured, also where no GPU acts on it: what it lets through is a thousand times the error of
+float32. So does a way of decoding that makes other pictures, also of those that it leaves as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 
 from layertap.models.edits import Edit, Goal
 from layertap.models.points import HookPoint, Reduction
-from layertap.models.spec import Decode, InputSpec, PreprocessSpec
+from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it
@@ -58,6 +59,14 @@ def of_model(
     """
     row = _picture(preprocess, decode) if preprocess else [_meaning(spec) for spec in inputs]
     return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
+
+
+def of_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None) -> str:
+    """The model's part for rows that it did not make as it is configured to; as it is where it did.
+
+    ``shapes``: of one row, input by input, where they are not the configured ones.
+    """
+    return _digest([model, preprocessed, shapes]) if preprocessed else model
 
 
 def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:

@@ -85,6 +85,12 @@ class LoadedModel:
         return tuple(spec.shape for spec in self.inputs)
 
     @property
+    def preprocesses(self) -> bool:
+        """Whether it makes rows by itself, of pictures or of texts."""
+        of_pictures = self.preprocess is not None and len(self.inputs) == 1
+        return of_pictures or (self.text is not None and self.text.encode is not None)
+
+    @property
     def hooks(self) -> int:
         """Hooks of ours on all replicas now: 0 when idle."""
         return sum(each.hooks for each in self.replicas)

@@ -15,6 +15,7 @@ MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
 Decode = Literal["exact", "fast", "device"]
+Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from layertap.models.errors import LayertapError
+from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
-    from layertap.service.engine.engine import Engine
+    from layertap.models.plan import Plan
+    from layertap.service.engine.engine import Engine, SizeCheck
+    from layertap.service.engine.job import Ask
     from layertap.service.features import Features
+    from layertap.service.inputs import ImageItem
     from layertap.service.settings import Settings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
@@ -136,7 +139,7 @@ def plan(config: Config = None) -> None:
 
 @app.command()
 def extract(
-    images: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False)],
+    images: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False, readable=False)],
     layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas.")],
     model: Model = None,
     pool: Annotated[str, typer.Option(help=f"One of {POOLS}.")] = "none",
@@ -146,19 +149,26 @@ def extract(
     ] = None,
     config: Config = None,
 ) -> None:
-    """Take layers of a model for pictures on disk, without a server."""
+    """Take layers of a model for pictures on disk, without a server.
+
+    Pictures that can't be read are named and left out; the exit status is 1 then, and 2 where nothing is left.
+    """
     from layertap.service.wire import FORMATS
 
     format_name = file.suffix.removeprefix(".") if file else "json"
     if format_name not in FORMATS:
         raise LayertapError(f"can't write {file}", hint="use a name that ends in ." + ", .".join(FORMATS))
+    form = FORMATS[format_name]
     engine = _engine(config)
-    features = asyncio.run(_extract(engine, images, _selectors(layers, pool, normalize), model))
+    reserved = form.reserved | form.of_files
+    features = asyncio.run(_extract(engine, images, _selectors(layers, pool, normalize), model, reserved))
     if file is None:
         out.print(_summary(features))
-        return
-    file.write_bytes(FORMATS[format_name].encode(features, "list"))
-    notes.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
+    else:
+        file.write_bytes(form.encode(features, "list"))
+        notes.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
+    if features.skipped:
+        raise typer.Exit(1)
 
 
 def _settings(**given: Any) -> Settings:
@@ -189,32 +199,97 @@ def _selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
 
 
 async def _extract(
-    engine: Engine, images: Sequence[Path], selectors: tuple[Selector, ...], model: str | None
+    engine: Engine,
+    images: Sequence[Path],
+    selectors: tuple[Selector, ...],
+    model: str | None,
+    reserved: frozenset[str],
 ) -> Features:
-    """All pictures, a batch at a time, with a bar where it takes long."""
+    """All pictures that can be read, a batch at a time, with a bar where it takes long; the others are named."""
     from layertap.service.engine.job import Ask
+    from layertap.service.engine.rows import picture_steps
     from layertap.service.features import joined
-    from layertap.service.inputs import ImageItem
+    from layertap.service.wire import check_names
 
-    def never(plan: object, rows: int) -> None:
+    def fits(plan: Plan, rows: int) -> None:
         """A file may be as large as the disk holds."""
+        check_names((result.key for result in plan.results), reserved)
 
-    parts = []
+    parts: list[Features] = []
+    left_out: list[Fault] = []
     try:
         with _waiting("loading the model"):
-            await engine.fleet.model(model, float("inf"))
+            picture_steps(await engine.fleet.model(model, float("inf")))
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
             bar = progress.add_task("extracting", total=len(images))
             for at in range(0, len(images), BATCH):
-                batch = images[at : at + BATCH]
-                items = tuple((at + index, ImageItem(path.read_bytes())) for index, path in enumerate(batch))
-                ask = Ask(model, items, selectors, time.monotonic() + 3600, isolated=True)  # the same bits every time
-                with _naming(images):
-                    parts.append(await engine.extract(ask, never))
-                progress.advance(bar, len(batch))
+                places = range(at, min(at + BATCH, len(images)))
+                items, faults = _read(images, places)
+                ask = Ask(
+                    model,
+                    items,
+                    selectors,
+                    time.monotonic() + 3600,
+                    on_error="skip",
+                    faults=faults,
+                    isolated=True,  # the same bits every time
+                )
+                part, faults = await _batch(engine, ask, fits, parts[0] if parts else None)
+                parts += [part] if part else []
+                left_out += faults
+                for fault in faults:
+                    notes.print(f"{_shown(images[fault.input or 0])}: {fault.detail}", markup=False, soft_wrap=True)
+                progress.advance(bar, len(places))
     finally:
         await engine.close()
-    return joined(parts)
+    if not parts:
+        raise LayertapError("nothing could be extracted")
+    whole = replace(joined(parts), errors=tuple(left_out))
+    return replace(whole, files=tuple(_shown(path) for at, path in enumerate(images) if at not in whole.skipped))
+
+
+def _read(images: Sequence[Path], places: Iterable[int]) -> tuple[tuple[tuple[int, ImageItem], ...], tuple[Fault, ...]]:
+    """The bytes of pictures with their places, and the faults of files that can't be read."""
+    from layertap.service.inputs import ImageItem
+
+    items, faults = [], []
+    for place in places:
+        try:
+            items.append((place, ImageItem(images[place].read_bytes())))
+        except OSError as error:
+            faults.append(Fault(error.strerror or "can't be read", pointer=f"/inputs/{place}", input=place))
+    return tuple(items), tuple(faults)
+
+
+async def _batch(
+    engine: Engine, ask: Ask, fits: SizeCheck, first: Features | None
+) -> tuple[Features | None, tuple[Fault, ...]]:
+    """The features of a batch, None where not one of its pictures can be used, and the faults of those that can't."""
+    if not ask.items:
+        return None, ask.faults
+    try:
+        part = await engine.extract(ask, fits)
+    except RequestError as error:
+        if not error.faults or any(fault.input is None for fault in error.faults):
+            raise
+        return None, error.faults
+    if first is None or _row_shapes(part) == _row_shapes(first):
+        return part, part.errors
+    good = [place for place, _ in ask.items if place not in part.skipped]
+    return None, (*part.errors, *(Fault("its results have another shape than the first", input=each) for each in good))
+
+
+def _row_shapes(features: Features) -> dict[str, list[int]]:
+    """The shapes of results without the axis of the rows."""
+    return {
+        key: [size for axis, size in enumerate(array.shape) if axis != features.receipts[key].row_axis]
+        for key, array in features.arrays.items()
+    }
+
+
+def _shown(path: Path) -> str:
+    """A file's name as text; bytes that are none are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _summary(features: Features) -> Table:
@@ -223,18 +298,6 @@ def _summary(features: Features) -> Table:
         numbers = (array.mean(), array.std(), array.min(), array.max())
         table.add_row(key, "×".join(map(str, array.shape)), array.dtype.name, *(f"{number:.4g}" for number in numbers))
     return table
-
-
-@contextmanager
-def _naming(images: Sequence[Path]) -> Iterator[None]:
-    """Put the file's name in front of what is wrong with it."""
-    try:
-        yield
-    except LayertapError as error:
-        fault = next((fault for fault in error.faults if fault.input is not None), None)
-        if fault is None or fault.input is None:
-            raise
-        raise LayertapError(f"{images[fault.input]}: {fault.detail}", hint=fault.hint) from error
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.errors import Fault
+from layertap.models.spec import Preprocessed
 
 Array = NDArray[Any]
 
@@ -26,6 +27,7 @@ class Receipt:
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
     gradient, the class of each row whose score was its highest, where the objective is of that.
     ``rows_per_forward`` is there where rows of the model affect each other.
+    ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
     layer: str
@@ -46,6 +48,7 @@ class Receipt:
     forward: str = ""
     classes: tuple[int, ...] | None = None
     rows_per_forward: int | None = None
+    preprocessed: Preprocessed = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -63,6 +66,7 @@ SILENT: dict[str, object] = {
     "forward": "",
     "classes": None,
     "rows_per_forward": None,
+    "preprocessed": "",
 }
 
 
@@ -73,7 +77,8 @@ class Features:
     ``arrays`` holds one C-contiguous little-endian array per key, in the order asked for; ``scales`` one float32 array
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
     ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
-    that was asked for, what it changed. ``warnings`` say where an answer may mislead.
+    that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
+    those that the rows are of, where they came from files.
     """
 
     model: str
@@ -86,6 +91,17 @@ class Features:
     verified: bool = False
     interventions: tuple[tuple[str, ...], ...] = ()
     warnings: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The places in the request of the inputs that were left out."""
+        return skipped(self.errors)
+
+
+def skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
+    """The places in a request of the inputs that faults are of."""
+    return tuple(sorted({fault.input for fault in faults if fault.input is not None}))
 
 
 def joined(parts: Sequence[Features]) -> Features:

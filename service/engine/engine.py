@@ -22,7 +22,7 @@ from layertap.models.padding import Lengths, lengths_of
 from layertap.models.plan import Plan, Result
 from layertap.models.points import GRADIENTS, path_text
 from layertap.models.resuming import Resumption, start_of
-from layertap.models.spec import InputSpec
+from layertap.models.spec import InputSpec, Preprocessed
 from layertap.service.engine.deadline import within
 from layertap.service.engine.execution import Results
 from layertap.service.engine.fetching import fetched
@@ -30,7 +30,20 @@ from layertap.service.engine.fleet import Fleet
 from layertap.service.engine.job import Ask, Job
 from layertap.service.engine.planning import Planned, planned, scaled
 from layertap.service.engine.policy import Lane, Work
-from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, count_rows, joined, padded, rows_of, shape_of
+from layertap.service.engine.rows import (
+    Attempt,
+    Fetched,
+    Items,
+    Rows,
+    count_rows,
+    expected,
+    joined,
+    padded,
+    preprocessed_by,
+    reshaped,
+    rows_of,
+    shape_of,
+)
 from layertap.service.engine.worker import lone
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.fetching.fetcher import Fetcher
@@ -75,41 +88,47 @@ class Engine:
     ) -> Job:
         """Everything before the forward, the cheapest first: names, sizes, what is elsewhere, then pixels.
 
-        ``fits`` is asked whether the reply may be so large, before decoding and again if the rows have another shape
-        than the configured one; ``model`` is given where a place in its queue is held, and ``hold``, which makes it one
+        ``fits`` is asked whether the reply may be so large, before decoding, by the shapes that arrays have, and again
+        when the rows are there; ``model`` is given where a place in its queue is held, and ``hold``, which makes it one
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
         resumption = await self._resumption(ask, model, model.shapes, model.catalog)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
-        plan = await self._planned(ask, model, catalog, _unknown(takes) if ask.items else None)
+        given = [item for _, item in ask.items]
+        shapes, rows = expected(given, takes)
+        preprocessed = preprocessed_by(given, takes, shapes)
+        identity = _identity(takes, preprocessed, shapes)
+        plan = await self._planned(ask, model, catalog, identity, _unknown(takes) if ask.items else None)
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
-        count = max(len(ask.items), 1)
-        fits(plan.plan, count)
+        check_count(rows, self.settings)
+        likely = await self._likely(ask, model, plan.plan, shapes, identity)
+        fits(likely, rows)
         items = await fetched(ask, takes, self.fetcher, hold)
-        reserved = plan.plan.nbytes(count) + count * _row_bytes(takes.inputs)
+        reserved = likely.nbytes(rows) + rows * _row_bytes(takes.inputs, shapes)
         ask.reserve(reserved)
         inputs: dict[str, Tensor] = {}
-        faults, rows, compiled, together = ask.faults, 1, None, False
+        faults, compiled, together = ask.faults, None, False
         if ask.items:
-            inputs, faults = await self._decode(ask, items, takes)
-            rows = len(next(iter(inputs.values())))
-            check_count(rows, self.settings)
+            inputs, faults, sent = await self._decode(ask, items, takes)
+            rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
+            preprocessed, foreseen = preprocessed_by(sent, takes, shapes), identity
+            identity = _identity(takes, preprocessed, shapes)
             lengths = lengths_of(inputs, takes.text) if takes.text is not None else None
-            if shape_of(inputs) != takes.shapes:
-                fits(_scaled(plan.plan, shape_of(inputs), model, lengths), rows)
+            if shapes != takes.shapes:
+                fits(_scaled(plan.plan, shapes, model, lengths), rows)
                 whole = _shapes_of(inputs, model, takes)
                 catalog = await self._catalog(model, whole, ask.deadline)
                 resumption = await self._resumption(ask, model, whole, catalog)
                 catalog = catalog if resumption is None else resumption.catalog
-            if shape_of(inputs) != takes.shapes or lengths is not None:
-                plan = await self._planned(ask, model, catalog, lengths)
+            if shapes != takes.shapes or lengths is not None or identity != foreseen:
+                plan = await self._planned(ask, model, catalog, identity, lengths)
             fits(plan.plan, rows)
-            compiled = _compiled(ask, model, plan.plan, shape_of(inputs))
+            compiled = _compiled(ask, model, plan.plan, shapes)
             together = ask.isolated and catalog.batches and not catalog.rowwise and rows > 1
-            lane = self.fleet.resident(model).lane(catalog, shape_of(inputs), plan.plan.has_graph, compiled, together)
+            lane = self.fleet.resident(model).lane(catalog, shapes, plan.plan.has_graph, compiled, together)
             _check_graph(plan.plan, lane)
             if together:
                 _check_batch(rows, lane)
@@ -135,6 +154,7 @@ class Engine:
             resumption,
             compiled,
             together,
+            preprocessed,
         )
 
     async def run(self, job: Job) -> Features:
@@ -173,15 +193,28 @@ class Engine:
                 error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, "/resume"),)
             ) from None
 
-    async def _planned(self, ask: Ask, model: LoadedModel, catalog: Catalog, lengths: Lengths | None) -> Planned:
+    async def _planned(
+        self, ask: Ask, model: LoadedModel, catalog: Catalog, identity: str, lengths: Lengths | None
+    ) -> Planned:
         plans = self.fleet.resident(model).plans
-        known = plans.known(catalog, ask, lengths)
+        known = plans.known(catalog, identity, ask, lengths)
         if known is None:
             known = await self.off_loop(
-                lambda: planned(ask, model.identity, catalog, self.settings.max_results, lengths), ask.deadline
+                lambda: planned(ask, identity, catalog, self.settings.max_results, lengths), ask.deadline
             )
-            plans.remember(ask, known, lengths)
+            plans.remember(ask, identity, known, lengths)
         return known
+
+    async def _likely(self, ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes, identity: str) -> Plan:
+        """What a plan for the configured shape is for rows of another: exactly, where that shape is known already."""
+        if ask.resume is not None or shapes == model.shapes:
+            return plan
+        known = model.catalogs.get(shapes)
+        return (
+            scaled(plan, shapes, model.shapes)
+            if known is None
+            else (await self._planned(ask, model, known, identity, _unknown(model))).plan
+        )
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         known = model.catalogs.get(shapes)
@@ -190,8 +223,10 @@ class Engine:
         _check_survey(model, shapes, self.settings)
         return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
 
-    async def _decode(self, ask: Ask, items: Items, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
-        """The rows of all good items and the faults of all others, in the order of the inputs."""
+    async def _decode(
+        self, ask: Ask, items: Items, model: LoadedModel
+    ) -> tuple[dict[str, Tensor], tuple[Fault, ...], list[Fetched]]:
+        """The rows of all good items and the faults of all others, in the order of the inputs; the good ones."""
         with ask.timings.step("decode"):
             tries = [self._try(item, model, ask) for _, item in items]
             attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
@@ -199,8 +234,9 @@ class Engine:
                 even = partial(padded, items, attempts, model.text)
                 attempts = even() if len(tries) == 1 else await self.off_loop(even, ask.deadline)
         parts: list[Rows] = []
+        sent: list[Fetched] = []
         faults = list(ask.faults)
-        for place, attempt in _placed(items, attempts):
+        for place, item, attempt in _placed(items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
@@ -212,12 +248,13 @@ class Engine:
                 faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
             else:
                 parts.append(attempt)
+                sent.append(item)
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (ask.on_error == "fail" or not parts):
             raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
         if len(parts) == 1:
-            return joined(parts), tuple(faults)
-        return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults)
+            return joined(parts), tuple(faults), sent
+        return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults), sent
 
     async def _try(self, item: Fetched, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
@@ -307,19 +344,24 @@ def _check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> Non
         )
 
 
-def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Attempt]]:
-    """Every input's place and what became of it; a batch is one item of several inputs."""
-    for (place, _), found in zip(items, attempts, strict=True):
+def _identity(model: LoadedModel, preprocessed: Preprocessed, shapes: Shapes) -> str:
+    """The model's part of the fingerprints of rows of a shape."""
+    return fingerprint.of_rows(model.identity, preprocessed, shapes if reshaped(model, shapes) else None)
+
+
+def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:
+    """Every input's place, its item and what became of it; a batch is one item of several inputs."""
+    for (place, item), found in zip(items, attempts, strict=True):
         for row, attempt in enumerate(found):
-            yield place + row, attempt
+            yield place + row, item, attempt
 
 
 def _shown(shapes: Shapes) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-def _row_bytes(specs: Sequence[InputSpec]) -> int:
-    return sum(prod(spec.shape) * DTYPES[spec.dtype].itemsize for spec in specs)
+def _row_bytes(specs: Sequence[InputSpec], shapes: Shapes) -> int:
+    return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(specs, shapes, strict=True))
 
 
 def _features(job: Job, parts: Sequence[Results]) -> Features:
@@ -377,4 +419,5 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         forward="compiled" if job.compiled else "",
         classes=classes if point.site in GRADIENTS else None,
         rows_per_forward=job.rows_per_forward,
+        preprocessed=job.preprocessed,
     )

@@ -18,6 +18,7 @@ from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Plan
 from layertap.models.points import Intervention, Objective, Selector
 from layertap.models.resuming import Resumption
+from layertap.models.spec import Preprocessed
 from layertap.service.inputs import Given
 from layertap.service.terms import Priority
 
@@ -78,6 +79,7 @@ class Job:
     """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
 
     ``fingerprints`` holds that of each result by its key. ``together``: its rows affect each other, and are one batch.
+    ``preprocessed`` tells by whom its rows were.
     """
 
     model: LoadedModel
@@ -95,6 +97,7 @@ class Job:
     resumption: Resumption | None = None
     compiled: Compiled | None = None
     together: bool = False
+    preprocessed: Preprocessed = ""
 
     @property
     def rows_per_forward(self) -> int | None:

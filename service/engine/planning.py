@@ -16,7 +16,7 @@ from layertap.models.plan import Capture, Plan, Result, resolve
 from layertap.models.points import GRADIENTS, Selector
 from layertap.service.engine.job import Ask
 
-Key = tuple[int, tuple[Selector, ...], int | None]
+Key = tuple[int, str, tuple[Selector, ...], int | None]
 REMEMBERED, REMEMBERED_LAYERS = 256, 64  # plans of a model, and results of each
 SMALL = 8  # pixels or tokens: what is no larger may have been made so from any size
 
@@ -71,26 +71,26 @@ class Plans:
     def __init__(self) -> None:
         self._plans: OrderedDict[Key, Planned] = OrderedDict()
 
-    def known(self, catalog: Catalog, ask: Ask, lengths: Lengths | None = None) -> Planned | None:
-        """The plan for a request, None where it was not asked for or long ago."""
+    def known(self, catalog: Catalog, identity: str, ask: Ask, lengths: Lengths | None = None) -> Planned | None:
+        """The plan for a request to a model of that identity, None where it was not asked for or long ago."""
         if not _is_small(ask):
             return None
-        key = _key(catalog, ask, lengths)
+        key = _key(catalog, identity, ask, lengths)
         if key in self._plans:
             self._plans.move_to_end(key)
         return self._plans.get(key)
 
-    def remember(self, ask: Ask, plan: Planned, lengths: Lengths | None = None) -> None:
+    def remember(self, ask: Ask, identity: str, plan: Planned, lengths: Lengths | None = None) -> None:
         """Keep a plan, in place of the one that was not asked for longest."""
         if _is_small(ask) and len(plan.plan.results) <= REMEMBERED_LAYERS:
-            self._plans[_key(plan.catalog, ask, lengths)] = plan
+            self._plans[_key(plan.catalog, identity, ask, lengths)] = plan
             if len(self._plans) > REMEMBERED:
                 self._plans.popitem(last=False)
 
 
-def _key(catalog: Catalog, ask: Ask, lengths: Lengths | None) -> Key:
+def _key(catalog: Catalog, identity: str, ask: Ask, lengths: Lengths | None) -> Key:
     # An id of what the entry keeps is nobody else's. Of lengths a plan without tokens depends on the longest only.
-    return id(catalog), ask.selectors, lengths.longest if lengths is not None and lengths.known else None
+    return id(catalog), identity, ask.selectors, lengths.longest if lengths is not None and lengths.known else None
 
 
 def _is_small(ask: Ask) -> bool:
@@ -102,10 +102,20 @@ def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
     """About what a plan gives for rows of another shape than it was made for, before anything has run with that shape.
 
     Maps grow with the picture; what stays as it is, is pooled, or gives statistics, is left so. Meant low: a quarter is
-    taken off, for borders and rounding.
+    taken off, for borders and rounding, and of smaller rows whatever may shrink counts as a single number.
     """
-    ratio = max(prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)) * 0.75
+    ratios = [prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)]
+    if min(ratios) < 1:
+        return replace(plan, results=tuple(_shrunk(result) for result in plan.results))
+    ratio = max(ratios) * 0.75
     return replace(plan, results=tuple(_grown(result, ratio) for result in plan.results)) if ratio > 1 else plan
+
+
+def _shrunk(result: Result) -> Result:
+    leaf, how = result.capture.leaf, result.capture.reduction
+    if how.pool not in ("none", "flatten") or how.stats is not None:
+        return result
+    return replace(result, capture=replace(result.capture, leaf=replace(leaf, shape=(1,) * len(leaf.shape))))
 
 
 def _grown(result: Result, ratio: float) -> Result:

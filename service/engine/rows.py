@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from layertap.models import transfer
 from layertap.models.dtypes import DTYPES
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.loaded import LoadedModel
+from layertap.models.loaded import LoadedModel, Shapes
 from layertap.models.ondevice import Decoder
 from layertap.models.preprocess import enough, preprocess, resized_size
-from layertap.models.spec import Decode, InputSpec, PreprocessSpec
+from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 from layertap.models.text import Text
 from layertap.service.engine import texts
 from layertap.service.features import Array
@@ -53,6 +53,47 @@ def picture_steps(model: LoadedModel) -> PreprocessSpec:
             raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
         raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
     return model.preprocess
+
+
+def preprocessed_by(sent: Iterable[object], model: LoadedModel, shapes: Shapes) -> Preprocessed:
+    """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
+    if not model.preprocesses:
+        return "caller" if reshaped(model, shapes) else ""
+    kinds = {isinstance(item, (ArraysItem, TokensItem)) for item in sent}
+    return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
+
+
+def reshaped(model: LoadedModel, shapes: Shapes) -> bool:
+    """Whether rows have another shape than the configured one; how long a text is does not count."""
+    return any(shape != spec.shape for spec, shape in zip(model.inputs, shapes, strict=True) if spec.longest is None)
+
+
+def expected(items: Iterable[object], model: LoadedModel) -> tuple[Shapes, int]:
+    """The shape of a request's rows and how many there will be, as far as that is known before anything is decoded.
+
+    Arrays tell; whatever else is sent counts as one row of the configured shape. Of several shapes the least: which of
+    the inputs are good is not known yet.
+    """
+    found = [_foretold(item, model) for item in items] or [(model.shapes, 1)]
+    return min((shapes for shapes, _ in found), key=_numbers), sum(rows for _, rows in found)
+
+
+def _foretold(item: object, model: LoadedModel) -> tuple[Shapes, int]:
+    configured = model.shapes, 1
+    if not isinstance(item, ArraysItem):
+        return configured
+    try:
+        by_name = _named(item, model.inputs, model.text)
+    except InputError:
+        return configured
+    shapes = [_batch_shape(by_name[spec.name], spec, item.may_batch) for spec in model.inputs]
+    if not all(_fits(shape[1:], spec) for shape, spec in zip(shapes, model.inputs, strict=True)):
+        return configured
+    return tuple(shape[1:] for shape in shapes), shapes[0][0]
+
+
+def _numbers(shapes: Shapes) -> int:
+    return sum(prod(shape) for shape in shapes)
 
 
 def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> list[Sequence[Attempt]]:
@@ -216,7 +257,7 @@ def _named(item: ArraysItem, specs: Sequence[InputSpec], text: Text | None) -> d
 
 
 def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
-    batch = array if may_batch and array.ndim == len(spec.shape) + 1 else array[None]
+    batch = array.reshape(_batch_shape(array, spec, may_batch))
     if not _fits(batch.shape[1:], spec):
         longest = f", axis {spec.long_axis} from 1 to {spec.longest}" if spec.longest else ""
         raise InputError(
@@ -224,6 +265,11 @@ def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:
             hint=f"send shape {list(spec.shape)}, dtype {spec.dtype}{longest}",
         )
     return _cast(batch, spec)
+
+
+def _batch_shape(array: Array, spec: InputSpec, may_batch: bool) -> tuple[int, ...]:
+    """The shape of an array with the rows on axis 0."""
+    return array.shape if may_batch and array.ndim == len(spec.shape) + 1 else (1, *array.shape)
 
 
 def _fits(shape: tuple[int, ...], spec: InputSpec) -> bool:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from fastapi import Request, Response
 
-from layertap.models.errors import RequestError, TooLargeError
+from layertap.models.errors import Fault, RequestError, TooLargeError
 from layertap.models.plan import Plan
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.job import Ask, Timings
 from layertap.service.errors import DeadlineError, QueueTooLongError
-from layertap.service.features import Features
+from layertap.service.features import Features, skipped
 from layertap.service.http import body as body_
 from layertap.service.http.command import Command, Dialect, Query, Sent, read
 from layertap.service.http.connection import while_connected
 from layertap.service.http.timeout import Timeout
 from layertap.service.schemas import RequestBody
 from layertap.service.settings import Settings
-from layertap.service.wire import FORMATS, Encoding, Format, predicted_bytes
+from layertap.service.wire import FORMATS, Encoding, Format, check_names, predicted_bytes
 from layertap.service.wire.negotiate import choose
 
 SHORT = 2048  # bytes
@@ -92,11 +92,17 @@ async def encoded(engine: Engine, features: Features, order: Order) -> Response:
             data = encode()
         else:
             data = await engine.off_loop(encode, order.wish.timeout.deadline)
-    headers = {"X-Layertap-Fingerprint": features.fingerprint, **(VERIFIED if features.verified else {})}
+    headers = headers_of(features.fingerprint, features.errors) | (VERIFIED if features.verified else {})
     if features.warnings:
         told = "; ".join(features.warnings)
         headers["X-Layertap-Warnings"] = told.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
     return Response(data, media_type=order.wish.format.media_type, headers=headers)
+
+
+def headers_of(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
+    """What the head of every good reply says: the fingerprint, and which inputs were left out, where some were."""
+    places = ",".join(map(str, skipped(faults)))
+    return {"X-Layertap-Fingerprint": fingerprint, **({"X-Layertap-Skipped": places} if places else {})}
 
 
 async def _order(engine: Engine, sent: Sent, wish: Wish) -> Order:
@@ -109,7 +115,8 @@ async def _order(engine: Engine, sent: Sent, wish: Wish) -> Order:
         raise RequestError(ask.faults[0].detail, hint=ask.faults[0].hint, faults=ask.faults)
     if not ask.items and not wish.dry:
         raise RequestError("the request has no inputs", hint=sent.dialect.without_inputs)
-    return Order(command.body, ask, wish, Size(wish.format, command.body.encoding, engine.settings))
+    reserved = wish.format.reserved if ask.on_error == "skip" else frozenset[str]()
+    return Order(command.body, ask, wish, Size(wish.format, command.body.encoding, engine.settings, reserved))
 
 
 def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
@@ -141,15 +148,23 @@ def _is_short(sent: Sent) -> bool:
 
 
 class Size:
-    """Refuses replies over the limit, by what the plan predicts."""
+    """Refuses replies that the format has no place for, or that are over the limit, by what the plan predicts."""
 
-    def __init__(self, format: Format, encoding: Encoding, settings: Settings) -> None:  # noqa: A002
+    def __init__(
+        self,
+        format: Format,  # noqa: A002
+        encoding: Encoding,
+        settings: Settings,
+        reserved: frozenset[str],
+    ) -> None:
         self._format = format
+        self._reserved = reserved
         self._encoding: Encoding = encoding
         self._limit = settings.max_reply_bytes
 
     def __call__(self, plan: Plan, rows: int) -> None:
-        """TooLargeError where the reply to a plan for so many rows would be over the limit."""
+        """TooLargeError where the reply to a plan for so many rows would be over the limit; RequestError for a name."""
+        check_names((result.key for result in plan.results), self._reserved)
         size = predicted_bytes(self._format, self._encoding, plan.numbers(rows), plan.nbytes(rows))
         if size > self._limit:
             raise TooLargeError(

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from layertap.models.catalog import BACKWARD
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.job import Job
-from layertap.service.http.answering import Order, answered, encoded
+from layertap.service.http.answering import Order, answered, encoded, headers_of
 from layertap.service.http.command import COMMON, Dialect
 from layertap.service.http.errors import entry
 from layertap.service.http.openapi import EXTRACT
@@ -63,7 +63,7 @@ def _estimate(job: Job) -> Response:
         "warnings": list(_warnings(job)),
         "errors": [entry(fault) for fault in job.faults],
     }
-    headers = {"X-Layertap-Fingerprint": job.fingerprint}
+    headers = headers_of(job.fingerprint, job.faults)
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)
 
 

@@ -77,6 +77,12 @@ def _route(body: str, *parameters: dict[str, Any]) -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "One array per key",
+                "headers": {
+                    "X-Layertap-Skipped": {
+                        "description": "the places of the inputs that were left out, where some were: 1,4",
+                        "schema": {"type": "string"},
+                    }
+                },
                 "content": {each.media_type: BINARY if each.name != "json" else {} for each in FORMATS.values()},
             },
             "400": _problem("Not JSON, or broken multipart"),

@@ -18,11 +18,17 @@ _MAX_PARAMETERS = 16
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write a reply: its name in ``?format=``, its media type, and features to bytes."""
+    """One way to write a reply: its name in ``?format=``, its media type, and features to bytes.
+
+    ``reserved`` are names that it needs for itself where inputs were left out, so that no result may have them;
+    ``of_files`` those that it needs where the rows are of files.
+    """
 
     name: str
     media_type: str
     encode: Callable[[Features, Encoding], bytes]
+    reserved: frozenset[str] = frozenset()
+    of_files: frozenset[str] = frozenset()
 
 
 class Offer(Protocol):

@@ -19,9 +19,10 @@ _RESERVED = "__metadata__"
 def encode(features: Features, encoding: Encoding) -> bytes:
     """The results as a safetensors file, scales as ``KEY.scale``; ``encoding`` has no bearing on it.
 
-    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, and ``verified``,
-    ``interventions`` and ``warnings`` where there were any. The same features give the same bytes. NotAcceptableError:
-    two tensors of the same name, or one named as the format's own entry.
+        The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
+    inputs were left out, ``files`` as JSON where the rows are of files, and ``verified``, ``interventions`` and
+    ``warnings`` where there were any. The same features give the same bytes. NotAcceptableError: two tensors of the
+    same name, or one named as the format's own entry.
     """
     tensors = {name: little_endian(array) for name, array in named_arrays(features).items()}
     if _RESERVED in tensors:
@@ -37,6 +38,8 @@ def _metadata(features: Features) -> dict[str, str]:
         "rows": str(features.rows),
         "receipts": orjson.dumps(receipts(features)).decode(),
         "errors": orjson.dumps(errors(features)).decode(),
+        **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
+        **({"files": orjson.dumps(features.files).decode()} if features.files else {}),
         **({"verified": "true"} if features.verified else {}),
         **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
         **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),

@@ -18,7 +18,15 @@ from torch import nn
 from layertap.models import digits
 from layertap.models.catalog import Leaf
 from layertap.models.edits import Goal
-from layertap.models.fingerprint import architecture, of_changes, of_explanation, of_model, of_reply, of_result
+from layertap.models.fingerprint import (
+    architecture,
+    of_changes,
+    of_explanation,
+    of_model,
+    of_reply,
+    of_result,
+    of_rows,
+)
 from layertap.models.loaded import load
 from layertap.models.plan import resolve
 from layertap.models.points import HookPoint, Objective, Reduction, Selector
@@ -265,6 +273,16 @@ def test_digests_stay() -> None:
     assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert of_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
     assert of_result(MODEL, gradient, Reduction(), of_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
+
+
+def test_rows() -> None:
+    """Rows of the model's own making leave its part as it is; others make another of it, by whom and by shape."""
+    assert of_rows(MODEL, "", None) == of_rows(MODEL, "", [(4,)]) == MODEL
+    digests = [of_rows(model, "caller", shapes) for model in (MODEL, "1" * 32) for shapes in (None, [(4,)], [(5,)])]
+    digests += [of_rows(MODEL, "mixed", shapes) for shapes in (None, [(4,)], [(4,), ()])]
+    assert len({MODEL, *digests}) == 1 + len(digests)
+    assert of_rows(MODEL, "caller", None) == "ddcbc74a2c4e380b6f61ed5622514d60"
+    assert of_rows(MODEL, "caller", ((3, 4, 4),)) == "a6946d68ca3df4fdf19a261d5dee2529"
 
 
 @pytest.mark.parametrize("text", ["relu", "relu#1", "relu#-1", "rel*", "relu:output"])

@@ -89,6 +89,20 @@ class TwoInputs(nn.Module):
         return {"sum": a + b, "product": a * b}
 
 
+class Filing(nn.Module):
+    """Its layers have names that files of results need for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files = nn.Conv2d(3, 2, 1)
+        self.fingerprint = nn.Conv2d(2, 2, 1)
+        self.skipped = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.skipped(self.fingerprint(self.files(x)))
+        return out
+
+
 class Never(nn.Module):
     """Can't be built."""
 

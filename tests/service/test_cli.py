@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from layertap.service import cli
 from tests.server import Live
-from tests.service.support import Json, picture
+from tests.service.support import Array, Json, picture
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -88,7 +90,7 @@ def test_layers(command: Command) -> None:
 
 @pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
 def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str) -> None:
-    """``extract`` writes the very bytes that the server answers with."""
+    """``extract`` writes the very bytes that the server answers with, and where there is room the names of files."""
     names = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
     file = tmp_path / f"out.{form}"
     options = ("--layers", names, "--pool", "mean", "--normalize", "--out", file)
@@ -98,7 +100,15 @@ def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: P
     query = {"layers": names, "pool": "mean", "normalize": "true", "format": form, "isolated": "true"}
     reply = live.client.post("/extract", files=parts, params=query)
     assert reply.status_code == 200
-    assert file.read_bytes() == reply.content
+    if form in ("json", "npy"):
+        assert file.read_bytes() == reply.content
+    else:
+        found, wanted = READERS[form](file.read_bytes()), READERS[form](reply.content)
+        assert found.pop("files").tolist() == [str(file) for file in pictures]
+        assert found.pop("fingerprint") == reply.headers["x-layertap-fingerprint"]
+        wanted.pop("fingerprint", None)
+        assert found.keys() == wanted.keys()
+        assert all(found[key].tobytes() == wanted[key].tobytes() for key in wanted)
     assert reply.headers["x-layertap-fingerprint"] in done.notes
 
 
@@ -143,14 +153,144 @@ def test_extract_refused(command: Command, pictures: list[Path], words: tuple[st
     assert says in " ".join(done.notes.split())
 
 
-def test_bad_picture(command: Command, pictures: list[Path], tmp_path: Path) -> None:
-    """A picture that can't be decoded is named."""
-    bad = tmp_path / "bad.png"
-    bad.write_bytes(b"no picture")
-    done = command("extract", *pictures, bad, "--layers", "head")
+def npz_of(data: bytes) -> dict[str, Array]:
+    """The members of a .npz file."""
+    with np.load(BytesIO(data), allow_pickle=False) as archive:
+        return dict(archive)
+
+
+def safetensors_of(data: bytes) -> dict[str, Array]:
+    """The tensors of a safetensors file, and what its metadata says of files and fingerprint."""
+    size = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + size])["__metadata__"]
+    files = {"files": np.array(json.loads(metadata["files"]))} if "files" in metadata else {}
+    return {**safetensors.numpy.load(data), **files, "fingerprint": np.array(metadata["fingerprint"])}
+
+
+READERS: dict[str, Callable[[bytes], dict[str, Array]]] = {"npz": npz_of, "safetensors": safetensors_of}
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A file that is no picture."""
+    file = tmp_path / "bad.png"
+    file.write_bytes(b"no picture")
+    return file
+
+
+@pytest.mark.parametrize("batch", [1, 2, 32])
+@pytest.mark.parametrize("form", ["npz", "safetensors"])
+def test_a_broken_file(
+    command: Command,
+    pictures: list[Path],
+    broken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    batch: int,
+) -> None:
+    """What can't be read is named and left out, the rest is written with the names of its files, the status is 1."""
+    monkeypatch.setattr(cli, "BATCH", batch)
+    whole, rest = tmp_path / f"whole.{form}", tmp_path / f"rest.{form}"
+    unreadable = Path("/proc/self/mem")  # for root as well
+    assert command("extract", *pictures, "--layers", "head", "--out", whole).status == 0
+    given = [pictures[0], broken, broken, unreadable, *pictures[1:], broken]
+    done = command("extract", *given, "--layers", "head", "--out", rest)
+    assert (done.status, done.out) == (1, "")
+    lines = done.notes.splitlines()
+    assert sum(line.startswith(f"{broken}: ") for line in lines) == 3
+    assert sum(line.startswith(f"{unreadable}: ") for line in lines) == 1
+    found, wanted = READERS[form](rest.read_bytes()), READERS[form](whole.read_bytes())
+    assert found["files"].tolist() == wanted["files"].tolist() == [str(file) for file in pictures]
+    assert found["fingerprint"] == wanted["fingerprint"]
+    np.testing.assert_allclose(found["head"], wanted["head"], rtol=1e-4, atol=1e-5)
+    assert form != "npz" or found["skipped"].tolist() == [1, 2, 3, 6]
+
+
+def test_nothing_but_broken_files(command: Command, broken: Path, tmp_path: Path) -> None:
+    """Where nothing is left the status is 2, and no file is written."""
+    file = tmp_path / "out.npz"
+    done = command("extract", broken, broken, "--layers", "head", "--out", file)
+    assert (done.status, done.out) == (2, "")
+    assert done.notes.count("bad.png") == 2
+    assert "nothing could be extracted" in done.notes
+    assert not file.exists()
+
+
+def test_no_such_file(command: Command, pictures: list[Path], tmp_path: Path) -> None:
+    """A name that stands for no file is a mistake, told before anything is computed."""
+    done = command("extract", *pictures, tmp_path / "nowhere.png", "--layers", "head")
     assert done.status == 2
-    assert "bad.png" in done.notes.replace("\n", "")
-    assert command("extract", tmp_path / "nowhere.png", "--layers", "head").status == 2
+    assert "nowhere.png" in done.notes.replace("\n", "")
+
+
+def test_summary_beside_a_broken_file(command: Command, pictures: list[Path], broken: Path) -> None:
+    """Without a file the rest is summed up, and the status tells as well."""
+    done = command("extract", *pictures, broken, "--layers", "head")
+    assert done.status == 1
+    assert "3×10" in done.out
+    assert "bad.png" in done.notes
+
+
+def test_a_strange_file_name(command: Command, pictures: list[Path], tmp_path: Path) -> None:
+    """A name that is no UTF-8 is written with its bytes escaped."""
+    strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.png"))
+    strange.write_bytes(pictures[0].read_bytes())
+    for form in READERS:
+        file = tmp_path / f"out.{form}"
+        assert command("extract", strange, "--layers", "head", "--out", file).status == 0
+        assert READERS[form](file.read_bytes())["files"].tolist() == [f"{tmp_path}/\\xff.png"]
+
+
+FILING = """
+models:
+  - name: filing
+    source: python:tests.service.nets_http:Filing
+    weights: random:0
+    device: cpu
+    inputs: [{name: x, shape: [3, 8, 8]}]
+    preprocess: {resize: [8, 8]}
+"""
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_another_shape(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """A picture whose results fit to no others is left out, in whatever batch it is; pooled they fit."""
+    monkeypatch.setattr(cli, "BATCH", batch)
+    (tmp_path / "m.yaml").write_text(FILING.replace("[8, 8]}", "8}"))
+    files = [tmp_path / f"{place}.png" for place in range(3)]
+    for file, size in zip(files, ((16, 16), (32, 16), (16, 16)), strict=True):
+        file.write_bytes(picture(1, size))
+    options = ("--config", tmp_path / "m.yaml", "--layers", ".", "--out", tmp_path / "out.npz")
+    done = command("extract", *files, *options)
+    assert (done.status, done.notes.count("1.png: ")) == (1, 1)
+    found = npz_of((tmp_path / "out.npz").read_bytes())
+    assert found["files"].tolist() == [str(files[0]), str(files[2])]
+    assert found["."].shape == (2, 2, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["files", "fingerprint", "skipped"])
+def test_a_layer_of_that_name(command: Command, pictures: list[Path], tmp_path: Path, name: str) -> None:
+    """A layer called as a member of the file is refused for npz, with how to get it; other formats have room for it."""
+    (tmp_path / "m.yaml").write_text(FILING)
+    options = ("--config", tmp_path / "m.yaml", "--layers")
+    for layers in (name, "*"):
+        done = command("extract", *pictures, *options, layers, "--out", tmp_path / "out.npz")
+        assert (done.status, done.out) == (2, "")
+        assert "LAYER:output" in " ".join(done.notes.split())
+        assert not (tmp_path / "out.npz").exists()
+    assert command("extract", *pictures, *options, f"{name}:output", "--out", tmp_path / "out.npz").status == 0
+    assert npz_of((tmp_path / "out.npz").read_bytes())[f"{name}:output"].shape == (3, 2, 8, 8)
+    assert command("extract", *pictures, *options, name, "--out", tmp_path / "out.safetensors").status == 0
+    assert safetensors.numpy.load((tmp_path / "out.safetensors").read_bytes())[name].shape == (3, 2, 8, 8)
+
+
+def test_a_model_of_tensors(command: Command, pictures: list[Path], tmp_path: Path) -> None:
+    """A model that takes no pictures is told in one line, not once for each file."""
+    (tmp_path / "m.yaml").write_text(CONFIG)
+    done = command("extract", *pictures, "--config", tmp_path / "m.yaml", "--layers", "linear")
+    assert done.status == 2
+    assert done.notes.count("takes tensors, not pictures") == 1
 
 
 def test_unknown_model(command: Command) -> None:

@@ -372,3 +372,28 @@ def test_pools_leave_padding_out_wherever_tokens_are(texts: Texts, model: str, l
     alone = texts.of(tensor(np.array(ids_of(SENTENCES[0]))), model=model, layers=[layer])
     found = texts.of(short, long, model=model, layers=[layer])
     np.testing.assert_allclose(found[:1], alone, rtol=1e-3, atol=1e-4)
+
+
+def test_fingerprints(texts: Texts) -> None:
+    """Tokens that the caller made have another than a text; without a tokenizer nothing else can be sent."""
+
+    def told(*inputs: Json, **fields: Any) -> tuple[str, set[str | None]]:
+        reply = texts.live.client.post(
+            "/extract", json={"model": "bert", "layers": [HIDDEN], "inputs": inputs} | fields
+        )
+        receipts = reply.json()["receipts"].values()
+        return reply.json()["fingerprint"], {receipt.get("preprocessed") for receipt in receipts}
+
+    ids = ids_of("a cat")
+    text, other = told({"text": "a cat"}), told({"text": "a bird " * 12})
+    assert text == other
+    assert text[1] == {None}
+    tokens, row = told({"tokens": ids}), told(tensor(np.array(ids)))
+    assert tokens == row == told(tensor(np.array(ids * 3)))
+    assert tokens[1] == {"caller"}
+    mixed = told({"text": "a cat"}, {"tokens": ids})
+    assert mixed[1] == {"mixed"}
+    assert len({text[0], tokens[0], mixed[0]}) == 3
+    dry = texts.live.client.post("/extract?dry_run=true", json={"model": "bare", "layers": [HIDDEN]}).json()
+    for given in ({"tokens": ids}, tensor(np.array(ids)), {"tokens": ids * 2}):
+        assert told(given, model="bare") == (dry["fingerprint"], {None})

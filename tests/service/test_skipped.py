@@ -1,0 +1,118 @@
+"""Where inputs are left out every reply says which, whatever its format: no vector is attached to the wrong id."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.support import Json, arrays_of, image, npy, npz, picture, problem, raw, tensor
+
+FORMATS = ("json", "npy", "npz", "safetensors")
+HEADER = "x-layertap-skipped"
+GOOD = [image(picture(seed)) for seed in range(3)]
+INPUTS = [GOOD[0], image(b"no picture"), GOOD[1], GOOD[2], {"image": "!"}]  # places 1 and 4 can't be read
+ROWS = np.zeros((6, 3, 32, 32), np.float32)
+ROWS[[1, 4], 0, 0, 0] = np.nan
+
+
+def sent(form: str) -> Json:
+    """A request of which the inputs 1 and 4 can't be used."""
+    query = {"layers": "pool", "on_error": "skip"}
+    parts = [picture(0), b"no picture", picture(1), picture(2), b""]
+    return {
+        "json": {"json": {"layers": ["pool"], "inputs": INPUTS, "on_error": "skip"}},
+        "multipart": {"files": [("images", part) for part in parts], "params": query},
+        "npy": raw(npy(ROWS), "application/x-npy", **query),
+        "npz": raw(npz(image=ROWS), "application/x-npz", **query),
+    }[form]
+
+
+def post(live: Live, request: Json, path: str = "/extract", **query: str) -> Any:
+    return live.client.post(path, **{**request, "params": {**request.get("params", {}), **query}})
+
+
+def metadata(reply: Any) -> dict[str, str]:
+    """That of a safetensors reply."""
+    size = int.from_bytes(reply.content[:8], "little")
+    found: dict[str, str] = json.loads(reply.content[8 : 8 + size])["__metadata__"]
+    return found
+
+
+@pytest.mark.parametrize("form", ["json", "multipart", "npy", "npz"])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_named(live: Live, form: str, format_: str) -> None:
+    """The head says which, by their places in the request, and so does what the format has for it."""
+    reply = post(live, sent(form), format=format_)
+    arrays = arrays_of(reply)
+    assert reply.headers[HEADER] == "1,4"
+    assert ("skipped" in arrays) == (format_ == "npz")
+    assert len(next(iter(arrays.values()))) == (4 if form.startswith("np") else 3)
+    if format_ == "json":
+        assert [error["input"] for error in reply.json()["errors"]] == [1, 4]
+    if format_ == "npz":
+        assert arrays["skipped"].tolist() == [1, 4]
+        assert arrays["skipped"].dtype == np.int64
+    if format_ == "safetensors":
+        assert metadata(reply)["skipped"] == "1,4"
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_nothing_left_out(live: Live, format_: str, on_error: str) -> None:
+    """Nothing is said where every input has its row."""
+    body = {"layers": ["pool"], "inputs": GOOD, "on_error": on_error}
+    reply = post(live, {"json": body}, format=format_)
+    assert HEADER not in reply.headers
+    assert "skipped" not in arrays_of(reply)
+    assert format_ != "safetensors" or "skipped" not in metadata(reply)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_explanations(live: Live, format_: str) -> None:
+    """Maps are told apart in the same way."""
+    body = {"method": "saliency", "inputs": INPUTS, "on_error": "skip"}
+    reply = post(live, {"json": body}, "/explain", format=format_)
+    assert reply.headers[HEADER] == "1,4"
+    arrays = arrays_of(reply)
+    assert format_ != "npz" or arrays["skipped"].tolist() == [1, 4]
+
+
+def test_dry_run(live: Live) -> None:
+    """A dry run says what would be left out."""
+    assert post(live, sent("json"), dry_run="true").headers[HEADER] == "1,4"
+
+
+def test_shapes(live: Live) -> None:
+    """An input of another shape than the first good one is left out, and named."""
+    inputs = [image(b""), tensor(np.zeros((3, 32, 32), np.float32)), tensor(np.zeros((3, 16, 16), np.float32))]
+    reply = post(live, {"json": {"layers": ["pool"], "inputs": inputs, "on_error": "skip"}}, format="npy")
+    assert reply.headers[HEADER] == "0,2"
+
+
+@pytest.mark.parametrize("layers", [[{"layer": "pool", "as": "skipped"}], ["head", {"layer": "pool", "as": "skipped"}]])
+def test_a_result_of_that_name(live: Live, layers: list[Any]) -> None:
+    """A npz can't hold two members of one name: refused before anything is computed, left out or not."""
+    for inputs in (INPUTS, GOOD):
+        body = {"layers": layers, "inputs": inputs, "on_error": "skip"}
+        for query in ({"format": "npz"}, {"format": "npz", "dry_run": "true"}):
+            reply = post(live, {"json": body}, **query)
+            found = problem(reply, 422)
+            assert "'skipped'" in found["detail"]
+            assert "as" in found["errors"][0]["hint"]
+            assert "decode" not in reply.headers["server-timing"]
+    kept = post(live, {"json": {"layers": layers, "inputs": GOOD}}, format="npz")
+    assert arrays_of(kept)["skipped"].shape == (3, 64, 1, 1)
+    other = post(live, {"json": {"layers": layers, "inputs": INPUTS, "on_error": "skip"}}, format="safetensors")
+    assert arrays_of(other)["skipped"].shape == (3, 64, 1, 1)
+    assert metadata(other)["skipped"] == "1,4"
+
+
+def test_as_few_headers_as_ever(live: Live) -> None:
+    """What browsers are told stays as it is."""
+    replies = [post(live, sent("json")), post(live, {"json": {"layers": ["pool"], "inputs": GOOD}})]
+    names = [set(reply.headers) - {HEADER} for reply in replies]
+    assert names[0] == names[1]
