@@ -30,7 +30,7 @@ from layertap.models.points import (
 )
 from layertap.models.selectors import MAX_TEXT, parse, parse_path, parse_site
 from layertap.service.inputs import ArraysItem, Given, ImageItem, TextItem, TokensItem, UrlItem
-from layertap.service.inputs.arrays import decode_base64, read_tensor, require_finite
+from layertap.service.inputs.arrays import Array, decode_base64, read_tensor, require_finite
 from layertap.service.terms import Priority
 
 B = TypeVar("B")
@@ -119,29 +119,45 @@ class TensorBody(_Strict):
 
 
 class InputBody(_Strict):
-    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens."""
+    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens.
+
+    ``tensors`` has one for each input of a model, by its name.
+    """
 
     image: str | None = None
     url: str | None = Field(None, max_length=8192)
     tensor: TensorBody | None = None
+    tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = Field(None, examples=["a cat sat on the mat"])
     tokens: Tokens = None
 
     def item(self) -> Given:
         """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""
-        kinds = (self.image, self.url, self.tensor, self.text, self.tokens)
+        kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens)
         if sum(given is not None for given in kinds) != 1:
-            raise InputError("an input has exactly one of 'image', 'url', 'tensor', 'text' and 'tokens'")
+            raise InputError("an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text' and 'tokens'")
         if self.text is not None:
             return TextItem(self.text)
         if self.tokens is not None:
             return TokensItem(self.tokens)
         if self.tensor is not None:
-            data = decode_base64(self.tensor.data)
-            return ArraysItem({None: read_tensor(self.tensor.dtype, self.tensor.shape, data)})
+            return ArraysItem({None: _array(self.tensor)})
+        if self.tensors is not None:
+            return ArraysItem({name: _named(name, body) for name, body in self.tensors.items()}, by_name=True)
         if self.url is not None:
             return UrlItem(self.url)
         return ImageItem(decode_base64(self.image or ""))
+
+
+def _array(body: TensorBody) -> Array:
+    return read_tensor(body.dtype, body.shape, decode_base64(body.data))
+
+
+def _named(name: str, body: TensorBody) -> Array:
+    try:
+        return _array(body)
+    except InputError as error:
+        raise InputError(f"tensor {quoted(name)}: {error.detail}", hint=error.hint) from None
 
 
 class PlaceBody(_Strict):
@@ -370,7 +386,7 @@ def _box(sides: list[int]) -> tuple[int, int, int, int]:
 
 
 def _values(body: TensorBody) -> Values:
-    array = read_tensor(body.dtype, body.shape, decode_base64(body.data))
+    array = _array(body)
     require_finite(array)
     return Values(tuple(body.shape), array.astype("<f4").tobytes())
 
@@ -429,6 +445,7 @@ HINTS = {
     "tokens": 'write whole numbers, 0 and above: "tokens": [0, 5]',
     "text": 'write {"text": "a cat"}',
     "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
+    "tensors": 'write {"NAME": {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}}',
     "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
     "priority": "use interactive or bulk",
     "pool": "use none, mean, mean_all, max, gem, cls or flatten",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from math import prod
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from layertap.models import transfer
 from layertap.models.dtypes import DTYPES
-from layertap.models.errors import InputError, LayertapError, TooLargeError
+from layertap.models.errors import InputError, LayertapError, TooLargeError, near, quoted
 from layertap.models.loaded import LoadedModel, Shapes
 from layertap.models.ondevice import Decoder
 from layertap.models.preprocess import enough, preprocess, resized_size
@@ -245,15 +246,25 @@ def _named(item: ArraysItem, specs: Sequence[InputSpec], text: Text | None) -> d
         others = {name: array for name, array in arrays.items() if name != text.mask}
         if len(others) == 1 and (not text.is_read or set(others) <= {None, text.ids}):
             return {text.ids: next(iter(others.values())), **masks}
-    if len(specs) == 1 and len(arrays) == 1:
+    if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
         return {specs[0].name: next(iter(arrays.values()))}
     wanted = {spec.name for spec in specs}
     if set(arrays) != wanted:
-        raise InputError(
-            f"the model takes {len(specs)} inputs by name, {len(arrays)} arrays were sent",
-            hint="name the arrays " + ", ".join(sorted(wanted)),
-        )
+        raise _misnamed(arrays, sorted(wanted))
     return {str(name): array for name, array in arrays.items()}
+
+
+def _misnamed(arrays: Mapping[str | None, Array], wanted: Sequence[str]) -> InputError:
+    """What is wrong with the names of arrays, and the right ones."""
+    hint = "name the arrays " + ", ".join(wanted)
+    if None in arrays:
+        return InputError(f"the model takes {len(wanted)} inputs by name, {len(arrays)} arrays were sent", hint=hint)
+    unknown = next((name for name in arrays if name not in wanted), None)
+    if unknown is None:
+        missing = next(name for name in wanted if name not in arrays)
+        return InputError(f"there is no array for the model's input {quoted(missing)}", hint=hint)
+    alike = tuple(get_close_matches(unknown[:100], wanted, n=1))
+    return InputError(f"the model has no input {quoted(unknown)}", hint=near(alike) or hint)
 
 
 def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:

@@ -20,10 +20,11 @@ LATIN = "latin-1"
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a multipart body."""
+    """One part of a multipart body; ``media_type`` as it is said to be, nothing for one without a file name."""
 
     name: str
     data: bytes
+    media_type: str = ""
 
 
 async def read(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
@@ -72,11 +73,18 @@ def parts(headers: Headers, body: bytes, settings: Settings) -> list[Part]:
     return found
 
 
+def media_type(content_type: str) -> str:
+    """A content type without its parameters, in small letters."""
+    return content_type.partition(";")[0].strip(" \t").lower()
+
+
 async def _parsed(parser: MultiPartParser) -> list[Part]:
     form = await parser.parse()
     try:
         return [
-            Part(name, await value.read() if isinstance(value, UploadFile) else value.encode(LATIN))
+            Part(name, await value.read(), media_type(value.content_type or ""))
+            if isinstance(value, UploadFile)
+            else Part(name, value.encode(LATIN))
             for name, value in form.multi_items()
         ]
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from email.message import Message
@@ -13,19 +13,21 @@ import orjson
 from pydantic import ValidationError
 from starlette.datastructures import Headers, QueryParams
 
-from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError, near, quoted
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, near, quoted
 from layertap.service.engine.engine import check_count
 from layertap.service.engine.planning import check_results
 from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.http import body as body_
 from layertap.service.inputs import ArraysItem, Given, ImageItem, TextItem
-from layertap.service.inputs.arrays import read_npy, read_npz, read_safetensors
+from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
+from layertap.service.inputs.npy_header import MAGIC
 from layertap.service.schemas import RequestBody, faults_of, items
 from layertap.service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000
 MOST_BRACKETS = 500_000
 KEPT, KEPT_BYTES = 64, 512  # queries that are remembered, and how long each may be
+NPY = "application/x-npy"
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
 OBJECTIVE = {"objective": "kind", "class": "class"}  # by their names in the body's ``objective``
@@ -95,7 +97,7 @@ class Sent:
     @property
     def media_type(self) -> str:
         """What the body is said to be, without parameters, in small letters."""
-        return self.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
+        return body_.media_type(self.headers.get("content-type", ""))
 
 
 def read(sent: Sent) -> Command:
@@ -127,21 +129,50 @@ def _json(sent: Sent) -> Command:
 
 def _multipart(sent: Sent) -> Command:
     parts = body_.parts(sent.headers, sent.data, sent.settings)
-    images = [part for part in parts if part.name == "images"]
-    requests = [part for part in parts if part.name == "request"]
-    if len(requests) > 1 or len(images) + len(requests) < len(parts):
+    arrays = [part for part in parts if _is_array(part)]
+    others = [part for part in parts if not _is_array(part)]
+    images = [part for part in others if part.name == "images"]
+    requests = [part for part in others if part.name == "request"]
+    if len(requests) > 1 or len(images) + len(requests) < len(others):
         raise RequestError(
-            "a multipart body has parts named 'images' and at most one named 'request'", hint="rename the others"
+            "a multipart body has parts named 'images', or arrays (.npy) named as the model's inputs, and at most one "
+            "named 'request'",
+            hint="rename the others",
         )
+    if images and arrays:
+        raise RequestError("a multipart body has pictures or arrays, not both", hint="send them in a JSON body")
     check_count(len(images), sent.settings)
-    found = tuple(enumerate(ImageItem(part.data) for part in images))
+    found = _array_parts(arrays) if arrays else tuple(enumerate(ImageItem(part.data) for part in images))
     if not requests:
         return _raw(sent, found)
     _only(sent.query.parameters, ALWAYS, "the part 'request' says everything itself")
     body = _document(sent, requests[0].data)
     if body.inputs:
-        raise RequestError("a multipart request has its inputs in parts 'images'", hint="leave 'inputs' out")
+        raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
     return Command(body, found)
+
+
+def _is_array(part: body_.Part) -> bool:
+    """Whether a part is a .npy file, by its bytes, or as it is said to be where its name means nothing else."""
+    return part.data.startswith(MAGIC) or (part.media_type == NPY and part.name not in ("images", "request"))
+
+
+def _array_parts(parts: Sequence[body_.Part]) -> tuple[tuple[int, Given], ...]:
+    """The one item, or batch of items, of which each part is an input of the model."""
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(
+                f"there are {names.count(name)} arrays named {quoted(name)}", hint="send rows as a batch"
+            )
+    return _arrays_item(lambda: {part.name: _part_array(part) for part in parts}, by_name=True)
+
+
+def _part_array(part: body_.Part) -> Array:
+    try:
+        return read_npy(part.data)
+    except InputError as error:
+        raise InputError(f"part {quoted(part.name)}: {error.detail}", hint=error.hint) from None
 
 
 def _image(sent: Sent) -> Command:
@@ -161,25 +192,24 @@ def _text(sent: Sent) -> Command:
 
 
 def _npy(sent: Sent) -> Command:
-    return _arrays(sent, lambda: {None: read_npy(sent.data)})
+    return _raw(sent, _arrays_item(lambda: {None: read_npy(sent.data)}))
 
 
 def _npz(sent: Sent) -> Command:
-    return _arrays(sent, lambda: read_npz(sent.data, sent.settings.max_body_bytes))
+    return _raw(sent, _arrays_item(lambda: read_npz(sent.data, sent.settings.max_body_bytes)))
 
 
 def _safetensors(sent: Sent) -> Command:
-    return _arrays(sent, lambda: read_safetensors(sent.data))
+    return _raw(sent, _arrays_item(lambda: read_safetensors(sent.data)))
 
 
-def _arrays(sent: Sent, load: Callable[[], dict[Any, Any]]) -> Command:
+def _arrays_item(load: Callable[[], dict[Any, Any]], by_name: bool = False) -> tuple[tuple[int, Given], ...]:
     try:
-        item = ArraysItem(load(), may_batch=True)
+        return ((0, ArraysItem(load(), may_batch=True, by_name=by_name)),)
     except TooLargeError:
         raise
     except LayertapError as error:
         raise RequestError(error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, input=0),)) from None
-    return _raw(sent, ((0, item),))
 
 
 def _raw(sent: Sent, found: tuple[tuple[int, Given], ...]) -> Command:
@@ -287,7 +317,7 @@ READERS: Mapping[str, Callable[[Sent], Command]] = {
     "multipart/form-data": _multipart,
     "image/*": _image,
     "text/plain": _text,
-    "application/x-npy": _npy,
+    NPY: _npy,
     "application/x-npz": _npz,
     "application/x-safetensors": _safetensors,
 }

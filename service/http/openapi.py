@@ -66,6 +66,11 @@ def _route(body: str, *parameters: dict[str, Any]) -> dict[str, Any]:
                             "request": {"type": "string", "description": "the JSON body without inputs"},
                             "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
                         },
+                        "additionalProperties": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "a .npy file: in place of images, an array for each of the model's inputs",
+                        },
                     }
                 },
                 "text/plain": {"schema": {"type": "string"}, "example": "a cat sat on the mat"},

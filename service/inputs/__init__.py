@@ -19,11 +19,13 @@ class ImageItem:
 class ArraysItem:
     """One array for each of the model's inputs, not preprocessed; the key None means its only input.
 
-    ``may_batch``: an array with one axis more than the model's input is a batch of items.
+    ``may_batch``: an array with one axis more than the model's input is a batch of items. ``by_name``: even a single
+    array is of the input whose name it has; otherwise it is of the only one, whatever it is called.
     """
 
     arrays: dict[str | None, NDArray[Any]] = field(repr=False)
     may_batch: bool = False
+    by_name: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from layertap.models.errors import InputError
 
-_MAGIC = b"\x93NUMPY"
+MAGIC = b"\x93NUMPY"
 _LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}  # bytes of the header's length, by the format's version
 _MOST = 4096  # bytes; numpy.save writes 118 or so
 _OPENING = re.compile(rb"\s*+\{\s*+")
@@ -50,9 +50,9 @@ class NpyHeader:
 
         The format: numpy.lib.format, versions 1.0 to 3.0.
         """
-        begin = len(_MAGIC) + 2 + _LENGTHS.get(data[6:8], 0)
+        begin = len(MAGIC) + 2 + _LENGTHS.get(data[6:8], 0)
         end = begin + int.from_bytes(data[8:begin], "little")
-        if not data.startswith(_MAGIC) or not 8 < begin < end <= min(len(data), begin + _MOST):
+        if not data.startswith(MAGIC) or not 8 < begin < end <= min(len(data), begin + _MOST):
             raise _not_npy()
         said = _entries(data[begin:end])
         if said.keys() != {b"descr", b"fortran_order", b"shape"}:

@@ -89,6 +89,13 @@ class TwoInputs(nn.Module):
         return {"sum": a + b, "product": a * b}
 
 
+class NamedAsParts(nn.Module):
+    """Its inputs are called as parts of a multipart body are."""
+
+    def forward(self, *, images: Tensor, request: Tensor) -> Tensor:
+        return images + request
+
+
 class Filing(nn.Module):
     """Its layers have names that files of results need for themselves."""
 

@@ -49,6 +49,18 @@ def test_refused(live: Live, control: Control, watch: Watch, name: str) -> None:
     assert watch.seen == []
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.kind == "application/x-npy"])
+def test_refused_as_a_part(live: Live, control: Control, watch: Watch, name: str) -> None:
+    """So it is as a part of a multipart body, under the name of an input."""
+    case = CASES[name]
+    watch.seen.clear()
+    files = {"image": ("a.npy", case.make(), case.kind)}
+    reply = live.client.post("/extract", files=files, params={"layers": "pool"})
+    assert case.says in problem(reply, case.status)["detail"]
+    control.check()
+    assert watch.seen == []
+
+
 def test_watched(watch: Watch) -> None:
     """The watch sees an unpickler that meets a class, so that its silence means something."""
     watch.seen.clear()

@@ -167,8 +167,9 @@ def test_tensors(texts: Texts) -> None:
 def test_skipped(texts: Texts) -> None:
     """A bad text is left out, and the others are no longer for it."""
     reply = texts.post({"text": "a cat"}, {"text": "a " * 100}, {"tokens": [VOCABULARY]}, on_error="skip")
-    (found,) = arrays_of(reply).values()
-    np.testing.assert_array_equal(found, texts.of({"text": "a cat"}))
+    found = arrays_of(reply)
+    np.testing.assert_array_equal(found[HIDDEN], texts.of({"text": "a cat"}))
+    assert found["skipped"].tolist() == [1, 2]
     body = texts.live.client.post(
         "/extract",
         json={
@@ -372,6 +373,23 @@ def test_pools_leave_padding_out_wherever_tokens_are(texts: Texts, model: str, l
     alone = texts.of(tensor(np.array(ids_of(SENTENCES[0]))), model=model, layers=[layer])
     found = texts.of(short, long, model=model, layers=[layer])
     np.testing.assert_allclose(found[:1], alone, rtol=1e-3, atol=1e-4)
+
+
+def test_tensors_by_name(texts: Texts) -> None:
+    """Ids with a mask of the caller's, or without one, by name as in an npz body."""
+    ids = np.array(ids_of("a red dog"))
+    mask = np.array([1, 1, 1, 1, 0])
+
+    def named(**arrays: Array) -> Json:
+        return {"tensors": {name: tensor(array)["tensor"] for name, array in arrays.items()}}
+
+    body = npz(input_ids=ids, attention_mask=mask)
+    request = raw(body, "application/x-npz", model="bert", layers=HIDDEN, format="npz")
+    (wanted,) = arrays_of(texts.live.client.post("/extract", **request)).values()
+    np.testing.assert_array_equal(texts.of(named(input_ids=ids, attention_mask=mask)), wanted)
+    np.testing.assert_array_equal(texts.of(named(input_ids=ids)), texts.of(tensor(ids)))
+    found = problem(texts.post(named(input_id=ids, attention_mask=mask)), 422)
+    assert "did you mean 'input_ids'" in found["errors"][0]["hint"]
 
 
 def test_fingerprints(texts: Texts) -> None:

@@ -1,0 +1,217 @@
+"""Models of several inputs: arrays by name in JSON and multipart, one meaning with npz and safetensors bodies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from layertap.models.spec import InputSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import (
+    Array,
+    Json,
+    arrays_of,
+    configured,
+    image,
+    net,
+    npy,
+    npz,
+    picture,
+    problem,
+    raw,
+    tensor,
+)
+
+PIXELS, KIND = np.arange(12, dtype=np.float32).reshape(3, 4) / 7, np.array([0, 4, 2])
+QUERY = {"model": "two", "layers": "."}
+NPY = "application/x-npy"
+
+
+def tensors(**arrays: Any) -> Json:
+    """An entry of ``inputs``."""
+    return {"tensors": {name: tensor(np.asarray(array))["tensor"] for name, array in arrays.items()}}
+
+
+ITEMS = [tensors(pixels=pixels, kind=kind) for pixels, kind in zip(PIXELS, KIND, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def two(serve: Serve) -> Iterator[Live]:
+    """A server of models of two inputs; it takes no more than three at once."""
+    kinds = InputSpec("kind", (), "int64", values=(0, 5))
+    specs = (
+        net("two", "TwoInputs", InputSpec("pixels", (4,)), kinds),
+        net("parts", "NamedAsParts", InputSpec("images", (4,)), InputSpec("request", (4,))),
+    )
+    with serve(configured(*specs), max_inputs=3, max_reply_bytes=20_000, max_body_bytes=100_000) as live:
+        yield live
+
+
+def post(live: Live, *inputs: Json, **fields: Any) -> Any:
+    body = {"model": "two", "layers": ["."], "inputs": list(inputs), **fields}
+    return live.client.post("/extract", json=body)
+
+
+def parts(*named: tuple[str, bytes], media_type: str | None = NPY, filename: str | None = "a.npy") -> list[Any]:
+    return [(name, (filename, data, media_type)) for name, data in named]
+
+
+def send(live: Live, files: list[Any], **query: str) -> Any:
+    return live.client.post("/extract", files=files, params={**QUERY, **query})
+
+
+def close(found: dict[str, Array], wanted: dict[str, Array]) -> bool:
+    return found.keys() == wanted.keys() and all(np.allclose(found[key], wanted[key], atol=1e-6) for key in wanted)
+
+
+def test_one_meaning(two: Live) -> None:
+    """JSON, multipart by query or by a request part, with rows in a batch or a single one, and npz give the same."""
+    model = two.engine.fleet.registry.entry("two").model or two.engine.fleet.registry.load("two")
+    offline = model.module(pixels=torch.from_numpy(PIXELS), kind=torch.from_numpy(KIND))
+    wanted = {f".[{key}]": value.detach().numpy() for key, value in offline.items()}
+    files = parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)))
+    request = ("request", (None, json.dumps({"model": "two", "layers": ["."]}), "application/json"))
+    replies = {
+        "json": post(two, *ITEMS),
+        "query": send(two, files),
+        "request": two.client.post("/extract", files=[*files, request]),
+        "request first": two.client.post("/extract", files=[request, *files[::-1]]),
+        "npz": two.client.post("/extract", **raw(npz(pixels=PIXELS, kind=KIND), "application/x-npz", **QUERY)),
+        "any label": send(two, parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)), media_type=None)),
+        "no file name": send(two, parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)), filename=None)),
+    }
+    assert [name for name, reply in replies.items() if not close(arrays_of(reply), wanted)] == []
+    assert {reply.json()["rows"] for reply in replies.values()} == {3}
+    assert len({reply.json()["fingerprint"] for reply in replies.values()}) == 1
+    single = send(two, parts(("pixels", npy(PIXELS[1])), ("kind", npy(KIND[1]))))
+    assert close(arrays_of(single), {key: array[1:2] for key, array in wanted.items()})
+
+
+def test_inputs_named_as_parts(two: Live) -> None:
+    """Inputs called as the parts that stand for something else are told by what is in them."""
+    body = {"model": "parts", "layers": ["."]}
+    files = parts(("images", npy(PIXELS)), ("request", npy(PIXELS * 2)))
+    request = ("request", (None, json.dumps(body), "application/json"))
+    np.testing.assert_allclose(
+        arrays_of(two.client.post("/extract", files=[*files, request]))["."], PIXELS * 3, atol=1e-6
+    )
+
+
+def test_only_input(two: Live) -> None:
+    """A model of one input may be sent its tensor by name; another name is refused."""
+    row = np.ones((3, 32, 32), np.float32)
+    body = {"layers": ["pool"], "inputs": [tensors(image=row)]}
+    named = two.client.post("/extract", json=body)
+    plain = two.client.post("/extract", json=body | {"inputs": [tensor(row)]})
+    part = two.client.post("/extract", files=parts(("image", npy(row))), params={"layers": "pool"})
+    assert named.content == plain.content == part.content
+    bad = problem(two.client.post("/extract", json=body | {"inputs": [tensors(imgae=row)]}), 422)
+    assert "'imgae'" in bad["detail"]
+    assert "did you mean 'image'" in bad["errors"][0]["hint"]
+
+
+BAD: dict[str, tuple[Json, str]] = {
+    "unknown": (tensors(pixel=PIXELS[0], kind=1), "did you mean 'pixels'"),
+    "far from all": (tensors(x=PIXELS[0], y=1), "kind, pixels"),
+    "missing": (tensors(pixels=PIXELS[0]), "'kind'"),
+    "too many": (tensors(pixels=PIXELS[0], kind=1, more=1), "'more'"),
+    "a batch": (tensors(pixels=PIXELS, kind=KIND), "does not fit input 'pixels'"),
+    "shape": (tensors(pixels=PIXELS[0, :3], kind=1), "does not fit input 'pixels'"),
+    "dtype": (tensors(pixels=PIXELS[0], kind=1.0), "takes int64"),
+    "values": (tensors(pixels=PIXELS[0], kind=7), "7, which is not among its values"),
+    "not finite": (tensors(pixels=np.full(4, np.inf, np.float32), kind=1), "infinite"),
+    "without names": (tensor(PIXELS[0]), "kind, pixels"),
+    "bytes": ({"tensors": {"kind": {"dtype": "int64", "shape": [], "data": "AAAA"}}}, "'kind'"),
+    "base64": ({"tensors": {"kind": {"dtype": "int64", "shape": [], "data": "!"}}}, "base64"),
+    "none": ({"tensors": {}}, "at least 1"),
+    "very many": ({"tensors": {f"x{place}": tensor(PIXELS)["tensor"] for place in range(65)}}, "at most 64"),
+    "two kinds": ({**ITEMS[0], **tensor(PIXELS[0])}, "exactly one"),
+    "a list": ({"tensors": [1]}, "dictionary"),
+    "strange": (tensors(**{"\r\nX-Evil: 1\0/../": 1}), "kind, pixels"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(two: Live, name: str) -> None:
+    """What is wrong with a tensor by name is told with what to send instead."""
+    item, says = BAD[name]
+    found = problem(post(two, item), 422)
+    assert says in str(found["errors"])
+
+
+@pytest.mark.parametrize("name", ["unknown", "missing", "dtype", "values", "not finite", "bytes"])
+def test_left_out(two: Live, name: str) -> None:
+    """One bad item costs no other its answer."""
+    reply = post(two, ITEMS[0], BAD[name][0], ITEMS[2], on_error="skip")
+    wanted = arrays_of(post(two, ITEMS[0], ITEMS[2]))
+    assert close(arrays_of(reply), wanted)
+    assert reply.headers["x-layertap-skipped"] == "1"
+
+
+def test_limits(two: Live) -> None:
+    """Limits on inputs, on replies and on bodies hold for rows that come by name."""
+    many = np.zeros((4, 4), np.float32)
+    files = parts(("pixels", npy(many)), ("kind", npy(np.zeros(4, np.int64))))
+    assert "4 inputs, the limit is 3" in problem(send(two, files), 413)["detail"]
+    assert "4 inputs, the limit is 3" in problem(post(two, *ITEMS, ITEMS[0]), 413)["detail"]
+    large = parts(("image", npy(np.zeros((3, 32, 64), np.float32))))
+    reply = two.client.post("/extract", files=large, params={"layers": "block1", "format": "npz"})
+    assert "the limit is 20000" in problem(reply, 413)["detail"]
+    problem(send(two, parts(("pixels", bytes(100_000)))), 413)
+
+
+BAD_PARTS: dict[str, tuple[list[Any], str]] = {
+    "unknown": (parts(("pixel", npy(PIXELS)), ("kind", npy(KIND))), "did you mean 'pixels'"),
+    "missing": (parts(("pixels", npy(PIXELS))), "'kind'"),
+    "twice": (parts(("pixels", npy(PIXELS)), ("pixels", npy(PIXELS)), ("kind", npy(KIND))), "'pixels'"),
+    "other rows": (parts(("pixels", npy(PIXELS)), ("kind", npy(KIND[:2]))), "different numbers of rows"),
+    "not finite": (parts(("pixels", npy(PIXELS * np.nan)), ("kind", npy(KIND))), "NaN"),
+    "values": (parts(("pixels", npy(PIXELS)), ("kind", npy(KIND + 9))), "not among its values"),
+    "no array": (parts(("pixels", b"no array"), ("kind", npy(KIND))), "'pixels'"),
+    "cut short": (parts(("pixels", npy(PIXELS)[:-1]), ("kind", npy(KIND))), "'pixels'"),
+    "objects": (parts(("pixels", npy(PIXELS).replace(b"<f4", b"|O ")), ("kind", npy(KIND))), "'pixels'"),
+    "beside pictures": (
+        [*parts(("pixels", npy(PIXELS)), ("kind", npy(KIND))), ("images", picture())],
+        "not both",
+    ),
+    "unlabelled text": (parts(("pixels", b"text"), media_type="text/plain"), "rename"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARTS)
+def test_refused_parts(two: Live, name: str) -> None:
+    """What is wrong with a part is told by its name."""
+    files, says = BAD_PARTS[name]
+    assert says in str(problem(send(two, files), 422)["errors"] or problem(send(two, files), 422))
+
+
+def test_row_of_a_batch_left_out(two: Live) -> None:
+    """A row that is not finite is left out of a batch by name as of any other."""
+    spoiled = PIXELS.copy()
+    spoiled[1, 0] = np.nan
+    reply = send(two, parts(("pixels", npy(spoiled)), ("kind", npy(KIND))), on_error="skip")
+    assert reply.headers["x-layertap-skipped"] == "1"
+    assert close(arrays_of(reply), arrays_of(post(two, ITEMS[0], ITEMS[2])))
+
+
+def test_dry_run(two: Live) -> None:
+    """A dry run takes them too."""
+    promised = two.client.post("/extract?dry_run=true", json={"model": "two", "layers": ["."], "inputs": ITEMS}).json()
+    assert {key: each["shape"] for key, each in promised["features"].items()} == {
+        ".[sum]": [3, 3],
+        ".[product]": [3, 3],
+    }
+    assert promised["fingerprint"] == post(two, *ITEMS).json()["fingerprint"]
+
+
+def test_pictures_are_still_told_by_their_bytes(two: Live) -> None:
+    """A picture among the parts ``images`` is one whatever it is called."""
+    reply = two.client.post("/extract", files=parts(("images", picture())), params={"layers": "pool"})
+    wanted = two.client.post("/extract", json={"layers": ["pool"], "inputs": [image(picture())]})
+    assert reply.content == wanted.content
