@@ -87,10 +87,14 @@ def _foretold(item: object, model: LoadedModel) -> tuple[Shapes, int]:
         by_name = _named(item, model.inputs, model.text)
     except InputError:
         return configured
-    shapes = [_batch_shape(by_name[spec.name], spec, item.may_batch) for spec in model.inputs]
-    if not all(_fits(shape[1:], spec) for shape, spec in zip(shapes, model.inputs, strict=True)):
+    given = {spec.name: spec for spec in model.inputs if spec.name in by_name}
+    shapes = {name: _batch_shape(by_name[name], spec, item.may_batch) for name, spec in given.items()}
+    if not all(_fits(shapes[name][1:], spec) for name, spec in given.items()):
         return configured
-    return tuple(shape[1:] for shape in shapes), shapes[0][0]
+    rows, text = next(iter(shapes.values()))[0], model.text
+    if text is not None and text.mask is not None and text.mask not in shapes:  # each text is as long as its tensor
+        shapes[text.mask] = rows, shapes[text.ids][1 + text.axis]
+    return tuple(shapes[spec.name][1:] for spec in model.inputs), rows
 
 
 def _numbers(shapes: Shapes) -> int:
