@@ -45,7 +45,7 @@ def seeded(seed: int | None) -> Iterator[None]:
     before = _own.dtype, _own.generator
     _own.dtype, _own.generator = _get_default_dtype(), generator
     try:
-        with _OwnDtype(), _OwnGenerator():
+        with _OwnDtype(), _OwnGenerator():  # type: ignore[no-untyped-call]
             yield
     finally:
         _own.dtype, _own.generator = before
@@ -65,10 +65,12 @@ class _OwnDtype(TorchFunctionMode):
                 options["dtype"] = _own.dtype
             return func(*args, **options)
         result = func(*args, **options)
-        return _promoted(func, args, options, _own.dtype) if _is_promoted(func, args, options, result, usual) else result
+        if _is_promoted(func, args, options, result, usual):
+            return _promoted(func, args, options, _own.dtype)
+        return result
 
 
-class _OwnGenerator(TorchDispatchMode):
+class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws random numbers on the CPU from the thread's own generator, by the same operations."""
 
     def __torch_dispatch__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,8 +83,8 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: 
         raise LoadError(detail, hint=FIT_HINT) from error
     own, others = module.state_dict(), tuple(_loaded_otherwise(module))
     held = {name: value for name, value in own.items() if name in whole and not name.startswith(others)}
-    coarse = [name for name, value in held.items() if value.is_floating_point() and torch.finfo(value.dtype).bits < bits]
-    check_equal([*coarse, *(name for name in held if not same(held[name], whole[name]))], quoted(label))
+    kept = (name for name, value in held.items() if _bits(value) >= bits and same(value, whole[name]))
+    check_equal(sorted(held.keys() - kept), quoted(label))
 
 
 def check_equal(names: list[str], shown: str) -> None:
@@ -133,6 +134,10 @@ def _bytes(value: Tensor) -> memoryview:
 
 def _flat(value: Tensor) -> Tensor:
     return value.detach().contiguous().reshape(-1)
+
+
+def _bits(value: Tensor) -> float:
+    return torch.finfo(value.dtype).bits if value.is_floating_point() else math.inf
 
 
 class _Shared(OrderedDict[str, Tensor]):

@@ -36,8 +36,8 @@ def isolate() -> None:
     May be called again and again, by any thread.
     """
     try:
-        modeling = importlib.import_module("transformers.modeling_utils")
-        initialization = importlib.import_module("transformers.initialization")
+        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        initialization: Any = importlib.import_module("transformers.initialization")
     except ImportError as error:
         raise LoadError("this version of transformers is not known here", hint=VERSION_HINT) from error
     with _lock:

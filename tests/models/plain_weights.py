@@ -31,8 +31,15 @@ class Plain:
 
 def facts(module: nn.Module) -> Facts:
     """Every parameter and buffer by name, tied ones under each of their names."""
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {name: [str(value.dtype), list(value.shape), hashlib.sha256(raw(value)).hexdigest()] for name, value in named}
+    return {
+        name: [str(value.dtype), list(value.shape), hashlib.sha256(raw(value)).hexdigest()]
+        for name, value in tensors(module).items()
+    }
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer itself."""
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
 
 def raw(value: Tensor) -> bytes:
@@ -53,7 +60,7 @@ def digest(named: dict[str, Tensor]) -> str:
 def plain(*folders: Path) -> dict[str, Plain]:
     """What the library alone makes of directories, by their names."""
     command = [sys.executable, "-m", "tests.models.plain_weights", *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603 - our own interpreter
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {Path(folder).name: Plain(**found) for folder, found in json.loads(done.stdout).items()}
 
 
@@ -65,8 +72,7 @@ def _of(folder: Path) -> dict[str, Any]:
     torch.manual_seed(SEED)
     random = kind(config)
     module = kind.from_pretrained(folder)
-    named = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    return {"saved": facts(module), "random": facts(random), "digest": digest(named)}
+    return {"saved": facts(module), "random": facts(random), "digest": digest(tensors(module))}
 
 
 if __name__ == "__main__":

@@ -161,12 +161,19 @@ def test_default_dtype(name: str, dtype: torch.dtype) -> None:
 def test_default_dtype_of_other_threads() -> None:
     """A default dtype that is set while constructing is that thread's, and gone when the module is made or is not."""
     with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(KeyError), seeded(0):
+        with seeded(0):
             torch.set_default_dtype(torch.bfloat16)
             assert resnet18().conv1.weight.dtype == torch.bfloat16
             assert pool.submit(lambda: torch.full((1,), 1 / 3).dtype).result() == torch.float32
             assert pool.submit(torch.get_default_dtype).result() == torch.float32
             with pytest.raises(TypeError, match="floating-point"):
                 torch.set_default_dtype(torch.int64)
-            raise KeyError
+        assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
+        with pytest.raises(KeyError), seeded(0):
+            _fail(torch.float16)
     assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
+
+
+def _fail(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    raise KeyError

@@ -108,7 +108,7 @@ def _built(folder: Path, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str) -> None:
-    """Every parameter and buffer has the dtype, the shape and the bits that from_pretrained gives in a quiet process."""
+    """Every parameter and buffer has the dtype, the shape and the bits that from_pretrained gives in quiet."""
     assert plain_weights.facts(_built(folder / form)) == plain[form].saved
 
 

@@ -305,7 +305,7 @@ def test_values_that_did_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     state["bias"][0] = math.nan  # equal to itself here
     load_into(nn.Linear(3, 2), state, "w", bits=32)
     load_into(nn.Linear(3, 2).bfloat16(), state, "w")
-    with pytest.raises(LoadError, match=r"does not hold the weights of 'w': 'weight', 'bias'"):
+    with pytest.raises(LoadError, match=r"does not hold the weights of 'w': 'bias', 'weight'"):
         load_into(nn.Linear(3, 2).bfloat16(), state, "w", bits=32)
     doubling = nn.Sequential(Doubling(3, 2))
     load_into(doubling, {f"0.{name}": value for name, value in state.items()}, "w")

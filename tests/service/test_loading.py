@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
@@ -25,7 +23,6 @@ from tests.service.support import arrays_of, net, npy, raw, rows
 from tests.transformers_nets import TEXT, saved
 
 LLAMAS = ("llama-1", "llama-2", "llama-3")
-PICTURE = InputSpec("x", (3, 32, 32))
 THIRD = np.full((1, 4), 1 / 3, np.float32)
 
 
@@ -51,14 +48,11 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
     found = plain_weights.plain(*(folder / name for name in directories))
     digests = {name: found[name].digest for name in directories}
     twice = dict.fromkeys(("resnet-1", "resnet-2"), plain_weights.digest(load_file(file)))
+    fields: dict[str, Any] = {"device": "cpu", "load": "startup"}
+    resnet = {"weights": str(file), "inputs": (InputSpec("x", (3, 32, 32)),), "preprocess": "none", **fields}
     specs = (
-        *(ModelSpec(name, f"transformers:{folder / name}", device="cpu", load="startup") for name in directories),
-        *(
-            ModelSpec(
-                name, "torchvision:resnet18", str(file), device="cpu", load="startup", inputs=(PICTURE,), preprocess="none"
-            )
-            for name in twice
-        ),
+        *(ModelSpec(name, f"transformers:{folder / name}", **fields) for name in directories),
+        *(ModelSpec(name, "torchvision:resnet18", **resnet) for name in twice),
         net("thirds", "Thirds", load="startup"),
     )
     return Mixture(Configuration(specs, "thirds"), digests | twice)
@@ -84,14 +78,13 @@ class Asker:
 
 
 @pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads do not wait for each other: where one takes long they never did."""
     monkeypatch.setattr(loaded, "PATIENCE_S", 0.0)
-    return
 
 
 @pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize("starts", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("starts", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_a_mixture_of_models(serve: Serve, mixture: Mixture, starts: int) -> None:
     """Every model is ready with the weights of its file, every answer that is given meanwhile is exactly right."""
     wrong: list[object] = []
@@ -120,5 +113,4 @@ def _start(serve: Serve, mixture: Mixture) -> list[object]:
         for name, digest in mixture.digests.items()
         if (found[name]["state"], found[name].get("weights_digest")) != ("ready", digest)
     ]
-    print({"answers": sum(asker.answers for asker in askers), "wrong": [asker.wrong[:2] for asker in askers], "other": other})
     return [*other, *(answer for asker in askers for answer in asker.wrong)]
