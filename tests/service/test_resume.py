@@ -131,7 +131,7 @@ def test_refused(live: Live, whole: dict[str, Array]) -> None:
         in problem(live.client.post("/explain", json={"method": "saliency", "resume": "block1"}), 422)["detail"]
     )
     named = raw(npz(a=whole["block1"], b=whole["block1"]), "application/x-npz", layers="head", resume="block1")
-    assert "1 inputs by name" in problem(live.client.post("/extract", **named), 422)["detail"]
+    assert "no input 'a'" in problem(live.client.post("/extract", **named), 422)["detail"]
     batch = raw(npy(whole["block1"]), "application/x-npy", layers="head", resume="block1", encoding="base64")
     np.testing.assert_allclose(
         arrays_of(live.client.post("/extract", **batch))["head"], whole["head"], rtol=1e-4, atol=1e-5
