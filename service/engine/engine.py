@@ -209,12 +209,12 @@ class Engine:
         """What a plan for the configured shape is for rows of another: exactly, where that shape is known already."""
         if ask.resume is not None or shapes == model.shapes:
             return plan
+        if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
+            return scaled(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
         known = model.catalogs.get(shapes)
-        return (
-            scaled(plan, shapes, model.shapes)
-            if known is None
-            else (await self._planned(ask, model, known, identity, _unknown(model))).plan
-        )
+        if known is None:
+            return scaled(plan, shapes, model.shapes)
+        return (await self._planned(ask, model, known, identity, None)).plan
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         known = model.catalogs.get(shapes)

@@ -19,7 +19,7 @@ _RESERVED = "__metadata__"
 def encode(features: Features, encoding: Encoding) -> bytes:
     """The results as a safetensors file, scales as ``KEY.scale``; ``encoding`` has no bearing on it.
 
-        The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
+    The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
     inputs were left out, ``files`` as JSON where the rows are of files, and ``verified``, ``interventions`` and
     ``warnings`` where there were any. The same features give the same bytes. NotAcceptableError: two tensors of the
     same name, or one named as the format's own entry.

@@ -392,6 +392,21 @@ def test_tensors_by_name(texts: Texts) -> None:
     assert "did you mean 'input_ids'" in found["errors"][0]["hint"]
 
 
+def test_padding_does_not_count_against_the_limit(serve: Serve, tmp_path: Path) -> None:
+    """A tensor of which its mask leaves most out gives few values, the second time too, when its shape is known."""
+    saved("bert", tmp_path / "bert")
+    ids, mask = np.ones(POSITIONS, np.int64), np.arange(POSITIONS) < 3
+    body = npz(input_ids=ids, attention_mask=mask.astype(np.int64))
+    request = raw(body, "application/x-npz", model="bert", layers=HIDDEN, format="npz")
+    with serve(
+        configured(ModelSpec("bert", f"transformers:{tmp_path / 'bert'}", device="cpu")), max_reply_bytes=5000
+    ) as live:
+        for _ in range(2):
+            assert arrays_of(live.client.post("/extract", **request))[HIDDEN].shape == (1, 3, 32)
+        full = raw(npz(input_ids=ids), "application/x-npz", model="bert", layers=HIDDEN, format="npz")
+        assert f"{POSITIONS * 32 * 4} bytes" in problem(live.client.post("/extract", **full), 413)["detail"]
+
+
 def test_fingerprints(texts: Texts) -> None:
     """Tokens that the caller made have another than a text; without a tokenizer nothing else can be sent."""
 
