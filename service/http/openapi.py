@@ -145,7 +145,13 @@ MODELS_BODY = _required(
 LAYERS = {
     "responses": {
         "200": {"content": {"text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}}}},
+        "401": _problem("A key is missing or not known"),
+        "404": _problem("Unknown model"),
         "406": _problem("No form on offer suits"),
+        "422": _problem("Unknown type of layer, or a filter that is not taken"),
+        "429": _problem("This key is over its rate"),
+        "503": _problem("The model is not ready"),
+        "504": _problem("The deadline passed"),
     }
 }
 MODELS = {"responses": {"200": {"content": {"application/json": {"schema": MODELS_BODY}}}}}
@@ -177,6 +183,7 @@ def _describe_errors(schema: dict[str, Any]) -> None:
     for item in schema["paths"].values():
         for operation in item.values():
             answers = operation["responses"]
-            if "application/json" in answers.get("422", {}).get("content", {}):
+            described = answers.get("422", {}).get("content", {})
+            if described.pop("application/json", None) is not None and not described:
                 del answers["422"]
             answers.setdefault("default", _problem("Any other error"))
