@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -116,6 +117,32 @@ def test_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str
 def test_random_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str) -> None:
     """Weights of a seed are those of the class, constructed after manual_seed in a quiet process."""
     assert plain_weights.facts(_built(folder / form, weights=f"random:{SEED}")) == plain[form].random
+
+
+def from_pretrained() -> Any:
+    """A factory that loads as people do."""
+    return transformers.LlamaForCausalLM.from_pretrained(FACTORY["folder"])
+
+
+FACTORY: dict[str, Path] = {}
+
+
+def test_a_factory_that_loads(folder: Path, plain: dict[str, Plain]) -> None:
+    """A factory may call from_pretrained itself: the weights are the same, and the default dtype is as it was."""
+    FACTORY["folder"] = folder / "llama_tied_bf16"
+    source = "python:tests.models.test_pretrained:from_pretrained"
+    built = sources.build(ModelSpec("m", source, "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),)))
+    assert plain_weights.facts(built.module) == plain["llama_tied_bf16"].saved
+    assert torch.zeros(1).dtype == torch.float32
+
+
+def test_layers_that_would_be_fused(folder: Path, tmp_path: Path) -> None:
+    """A configuration that would change the classes of other models is refused."""
+    shutil.copytree(folder / "bert", tmp_path / "bert")
+    file = tmp_path / "bert" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"fusion_config": {"patch_embeddings": True}}))
+    with pytest.raises(LoadError, match="fused layers"):
+        _built(tmp_path / "bert")
 
 
 @pytest.mark.parametrize("name", ["bert", "mixing", "gpt2"])
