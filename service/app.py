@@ -18,14 +18,14 @@ from layertap.service.http import docs, errors, explain, extract, health, metric
 from layertap.service.http.direct import Direct
 from layertap.service.http.outermost import Outermost
 from layertap.service.metrics import Metrics
-from layertap.service.settings import Settings
+from layertap.service.settings import Settings, read_settings
 
 
 def create_app(
     settings: Settings | None = None, configuration: Configuration | None = None, fetcher: Fetcher | None = None
 ) -> FastAPI:
     """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense."""
-    settings = settings or Settings()
+    settings = settings or read_settings()
     engine = create_engine(settings, configuration, fetcher)
 
     @asynccontextmanager

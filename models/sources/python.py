@@ -11,9 +11,10 @@ from torch import nn
 
 from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, near, quoted
+from layertap.models.grammar import origin
 from layertap.models.sources import Built, building, switches
 from layertap.models.spec import ModelSpec
-from layertap.models.weights import load_into, origin, read_checkpoint
+from layertap.models.weights import load_into, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
