@@ -19,7 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "warm", "lost"]
+Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "warm", "lost", "other"]
+
+IN_THE_LOG = "the server's log has the traceback"
 
 
 def quoted(text: str, limit: int = 80) -> str:

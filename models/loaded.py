@@ -419,7 +419,9 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> Loade
     try:
         model.catalog_for(model.shapes)
     except InputError as error:
-        raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
+        refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
+        refusal.kind = "forward"
+        raise refusal from error
     # Counted again: a model may put hooks of its own on its parts when it first runs.
     model = replace(model, replicas=(replica.of(module),))
     return _replicated(model, replicas if device.type == "cpu" else streams)

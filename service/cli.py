@@ -43,7 +43,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except LayertapError as error:
-        _end(error.detail + (f" ({error.hint})" if error.hint else ""))
+        _end("\n".join((error.detail + (f" ({error.hint})" if error.hint else ""), *getattr(error, "__notes__", ()))))
     except OSError as error:  # of the operator's own files
         _end(f"{error.filename}: {error.strerror}")
 

@@ -57,14 +57,14 @@ def listed_architectures() -> list[str]:
 
 
 @contextmanager
-def building(what: str) -> Iterator[None]:
-    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words."""
+def building(what: str, told: str = "") -> Iterator[None]:
+    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words, and with ours."""
     try:
         yield
     except LoadError:
         raise
     except Exception as error:
-        raise LoadError(f"{what} could not be built ({type(error).__name__})") from error
+        raise LoadError(f"{what} could not be built ({type(error).__name__}){told}") from error
 
 
 @contextmanager

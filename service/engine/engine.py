@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -36,6 +37,7 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
+log = logging.getLogger("layertap")
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
 SizeCheck = Callable[[Plan, int], None]
 Hold = Callable[[int], None]
@@ -176,7 +178,12 @@ class Engine:
         if known is not None:
             return known
         _check_survey(model, shapes, self.settings)
-        return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+        try:
+            return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+        except InputError as error:
+            fields = {"model": model.spec.name, "shape": _shown(shapes)}
+            log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
+            raise
 
     async def _decode(self, ask: Ask, items: Items, model: LoadedModel) -> tuple[dict[str, Tensor], tuple[Fault, ...]]:
         """The rows of all good items and the faults of all others, in the order of the inputs."""

@@ -290,11 +290,11 @@ def test_served(serve: Serve, tmp_path: Path) -> None:
     entry = {"source": "python:tests.service.nets_http:Gated", "inputs": [{"name": "x", "shape": [4]}]}
     models = [
         {"name": "gated", "weights": "own.safetensors", **entry},
-        {"name": "missing", "weights": "missing.safetensors", **entry},
-        {"name": "broken", "weights": "broken.pth", **entry},
+        {"name": "missing", "weights": "missing.safetensors", "required": False, **entry},
+        {"name": "broken", "weights": "broken.pth", "required": False, **entry},
     ]
     (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
-    configuration = read(written(tmp_path, json.dumps({"models": models})))
+    configuration = load(written(tmp_path, json.dumps({"models": models})))
     with serve(configuration) as live:
         found = arrays_of(ask(live))
         weight, bias = (value.detach().numpy() for value in module.linear.parameters())
