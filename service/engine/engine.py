@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TypeVar
@@ -16,6 +17,7 @@ from layertap.models import statistics, union, verification
 from layertap.models.catalog import Catalog
 from layertap.models.compiled import Compiled, graph_for
 from layertap.models.dtypes import DTYPES
+from layertap.models.embedding import reduce_embedding
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.loaded import LoadedModel, Shapes, check_together
 from layertap.models.plan import Plan, Result
@@ -80,6 +82,7 @@ class Engine:
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
+        ask = _with_embedding(ask, model)
         resumption = await self._resumption(ask, model)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
@@ -222,6 +225,15 @@ class Engine:
             return await self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
         except (InputError, TooLargeError) as error:
             return [error]
+
+
+def _with_embedding(ask: Ask, model: LoadedModel) -> Ask:
+    """The request with the model's embedding as what it names, where it names nothing itself."""
+    if ask.embedding is None:
+        return ask
+    if model.embedding_selector is None:
+        raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
+    return replace(ask, selectors=(reduce_embedding(model.embedding_selector, ask.embedding),))
 
 
 def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:

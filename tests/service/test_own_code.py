@@ -125,9 +125,8 @@ def test_forward_that_raises_at_another_shape(serve: Serve, tmp_path: Path, capl
         said = problem(live.client.post("/extract", **wide), 422)
         assert "own forward raised AttributeError" in said["detail"]
         assert "secret" not in str(said)
-    (line,) = [line for line in told(caplog) if line["message"] == "a model's forward raised"]
-    assert f'{file}", line' in line["exception"]
-    assert "x.secret" in line["exception"]
+    assert f'{file}", line' in caplog.text  # as it was when it was logged
+    assert "x.secret" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["beside", "working"])
