@@ -7,21 +7,21 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from layertap.models.errors import LoadError, quoted
+from layertap.models.errors import LoadError, of_kind, quoted
+from layertap.models.grammar import parse_device
 
 
+@of_kind("device")
 def placed(name: str) -> torch.device:
     """The device that a configuration names; ``auto`` is the first GPU if there is one. LoadError for no device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise LoadError(f"{quoted(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
+    kind, index = parse_device(name)
     if kind == "cpu":
         return torch.device("cpu")
-    if int(index or 0) >= torch.cuda.device_count():
+    if index >= torch.cuda.device_count():
         raise LoadError(f"there is no device {quoted(name)} on this machine", hint="use auto or cpu")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", index)
 
 
 def chosen(device: torch.device) -> AbstractContextManager[object]:

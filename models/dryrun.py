@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
 from layertap.models.dtypes import DTYPES, dtype_name
-from layertap.models.errors import InputError
+from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.recording import PLACE, ROWS, Attended, Recorder, Seen, Visit
 from layertap.models.spec import InputSpec
 from layertap.models.structure import Path
@@ -28,6 +28,13 @@ from layertap.models.watching import Clock, Run
 Side = Literal["input", "output"]
 Where = Callable[[Visit], Seen | None]  # which tensor of a call
 TIMED, TIMED_S = 5, 0.1
+OF_SHAPES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    IndexError,
+    AssertionError,
+)  # what torch and models say of a wrong one
 LOUD = 3.0  # how much larger the neighbours are: a batch's largest value is then seldom the row's own
 
 
@@ -48,8 +55,7 @@ def survey(
             first.watch(run, _one(batch))
             clock = _timed(module, run, _one(batch), device)
         except Exception as error:
-            shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
-            raise InputError(f"the model can't take an input of this shape: {shapes}") from error
+            raise _refusal(error, inputs) from error
         second = Recorder(module, alone=first)
         try:
             second.watch(run, batch)
@@ -94,6 +100,17 @@ def _of_other_length(
     except Exception:  # whatever a model raises, it means the same
         return None
     return _Stretched(recorder, (length, other))
+
+
+def _refusal(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
+    """What a forward's error says: of a shape it may be one of the model's own bugs too, others are nothing else."""
+    raised = f"the model's own forward raised {type(error).__name__}"
+    shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in inputs)
+    if isinstance(error, OF_SHAPES) and not isinstance(error, NotImplementedError | RecursionError):
+        return InputError(
+            f"the model can't take an input of this shape: {shapes}, or has a bug: {raised}", hint=IN_THE_LOG
+        )
+    return InputError(f"{raised} for an input of shape {shapes}", hint=IN_THE_LOG)
 
 
 def _timed(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: torch.device) -> Clock:

@@ -14,7 +14,14 @@ LayertapError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
+
+Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "warm", "lost", "other"]
+
+IN_THE_LOG = "the server's log has the traceback"
 
 
 def quoted(text: str, limit: int = 80) -> str:
@@ -68,7 +75,22 @@ class UnknownModelError(LayertapError):
 
 
 class LoadError(LayertapError):
-    """An architecture or its weights can't be had; the detail shows no path."""
+    """An architecture or its weights can't be had; the detail shows no path.
+
+    ``kind`` is a word of our own for what failed, fit to be shown to anyone. Notes and causes are for the log.
+    """
+
+    kind: Failure = ""
+
+
+@contextmanager
+def of_kind(kind: Failure) -> Iterator[None]:
+    """Have every LoadError from inside say what kind of failure it is, where it does not yet."""
+    try:
+        yield
+    except LoadError as error:
+        error.kind = error.kind or kind
+        raise
 
 
 class RequestError(LayertapError):

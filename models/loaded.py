@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Lock
 from typing import cast
 
@@ -13,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import devices, fingerprint, ondevice, replica, sources, transfer, verification, warmup, weights
-from layertap.models.catalog import Catalog, Costs, Layer, Leaf
+from layertap.models.catalog import Catalog, Costs, Leaf
 from layertap.models.compiled import Compiled
 from layertap.models.dryrun import noise, same_course, survey
 from layertap.models.dtypes import DTYPES
 from layertap.models.edits import Goal
-from layertap.models.errors import InputError, LoadError, OutOfMemoryError, SelectorError
+from layertap.models.embedding import default_embedding, find_embedding
+from layertap.models.errors import InputError, LoadError, OutOfMemoryError, RequestError, SelectorError, of_kind
 from layertap.models.explanations import maps
 from layertap.models.extractor import FeatureExtractor
 from layertap.models.ondevice import Decoder
 from layertap.models.plan import Capture, Plan
-from layertap.models.points import HookPoint
+from layertap.models.points import HookPoint, Selector
 from layertap.models.pooling import Reduced
 from layertap.models.replica import Replica
 from layertap.models.resuming import Resumption, refusal
@@ -101,12 +103,19 @@ class LoadedModel:
         return self.catalogs[self.shapes]
 
     @property
-    def embedding(self) -> str:
-        """The selector of the default embedding: configured, else what goes into the last fully connected layer."""
+    def embedding(self) -> str | None:
+        """The text of the embedding's selector."""
+        return self.embedding_selector.text if self.embedding_selector is not None else None
+
+    @cached_property
+    def embedding_selector(self) -> Selector | None:
+        """What a request without layers means, with its pool: as configured, else found; None where there is none.
+
+        RequestError where what is configured is no embedding, which is told when the model is loaded.
+        """
         if self.spec.embedding is not None:
-            return self.spec.embedding
-        last = max(self.catalog.layers.values(), key=_end_of_linear)
-        return f"{last.name}:input" if _end_of_linear(last) > 0 else "."
+            return find_embedding(self.spec.embedding, self.catalog)
+        return default_embedding(self.catalog)
 
     def catalog_for(self, shapes: Shapes) -> Catalog:
         """The catalogue for a shape of input, surveyed when first asked for; InputError where it does not fit."""
@@ -437,10 +446,21 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> Loade
     try:
         model.catalog_for(model.shapes)
     except InputError as error:
-        raise LoadError(error.detail, hint="check 'inputs' and 'preprocess' of this model's configuration") from error
+        refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
+        refusal.kind = "forward"
+        raise refusal from error
+    _check_embedding(model)
     # Counted again: a model may put hooks of its own on its parts when it first runs.
     model = replace(model, replicas=(replica.of(module),))
     return _replicated(model, replicas if device.type == "cpu" else streams)
+
+
+@of_kind("embedding")
+def _check_embedding(model: LoadedModel) -> None:
+    try:
+        _ = model.embedding_selector
+    except RequestError as error:
+        raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
 def _replicated(model: LoadedModel, count: int) -> LoadedModel:
@@ -462,10 +482,6 @@ def _turned(value: Tensor, rows: int, place: int) -> Tensor:
     batch = value[:1].repeat(rows, *[1] * (value.ndim - 1))
     batch[place] = value[1]
     return batch
-
-
-def _end_of_linear(layer: Layer) -> int:
-    return layer.calls[-1].output.order if layer.calls and layer.type == "Linear" else 0
 
 
 CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {

@@ -94,6 +94,15 @@ class Selector:
 
 
 @dataclass(frozen=True)
+class Embedding:
+    """A model's own embedding, asked for in place of layers; ``pool`` None: the one that makes a vector of it."""
+
+    pool: Pool | None = None
+    normalize: bool = False
+    dtype: ReplyDType = "float32"
+
+
+@dataclass(frozen=True)
 class Values:
     """A tensor from outside: float32, little-endian ``data`` in C order."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from layertap.models.devices import allow_tf32
-from layertap.models.errors import LoadError, UnknownModelError, near, quoted
+from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, near, quoted
 from layertap.models.loaded import LoadedModel, load
 from layertap.models.spec import ModelSpec
 from layertap.models.warm.ready import made_ready
@@ -19,11 +19,12 @@ State = Literal["available", "loading", "ready", "failed"]
 
 @dataclass
 class Entry:
-    """One configured model; ``reason`` says why it failed, ``model`` is there when it is ready."""
+    """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready."""
 
     spec: ModelSpec
     state: State = "available"
     reason: str = ""
+    kind: Failure = ""
     model: LoadedModel | None = None
 
 
@@ -70,25 +71,29 @@ class Registry:
         entry = self.entry(name)
         if entry.model is not None:
             return entry.model
-        entry.state, entry.reason = "loading", ""
+        entry.state, entry.reason, entry.kind = "loading", "", ""
         try:
             model = load(entry.spec, self._replicas, self._threads, self._streams)
             entry.model = made_ready(model, self._plans) if self._plans and entry.spec.warm else model
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
+            entry.kind = error.kind or "other"
             raise
         except BaseException as error:  # a third party's constructor may raise anything; the others serve on
-            entry.state, entry.reason = "failed", f"loading ended in {type(error).__name__}"
-            raise LoadError(entry.reason) from error
+            entry.state, entry.reason = "failed", f"loading ended in {type(error).__name__}; {IN_THE_LOG}"
+            entry.kind = "other"
+            refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)
+            refusal.kind = "other"
+            raise refusal from error
         entry.state = "ready"
         return entry.model
 
-    def fail(self, name: str, reason: str) -> None:
+    def fail(self, name: str, reason: str, kind: Failure = "lost") -> None:
         """Forget a model that was loaded and then turned out not to run."""
         entry = self.entry(name)
-        entry.model, entry.state, entry.reason = None, "failed", reason
+        entry.model, entry.state, entry.reason, entry.kind = None, "failed", reason, kind
 
     def unload(self, name: str) -> None:
         """Forget a loaded model; it can be loaded again."""
         entry = self.entry(name)
-        entry.model, entry.state, entry.reason = None, "available", ""
+        entry.model, entry.state, entry.reason, entry.kind = None, "available", "", ""

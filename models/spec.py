@@ -114,6 +114,7 @@ class ModelSpec:
     ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
     python:package.module:factory);
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
+    ``required``: a server that was to load it at its start is not ready without it.
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
     a reduced scale before they are resized (``fast``), or JPEGs on the model's GPU (``device``): other numbers, sooner.
     ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one switch
@@ -129,6 +130,7 @@ class ModelSpec:
     tf32: bool = False
     memory_format: MemoryFormat = "contiguous"
     load: Literal["startup", "lazy"] = "startup"
+    required: bool = True
     embedding: str | None = None
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
     inputs: tuple[InputSpec, ...] | None = None

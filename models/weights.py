@@ -7,8 +7,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,39 +15,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from layertap.models.errors import LoadError, quoted
+from layertap.models.errors import LoadError, of_kind, quoted
+from layertap.models.grammar import CHECKPOINT_HINT, base_name
+from layertap.models.grammar import origin as origin
 
 SHOWN_KEYS = 3
 PREFIX = "module."  # of a model that several GPUs trained
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where weights come from: a seed, a checkpoint, or, with neither, a name that the source knows.
-
-    ``label`` is for people: it never holds a directory.
-    """
-
-    label: str
-    seed: int | None = None
-    path: Path | None = None
-
-
-def origin(text: str) -> Origin:
-    """What a configuration's ``weights`` means.
-
-    Raises LoadError for a seed that is no whole number and for a file of a kind that is not read.
-    """
-    kind, _, rest = text.partition(":")
-    if kind == "random":
-        return Origin(text, seed=_seed(rest))
-    if Path(text).suffix.lower() in READERS:
-        return Origin(base_name(text), path=Path(text))
-    if base_name(text) != text:
-        raise LoadError(f"weights {quoted(base_name(text))} are of a kind that is not read", hint=CHECKPOINT_HINT)
-    return Origin(text)
-
-
+@of_kind("weights")
 def read_checkpoint(path: Path | str) -> dict[str, Tensor]:
     """The tensors of a .safetensors, .pth or .pt file by name, on the CPU; code in it is never run.
 
@@ -69,6 +44,7 @@ def read_checkpoint(path: Path | str) -> dict[str, Tensor]:
     return _state(loaded, shown)
 
 
+@of_kind("weights")
 def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: int = 0) -> None:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
@@ -115,17 +91,6 @@ def digest(module: nn.Module) -> str:
             hasher.update(json.dumps(header).encode())
             hasher.update(_bytes(value))
     return hasher.hexdigest()
-
-
-def base_name(text: str) -> str:
-    """The last part of a path of either kind, or the text itself."""
-    return PureWindowsPath(text).name
-
-
-def _seed(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text[:20]) < 2**64 and len(text) <= 20:
-        return int(text)
-    raise LoadError("weights random:SEED needs a whole number from 0 to 2**64 - 1", hint="type random:0")
 
 
 def _bytes(value: Tensor) -> memoryview:
@@ -240,9 +205,6 @@ def few(names: list[str]) -> str:
     return ", ".join(names[:SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")
 
 
-CHECKPOINT_HINT = (
-    "give a .safetensors file, or a .pth or .pt file that torch.save(module.state_dict(), …) wrote, or random:SEED"
-)
 FIT_HINT = "for another number of classes or another variant, write a factory and type python:package.module:factory"
 READERS: dict[str, Callable[[Path], object]] = {
     ".safetensors": _safetensors,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from fastapi import FastAPI
 
 from layertap.models.registry import Registry
+from layertap.models.sources import python
 from layertap.service import config
 from layertap.service.config import Configuration
 from layertap.service.engine.engine import Engine
@@ -18,14 +20,14 @@ from layertap.service.http import docs, errors, explain, extract, health, metric
 from layertap.service.http.direct import Direct
 from layertap.service.http.outermost import Outermost
 from layertap.service.metrics import Metrics
-from layertap.service.settings import Settings
+from layertap.service.settings import Settings, read_settings
 
 
 def create_app(
     settings: Settings | None = None, configuration: Configuration | None = None, fetcher: Fetcher | None = None
 ) -> FastAPI:
     """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense."""
-    settings = settings or Settings()
+    settings = settings or read_settings()
     engine = create_engine(settings, configuration, fetcher)
 
     @asynccontextmanager
@@ -68,6 +70,7 @@ def create_engine(
     """
     if configuration is None:
         configuration = config.read(settings.config) if settings.config else config.embedded()
+    python.search((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     figures = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
     fleet = Fleet(

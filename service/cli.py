@@ -23,6 +23,7 @@ from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
     from layertap.models.plan import Plan
+    from layertap.service.config import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
     from layertap.service.engine.job import Ask
     from layertap.service.features import Features
@@ -45,13 +46,14 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except LayertapError as error:
-        _end(error.detail + (f" ({error.hint})" if error.hint else ""))
+        _end("\n".join((error.detail + (f" ({error.hint})" if error.hint else ""), *getattr(error, "__notes__", ()))))
     except OSError as error:  # of the operator's own files
         _end(f"{error.filename}: {error.strerror}")
 
 
 def _end(reason: str) -> NoReturn:
-    notes.print(f"layertap: {reason}", markup=False, soft_wrap=True)
+    for line in reason.splitlines():
+        notes.print(f"layertap: {line}", markup=False, soft_wrap=True)
     sys.exit(2)
 
 
@@ -73,6 +75,7 @@ def serve(
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
+    configuration = _load_configuration(settings)
     # Threads of an operation wait for each other by spinning; by libgomp's own setting, where another process has taken
     # a core, for so long that a forward takes seconds. torch reads this when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -87,7 +90,7 @@ def serve(
     from layertap.service.http.listening import options
 
     allocator.keep_large_blocks()
-    asgi = create_app(settings)
+    asgi = create_app(settings, configuration)
     logs.configure(settings.log_level)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
@@ -172,15 +175,18 @@ def extract(
 
 
 def _settings(**given: Any) -> Settings:
-    from pydantic import ValidationError
+    from layertap.service.settings import read_settings
 
-    from layertap.service.settings import Settings
+    return read_settings(**given)
 
-    try:
-        return Settings(**{key: value for key, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise LayertapError(f"LAYERTAP_{str(first['loc'][0]).upper()}: {first['msg']}") from None
+
+def _load_configuration(settings: Settings) -> Configuration | None:
+    """What a server starts with, once all is refused that shows without torch; None where no file is named."""
+    from layertap.service import config
+    from layertap.service.fetching.urls import Hosts
+
+    Hosts(settings.allow_urls, settings.allow_private_urls)
+    return config.load(settings.config) if settings.config else None
 
 
 def _engine(config: Path | None, *, warm: bool = False) -> Engine:

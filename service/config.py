@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from re import fullmatch
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
+from layertap.models.check import Place, mistakes
 from layertap.models.errors import LayertapError
-from layertap.models.spec import DIRECTORIES, FOR_TENSORS, ModelSpec, PreprocessSpec
+from layertap.models.spec import DIRECTORIES, FOR_TENSORS, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAME_RULE = "a name has 1 to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+CONFIG_HINT = "LAYERTAP_CONFIG or --config names it"
+Mistake = tuple[Place, str]
 
 
 class ConfigError(LayertapError):
-    """The configuration file can't be read or makes no sense."""
+    """The configuration file can't be read or makes no sense; a line for each mistake."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configured models and the one that a request without ``model`` gets."""
+    """The configured models, the one that a request without ``model`` gets, and the folder that paths begin at."""
 
     models: tuple[ModelSpec, ...]
     default: str
+    folder: Path | None = None
 
 
 class _Defaults(BaseModel):
@@ -36,35 +43,34 @@ class _Defaults(BaseModel):
     model: str | None = None
 
 
+with_config(ConfigDict(extra="forbid"))(ModelSpec)  # marks the class, and so what stands in it
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    models: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    models: Annotated[list[ModelSpec], Field(min_length=1)]
     defaults: _Defaults = _Defaults()
-
-
-class _Named(BaseModel):
-    name: Annotated[str, Field(pattern=NAME)]
-
-
-_SPEC = TypeAdapter(with_config(ConfigDict(extra="forbid"))(ModelSpec))
 
 
 def read(path: Path) -> Configuration:
     """The configuration in a file; a relative checkpoint or directory is looked for beside it.
 
-    ConfigError says what is wrong.
+    ConfigError says what is wrong, each mistake with its line.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    try:
-        return _configuration(data, path.parent)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.detail}") from error
+    return _configuration(_document(path))
+
+
+def load(path: Path) -> Configuration:
+    """The configuration in a file for a server to start with: whatever shows to be wrong without torch is refused.
+
+    ConfigError, as ``read`` raises it, also for what can't be had: an architecture, a device, a file.
+    """
+    document = _document(path)
+    configuration = _configuration(document)
+    found = mistakes(configuration.models, (path.parent.absolute(), Path.cwd()))
+    document.refuse((("models", *place), _in_one_line(error)) for place, error in found)
+    return configuration
 
 
 def embedded() -> Configuration:
@@ -76,51 +82,110 @@ def embedded() -> Configuration:
     return Configuration((spec(), *listed), "digits")
 
 
-def _configuration(data: object, folder: Path) -> Configuration:
-    with _valid():
-        file = _File.model_validate(data)
-    names: list[str] = []
-    specs: list[ModelSpec] = []
-    for place, entry in enumerate(file.models):
-        with _valid("models", place):
-            names.append(_Named.model_validate(entry).name)
-            specs.append(_beside(_SPEC.validate_python(entry), folder))
-        if ":" not in specs[-1].source:
-            raise ConfigError(
-                f"models.{place}.source: {specs[-1].source!r} has no kind: write KIND:NAME, torchvision:resnet50"
-            )
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"two models are called {twice!r}")
-    _check_precision(specs)
-    _check_devices(specs)
-    default = file.defaults.model or names[0]
+@dataclass(frozen=True)
+class _Document:
+    """What a file holds, and where."""
+
+    path: Path
+    data: object
+    root: yaml.Node | None
+
+    def refuse(self, found: Iterable[Mistake]) -> None:
+        """ConfigError where there are any mistakes."""
+        lines = sorted((self._line(place), ".".join(map(str, place)), text) for place, text in found)
+        if lines:
+            told = (f"{self.path}:{line}: {': '.join(filter(None, (place, text)))}" for line, place, text in lines)
+            raise ConfigError("\n".join(told))
+
+    def _line(self, place: Place) -> int:
+        """The line of a place, or of the part of it that is there."""
+        node, line = self.root, 0
+        for part in place:
+            if isinstance(node, yaml.MappingNode):
+                pairs = [pair for pair in node.value if pair[0].value == part]
+                if not pairs:
+                    break
+                line, node = pairs[-1][0].start_mark.line, pairs[-1][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                line = node.start_mark.line
+            else:
+                break
+        return line + 1
+
+
+def _document(path: Path) -> _Document:
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}", hint=CONFIG_HINT) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
+    try:
+        root = loader.get_single_node()
+        return _Document(path, None if root is None else loader.construct_document(root), root)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
+    finally:
+        loader.dispose()
+
+
+def _configuration(document: _Document) -> Configuration:
+    folder = document.path.parent
+    try:
+        file = _File.model_validate(document.data)
+    except ValidationError as error:
+        document.refuse(_describe(error))
+        raise  # never: there is at least one complaint
+    specs = [_beside(spec, folder) for spec in file.models]
+    default = file.defaults.model or specs[0].name
+    document.refuse([*_check_names(specs, default), *_check_precision(specs), *_check_devices(specs)])
+    return Configuration(tuple(specs), default, folder.absolute())
+
+
+def _check_names(specs: Sequence[ModelSpec], default: str) -> Iterator[Mistake]:
+    names = [spec.name for spec in specs]
+    for number, spec in enumerate(specs):
+        if not fullmatch(NAME, spec.name):
+            yield ("models", number, "name"), NAME_RULE
+        elif spec.name in names[:number]:
+            yield ("models", number, "name"), f"two models are called {spec.name!r}"
+        if ":" not in spec.source:
+            text = f"{spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
+            yield ("models", number, "source"), text
     if default not in names:
-        raise ConfigError(f"the default model {default!r} is not among {', '.join(names)}")
-    return Configuration(tuple(specs), default)
+        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(names)}"
 
 
-def _check_precision(specs: Sequence[ModelSpec]) -> None:
-    """ConfigError where ``tf32`` could not be kept: torch has one switch for all models of a process."""
-    low = next((spec for spec in specs if spec.tf32 and spec.dtype != "float32"), None)
-    if low is not None:
-        raise ConfigError(f"model {low.name!r}: tf32 is a way to compute in float32, not in {low.dtype}")
-    placed = [spec for spec in specs if spec.dtype == "float32" and spec.device != "cpu"]
-    if len({spec.tf32 for spec in placed}) > 1:
-        others = ", ".join(spec.name for spec in placed if not spec.tf32)
-        raise ConfigError(f"tf32 holds for all models in float32 that a GPU may run: set it for {others} too")
+def _check_precision(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
+    """Where ``tf32`` could not be kept: torch has one switch for all models of a process."""
+    for number, spec in enumerate(specs):
+        if spec.tf32 and spec.dtype != "float32":
+            text = f"model {spec.name!r}: tf32 is a way to compute in float32, not in {spec.dtype}"
+            yield ("models", number, "tf32"), text
+    placed = [(number, spec) for number, spec in enumerate(specs) if spec.dtype == "float32" and spec.device != "cpu"]
+    if len({spec.tf32 for _, spec in placed}) > 1:
+        others = [(number, spec.name) for number, spec in placed if not spec.tf32]
+        names = ", ".join(name for _, name in others)
+        text = f"tf32 holds for all models in float32 that a GPU may run: set it for {names} too"
+        yield ("models", others[0][0]), text
 
 
-def _check_devices(specs: Sequence[ModelSpec]) -> None:
-    """ConfigError where a model asks for what only a GPU does, and none may run it or none can do it so."""
-    for spec in specs:
+def _check_devices(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
+    """Where a model asks for what only a GPU does, and none may run it or none can do it so."""
+    for number, spec in enumerate(specs):
         wanted = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
         for name in (name for name, asked in wanted.items() if asked and spec.device == "cpu"):
-            raise ConfigError(f"model {spec.name!r}: {name} is for models on a GPU, and this one is on the CPU")
+            text = f"model {spec.name!r}: {name} is for models on a GPU, and this one is on the CPU"
+            yield ("models", number, "device"), text
         how = spec.preprocess
         if spec.decode == "device" and isinstance(how, PreprocessSpec) and not how.placeable:
             known = ", ".join(sorted(FOR_TENSORS))
-            raise ConfigError(f"model {spec.name!r}: decode: device resizes by {known}, not by {how.interpolation}")
+            text = f"model {spec.name!r}: decode: device resizes by {known}, not by {how.interpolation}"
+            yield ("models", number, "decode"), text
 
 
 def _beside(spec: ModelSpec, folder: Path) -> ModelSpec:
@@ -133,19 +198,31 @@ def _beside(spec: ModelSpec, folder: Path) -> ModelSpec:
     return spec
 
 
-@contextmanager
-def _valid(*place: str | int) -> Iterator[None]:
-    """Turn pydantic's complaints about what stands at a place of the file into a ConfigError."""
-    try:
-        yield
-    except ValidationError as error:
-        # Of the complaints of a union's members, that of the member which fits best goes deepest, or is our own.
-        found = max(
-            error.errors(include_url=False, include_input=False), key=lambda each: (len(each["loc"]), _own(each))
-        )
-        names = [str(part) for part in (*place, *found["loc"]) if not str(part).startswith(MEMBERS)]
-        message = _own(found) or MESSAGES.get(found["type"], found["msg"])
-        raise ConfigError(": ".join(part for part in (".".join(names), message) if part)) from error
+def _describe(error: ValidationError) -> Iterator[Mistake]:
+    """Pydantic's complaints, each place once: of those of a union's members the one that goes deepest."""
+    found: dict[Place, str] = {}
+    for each in error.errors(include_url=False, include_input=False):
+        place = tuple(part for part in each["loc"] if not _is_member(part))
+        if place not in found or _own(each):
+            found[place] = _message(each, place)
+    for place, text in found.items():
+        if not any(other[: len(place)] == place for other in found if other != place):
+            yield place, text
+
+
+def _is_member(part: str | int) -> bool:
+    return part == "int" or str(part).startswith(MEMBERS)
+
+
+def _message(found: ErrorDetails, place: Place) -> str:
+    if found["type"] in UNKNOWN:
+        return f"there is no such field; the nearest is {_nearest(str(place[-1]), place[:-1])!r}"
+    return _own(found) or MESSAGES.get(found["type"], found["msg"])
+
+
+def _nearest(name: str, parent: Place) -> str:
+    known = FIELDS[tuple("*" if isinstance(part, int) else part for part in parent)]
+    return difflib.get_close_matches(name[:100], known, n=1, cutoff=0.0)[0]
 
 
 def _own(found: ErrorDetails) -> str:
@@ -153,9 +230,25 @@ def _own(found: ErrorDetails) -> str:
     return str(found["ctx"]["error"]) if found["type"] == "value_error" else ""
 
 
+def _in_one_line(error: LayertapError) -> str:
+    return f"{error.detail}; {error.hint}" if error.hint else error.detail
+
+
+def _fields(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
 MEMBERS = ("literal[", "PreprocessSpec", "tuple[")  # pydantic's own names for members of a union
+UNKNOWN = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
 MESSAGES = {
     "model_type": "this is no mapping of names to values",
-    "unexpected_keyword_argument": "there is no such field",
-    "extra_forbidden": "there is no such field",
+    "dataclass_type": "this is no mapping of names to values",
+}
+FIELDS: dict[Place, list[str]] = {
+    (): list(_File.model_fields),
+    ("defaults",): list(_Defaults.model_fields),
+    ("models", "*"): _fields(ModelSpec),
+    ("models", "*", "preprocess"): _fields(PreprocessSpec),
+    ("models", "*", "inputs", "*"): _fields(InputSpec),
+    ("models", "*", "warm", "*"): _fields(WarmSpec),
 }

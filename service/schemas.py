@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
 from layertap.models.points import (
     STATS,
+    Embedding,
     Explanation,
     Intervention,
     Method,
@@ -293,7 +294,7 @@ class ObjectiveBody(_Strict):
 class Wanted:
     """What a body asks of a model's layers: which are wanted, what is changed, the objective, where forwards begin.
 
-    ``verify``: outputs are put back in a second forward.
+    ``verify``: outputs are put back in a second forward. ``embedding`` is wanted where no layers are.
     """
 
     selectors: tuple[Selector, ...]
@@ -301,6 +302,7 @@ class Wanted:
     objective: Objective | None
     resume: Selector | None
     verify: bool
+    embedding: Embedding | None = None
 
 
 class RequestBody(_Strict):
@@ -326,7 +328,8 @@ class RequestBody(_Strict):
 class ExtractBody(RequestBody):
     """The body of ``POST /extract``."""
 
-    layers: Annotated[list[LayerBody], Field(min_length=1, max_length=50_000), FailFast()]
+    # Without a default that a document would show: none at all means the model's embedding, an empty list nothing.
+    layers: Annotated[list[LayerBody], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
@@ -343,7 +346,11 @@ class ExtractBody(RequestBody):
             self._goal(),
             _at("/resume", lambda: parse(self.resume) if self.resume is not None else None),
             self.verify,
+            None if self.layers else self._embedding(),
         )
+
+    def _embedding(self) -> Embedding:
+        return Embedding(self.pool if "pool" in self.model_fields_set else None, self.normalize, self.dtype)
 
 
 class ExplainBody(RequestBody):

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from layertap.models.errors import LayertapError
+
+PREFIX = "LAYERTAP_"
+OTHERS = frozenset({"URL"})  # variables with our prefix that are none of a server's: where clients find one
 KIB, MIB = 2**10, 2**20
+UNITS = {
+    **dict.fromkeys(("", "b"), 1),
+    **{f"{letter}ib": 2**power for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)},
+    **{f"{letter}b": 10**power for letter, power in zip("kmgt", (3, 6, 9, 12), strict=True)},
+}
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+# What Kubernetes sets in every pod for each service, here for those whose names begin with our own.
+SERVICE_LINK = re.compile(r"(?:.+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_[A-Z]+)?)")
+SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://.*")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")  # never percent-encoded
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
@@ -32,16 +48,36 @@ def _stripped(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _read(file: Path) -> tuple[str, ...]:
-    keys = _stripped(file.read_text("utf-8-sig").splitlines())
+    try:
+        keys = _stripped(file.read_text("utf-8-sig").splitlines())
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
     if not keys:  # who names a file wants keys asked for
         raise ValueError(f"there is no key in {file}")
     return keys
 
 
+def _bytes(value: object) -> object:
+    """A size that is written with a unit as a number of bytes."""
+    if not isinstance(value, str):
+        return value
+    read = SIZE.fullmatch(value.strip())
+    if read is None or read[2].lower() not in UNITS:
+        raise ValueError("a size is a number of bytes, or one with a unit: 33554432, 32MiB, 1.5GiB, 500kB")
+    return round(float(read[1]) * UNITS[read[2].lower()]) if "." in read[1] else int(read[1]) * UNITS[read[2].lower()]
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+
+
+class SettingsError(LayertapError):
+    """Settings that make no sense; a line for each mistake, with the name of the variable."""
+
+
 class Settings(BaseSettings):
     """What an operator may set; sizes in bytes, times in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="LAYERTAP_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
@@ -57,37 +93,54 @@ class Settings(BaseSettings):
     allow_urls: Hosts = ()
     allow_private_urls: Hosts = ()
 
-    max_head_bytes: int = Field(64 * KIB, ge=KIB)
+    max_head_bytes: Bytes = Field(64 * KIB, ge=KIB)
     head_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
     send_timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
-    max_body_bytes: int = Field(32 * MIB, gt=0)
+    max_body_bytes: Bytes = Field(32 * MIB, gt=0)
     body_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
     max_inputs: int = Field(256, gt=0)
     max_pixels: int = Field(50_000_000, gt=0)
     max_resized_pixels: int = Field(4_000_000, gt=0)
     max_json_depth: int = Field(32, gt=0)
     max_results: int = Field(1024, gt=0)
-    max_reply_bytes: int = Field(256 * MIB, gt=0)
+    max_reply_bytes: Bytes = Field(256 * MIB, gt=0)
     max_queue_rows: int = Field(1024, gt=0)
-    max_queue_bytes: int = Field(1024 * MIB, gt=0)
+    max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)
     deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     url_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     max_url_fetches: int = Field(32, gt=0)
 
     max_batch_rows: int = Field(32, gt=0)
     fixed_batch_rows: int | None = Field(None, gt=0)
-    batch_memory_bytes: int | None = Field(None, gt=0)
+    batch_memory_bytes: Bytes | None = Field(None, gt=0)
     cache_dir: Path = Field(Path("~/.cache/layertap"), validate_default=True)
     max_loaded_models: int = Field(8, gt=0)
     cpu_threads: int = Field(default_factory=_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
     replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0, le=64)
 
+    @field_validator("port", mode="before")
+    @classmethod
+    def _check_port(cls, value: object) -> object:
+        if isinstance(value, str) and SERVICE_URL.fullmatch(value):
+            raise ValueError("Kubernetes sets this for a service named layertap: set enableServiceLinks: false")
+        return value
+
+    @field_validator("api_keys_file", "admin_keys_file")
+    @classmethod
+    def _check_file(cls, value: Path | None) -> Path | None:
+        """Read here too, so that what is wrong with a file is told of the variable that names it."""
+        if value is not None:
+            _read(value)
+        return value
+
     @field_validator("api_keys", "admin_keys", "allow_urls", "allow_private_urls", mode="before")
     @classmethod
     def _split(cls, value: object, info: ValidationInfo) -> object:
         """Keys and hosts are separated by commas; keys of a file, one a line, come on top."""
         given = _stripped(value.split(",")) if isinstance(value, str) else value
+        if value and not given:  # who sets it wants keys asked for
+            raise ValueError("there is nothing between the commas")
         file = info.data.get(f"{info.field_name}_file")
         return (*given, *_read(file)) if file is not None and isinstance(given, (tuple, list)) else given
 
@@ -98,6 +151,14 @@ class Settings(BaseSettings):
         names = value.split("/")[1:]
         if value and (value[0] != "/" or any(name in ("", ".", "..") or not PLAIN.issuperset(name) for name in names)):
             raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
+        return value
+
+    @field_validator("key_rate")
+    @classmethod
+    def _check_key_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
+        known = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
+        if value is not None and len(known) == 2 and not any(known):
+            raise ValueError("it means nothing without keys: set LAYERTAP_API_KEYS")
         return value
 
     @field_validator("key_burst")
@@ -116,3 +177,36 @@ class Settings(BaseSettings):
     def guarded(self) -> bool:
         """Whether a key is asked for."""
         return bool(self.api_keys or self.admin_keys)
+
+
+def read_settings(**given: Any) -> Settings:
+    """The settings of the environment, with those that are given in place of theirs; None is not given.
+
+    SettingsError names every variable that there is no setting for, and every value that can't be.
+    """
+    mistakes = list(_check_names(os.environ))
+    try:
+        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        mistakes += [_describe(each) for each in error.errors(include_url=False, include_input=False)]
+    if mistakes:
+        raise SettingsError("\n".join(mistakes))
+    return settings
+
+
+def _check_names(environment: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the names of variables: a mistyped one would leave its setting as it comes."""
+    known = [name.upper() for name in Settings.model_fields]
+    for variable, value in sorted(environment.items()):
+        prefix, name = variable[: len(PREFIX)].upper(), variable[len(PREFIX) :].upper()
+        if prefix != PREFIX or name in OTHERS or name in known:
+            continue
+        link = SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and SERVICE_URL.fullmatch(value))
+        if not (link and "KUBERNETES_SERVICE_HOST" in environment):
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            yield f"{variable}: there is no such setting; the nearest is {PREFIX}{nearest}"
+
+
+def _describe(found: ErrorDetails) -> str:
+    reason = str(found["ctx"]["error"]) if found["type"] == "value_error" else found["msg"]
+    return f"{PREFIX}{str(found['loc'][0]).upper()}: {reason}"

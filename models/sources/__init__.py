@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from layertap.models.errors import LoadError, near, quoted
+from layertap.models.errors import LoadError, of_kind, quoted
+from layertap.models.grammar import unknown_source
 from layertap.models.preprocess import output_size
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.text import Text
-from layertap.models.weights import base_name
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,7 @@ class Built:
     text: Text | None = None
 
 
+@of_kind("source")
 def build(spec: ModelSpec) -> Built:
     """The module that a configuration's entry describes, with its weights.
 
@@ -43,7 +43,7 @@ def build(spec: ModelSpec) -> Built:
     """
     kind, _, ident = spec.source.partition(":")
     if not ident or kind not in SOURCES:
-        raise _unknown_source(kind, ident)
+        raise unknown_source(kind, ident)
     built = _configured(SOURCES[kind](ident, spec), spec)
     built.module.cpu().eval().requires_grad_(False)
     return built
@@ -57,14 +57,14 @@ def listed_architectures() -> list[str]:
 
 
 @contextmanager
-def building(what: str) -> Iterator[None]:
-    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words."""
+def building(what: str, told: str = "") -> Iterator[None]:
+    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words, and with ours."""
     try:
         yield
     except LoadError:
         raise
     except Exception as error:
-        raise LoadError(f"{what} could not be built ({type(error).__name__})") from error
+        raise LoadError(f"{what} could not be built ({type(error).__name__}){told}") from error
 
 
 @contextmanager
@@ -78,21 +78,6 @@ def downloading(weights: str, what: str) -> Iterator[None]:
         fault = "downloaded" if _is_network(error) else "loaded"
         detail = f"weights {quoted(weights)} of {what} could not be {fault} ({type(error).__name__})"
         raise LoadError(detail, hint=WEIGHTS_HINT) from error
-
-
-def unknown_name(kind: str, ident: str, names: Iterable[str]) -> LoadError:
-    """The refusal of an architecture that a source does not have, with the exact strings of near matches."""
-    shown = base_name(ident)
-    matches = tuple(f"{kind}:{name}" for name in difflib.get_close_matches(shown, names, n=3))
-    return LoadError(f"{kind} has no architecture {quoted(shown)}", hint=near(matches))
-
-
-def _unknown_source(kind: str, ident: str) -> LoadError:
-    if not ident:
-        shown = quoted(base_name(kind))
-        return LoadError(f"source {shown} has no KIND: in front of a name", hint=SOURCE_HINT)
-    matches = tuple(f"{name}:{base_name(ident)}" for name in difflib.get_close_matches(kind, SOURCES, n=1))
-    return LoadError(f"sources of kind {quoted(base_name(kind))} are not known", hint=near(matches) or SOURCE_HINT)
 
 
 def _configured(built: Built, spec: ModelSpec) -> Built:
@@ -149,7 +134,6 @@ def _python(ident: str, spec: ModelSpec) -> Built:
     return python.build(ident, spec)
 
 
-SOURCE_HINT = "type torchvision:ARCH, timm:ARCH, transformers:PATH or python:package.module:factory"
 BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
 SOURCES: dict[str, Callable[[str, ModelSpec], Built]] = {

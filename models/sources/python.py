@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 
 from torch import nn
 
 from layertap.models.construction import seeded
-from layertap.models.errors import LoadError, near, quoted
+from layertap.models.errors import IN_THE_LOG, LoadError, near, of_kind, quoted
+from layertap.models.grammar import KINDS, origin
 from layertap.models.sources import Built, building, switches
 from layertap.models.spec import ModelSpec
-from layertap.models.weights import load_into, origin, read_checkpoint
+from layertap.models.weights import load_into, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -43,12 +47,52 @@ def build(ident: str, spec: ModelSpec) -> Built:
     )
 
 
+def search(folders: Iterable[Path | str]) -> None:
+    """Have factories found in these folders too, the first of them first, in this process."""
+    _FINDER.folders = list(dict.fromkeys((*map(str, folders), *_FINDER.folders)))
+
+
+def search_folders() -> list[str]:
+    """The folders in which factories are found."""
+    return list(_FINDER.folders)
+
+
+class _Finder:
+    """Finds the packages that factories are in where they are searched, before any that is installed.
+
+    Only packages that a configuration names: in such a folder may lie files with the names of what torch and others
+    import. What these packages import themselves is found at the end of the path, where it hides nothing.
+    """
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+        self._names: set[str] = set()
+
+    def add(self, package: str) -> None:
+        """Let a package be found, unless something else of that name is at work already."""
+        if package not in sys.modules and package not in sys.stdlib_module_names and package not in KINDS:
+            self._names.add(package)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        sys.path.extend(folder for folder in self.folders if folder not in sys.path)
+        importlib.invalidate_caches()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """What Python's import asks."""
+        found = PathFinder.find_spec(name, self.folders) if name in self._names else None
+        # A folder that is no package may be a checkout of the one that is installed: Python finds better itself.
+        return found if found is not None and found.origin is not None else None
+
+
+_FINDER = _Finder()
+
+
 def _made(ident: str, seed: int | None) -> nn.Module:
     name, _, factory = ident.partition(":")
     if not name or not factory.isidentifier() or not all(part.isidentifier() for part in name.split(".")):
         raise LoadError("source python: needs a module and a factory", hint="type python:package.module:factory")
     shown = f"the factory {quoted(f'{name}:{factory}')}"
-    with building(shown), seeded(seed):
+    with of_kind("code"), building(shown, f": its own code raised this; {IN_THE_LOG}"), seeded(seed):
         made = _factory(name, factory)
         if "transformers" in sys.modules:
             with suppress(LoadError):  # a version without what could be isolated
@@ -76,12 +120,11 @@ def _hides_parts(module: nn.Module) -> bool:
 
 
 def _factory(name: str, factory: str) -> type[object]:
+    _FINDER.add(name.partition(".")[0])
     try:
         loaded = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = quoted(error.name or name)
-        hint = "install it, or run where it can be imported"
-        raise LoadError(f"there is no Python module {missing}", hint=hint) from error
+        raise _missing(name, error.name or name) from error
     # The name is the operator's own configuration; nothing from a request comes here.
     found = getattr(loaded, factory, None)
     if not callable(found):
@@ -89,6 +132,16 @@ def _factory(name: str, factory: str) -> type[object]:
         hint = near(tuple(f"python:{name}:{match}" for match in matches))
         raise LoadError(f"Python module {quoted(name)} has no factory {quoted(factory)}", hint=hint)
     return found  # type: ignore[no-any-return]
+
+
+def _missing(name: str, missing: str) -> LoadError:
+    """The refusal of a module that is not there, or imports one that is not; a note says where it was looked for."""
+    detail = f"there is no Python module {quoted(missing)}"
+    if name != missing and not name.startswith(f"{missing}."):
+        detail = f"{detail}, which {quoted(name)} imports"
+    error = LoadError(detail, hint="install it, or put it beside the configuration or into the working directory")
+    error.add_note(f"looked in {', '.join(dict.fromkeys((*_FINDER.folders, *sys.path)))}")
+    return error
 
 
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"

@@ -8,10 +8,11 @@ from typing import Any
 
 from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, near, quoted
+from layertap.models.grammar import Origin, not_installed, origin, unknown_name
 from layertap.models.preprocess import from_timm
-from layertap.models.sources import BITS, WEIGHTS_HINT, Built, building, downloading, unknown_name
+from layertap.models.sources import BITS, WEIGHTS_HINT, Built, building, downloading
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights import Origin, load_into, origin, read_checkpoint
+from layertap.models.weights import load_into, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -40,7 +41,7 @@ def _library() -> Any:
     try:
         import timm
     except ImportError as error:
-        raise LoadError("timm is not installed here", hint='type pip install "layertap[timm]"') from error
+        raise not_installed("timm") from error
     return timm
 
 

@@ -16,10 +16,11 @@ from torchvision.models.video import MViT
 
 from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, near, quoted
+from layertap.models.grammar import Origin, origin, unknown_name
 from layertap.models.preprocess import from_torchvision
-from layertap.models.sources import BITS, Built, building, downloading, unknown_name
+from layertap.models.sources import BITS, Built, building, downloading
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights import Origin, load_into, origin, read_checkpoint
+from layertap.models.weights import load_into, read_checkpoint
 
 FRAMES = 16
 State = Mapping[str, Tensor] | None

@@ -19,21 +19,13 @@ from torch import Tensor, nn
 
 from layertap.models.construction import seeded
 from layertap.models.errors import LoadError, quoted
+from layertap.models.grammar import Origin, base_name, not_installed, origin
 from layertap.models.preprocess import from_transformers, output_size
 from layertap.models.sources import Built, building, switches
 from layertap.models.sources.tokenizer import Tokenizer, tokenizer_of
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.text import Text
-from layertap.models.weights import (
-    Origin,
-    base_name,
-    check_equal,
-    few,
-    load_into,
-    origin,
-    read_checkpoint,
-    same,
-)
+from layertap.models.weights import check_equal, few, load_into, read_checkpoint, same
 
 
 def build(ident: str, spec: ModelSpec) -> Built:
@@ -81,7 +73,7 @@ def _library() -> Any:
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
-        raise LoadError("transformers is not installed here", hint=INSTALL_HINT) from error
+        raise not_installed("transformers") from error
     logs = importlib.import_module("transformers.utils.logging")
     logs.set_verbosity_error()  # its warnings name directories
     logs.disable_progress_bar()
@@ -320,7 +312,6 @@ MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirec
 UNTOLD = frozenset({"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN})
 FLOAT_BYTES = 4
 MOST_TOKENS = 512  # of a model that names no limit
-INSTALL_HINT = 'type pip install "layertap[transformers]"'
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"
 WEIGHTS_HINT = "save it with save_pretrained, or give weights: PATH.safetensors or random:SEED"
 FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"

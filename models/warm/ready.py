@@ -23,6 +23,7 @@ from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Capture, Plan, resolve
 from layertap.models.points import Reduction
 from layertap.models.selectors import parse
+from layertap.models.sources.python import search, search_folders
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.models.warm.capturing import with_replays
 from layertap.models.warm.checking import check
@@ -71,7 +72,9 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_build_and_tell, args=(theirs, spec, place, threads), daemon=True)
+    process = context.Process(
+        target=_build_and_tell, args=(theirs, spec, place, threads, search_folders()), daemon=True
+    )
     process.start()
     theirs.close()
     try:
@@ -83,7 +86,7 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
         raise WarmError(reason)
 
 
-def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: int) -> None:
+def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: int, folders: Sequence[str]) -> None:
     """Compile, and tell what went wrong, if anything did; nothing is printed, for a server's log has a form.
 
     Ended by SIGTERM, it removes what it has begun to write.
@@ -92,6 +95,7 @@ def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: i
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
+    search(folders)
     try:
         build(spec, place, threads)
     except LayertapError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import TypeVar
@@ -16,6 +18,7 @@ from layertap.models import fingerprint, statistics, union, verification
 from layertap.models.catalog import Catalog
 from layertap.models.compiled import Compiled, graph_for
 from layertap.models.dtypes import DTYPES
+from layertap.models.embedding import reduce_embedding
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.loaded import LoadedModel, Shapes, check_together
 from layertap.models.padding import Lengths, lengths_of
@@ -51,6 +54,7 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
+log = logging.getLogger("layertap")
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
 SizeCheck = Callable[[Plan, int], None]
 Hold = Callable[[int], None]
@@ -93,6 +97,7 @@ class Engine:
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
+        ask = _with_embedding(ask, model)
         resumption = await self._resumption(ask, model, model.shapes, model.catalog)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
@@ -221,7 +226,12 @@ class Engine:
         if known is not None:
             return known
         _check_survey(model, shapes, self.settings)
-        return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+        try:
+            return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+        except InputError as error:
+            fields = {"model": model.spec.name, "shape": _shown(shapes)}
+            log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
+            raise
 
     async def _decode(
         self, ask: Ask, items: Items, model: LoadedModel
@@ -284,6 +294,15 @@ def _scaled(plan: Plan, shapes: Shapes, model: LoadedModel, lengths: Lengths | N
     if lengths is None:
         return scaled(plan, shapes, model.shapes)
     return scaled(plan, ((lengths.longest,),), model.shapes[:1])
+
+
+def _with_embedding(ask: Ask, model: LoadedModel) -> Ask:
+    """The request with the model's embedding as what it names, where it names nothing itself."""
+    if ask.embedding is None:
+        return ask
+    if model.embedding_selector is None:
+        raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
+    return replace(ask, selectors=(reduce_embedding(model.embedding_selector, ask.embedding),))
 
 
 def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:

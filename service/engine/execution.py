@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from layertap.service.engine.policy import Batch, Part, Work
 Jobs = Mapping[Work, Job]
 Results = Mapping[Capture, Reduced]
 Interval = tuple[float, float]
+log = logging.getLogger("layertap")
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ class Execution:
         try:
             return self._run(parts)
         except LayertapError as error:
+            if len(parts) == 1 and error.__cause__ is not None:
+                fields = {"model": self._model.spec.name}
+                log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             let_go(error)  # its frames hold the batch
             error.__cause__ = error.__context__ = None
             return error

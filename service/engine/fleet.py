@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from layertap.models.errors import LayertapError, TooLargeError
+from layertap.models.errors import Failure, LayertapError, LoadError, TooLargeError
 from layertap.models.loaded import LoadedModel
 from layertap.models.registry import Entry, Registry
 from layertap.service.engine.budget import Budget
@@ -27,6 +27,7 @@ log = logging.getLogger("layertap")
 LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
 HURRY_S = 2.0  # for forwards that nobody waits for
+OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what the operator has written, or may have
 MARGIN = 1.25  # what is expected may take so many times as long
 
 
@@ -59,6 +60,12 @@ class Fleet:
             if entry.spec.load == "startup" and entry.spec.name in self._residents
         )
         return settled and not self.draining
+
+    @property
+    def failures(self) -> list[Failure]:
+        """What failed of each model that is wanted from the start, and required, and could not be loaded."""
+        wanted = (entry for entry in self.registry if entry.spec.load == "startup" and entry.spec.required)
+        return [entry.kind for entry in wanted if entry.state == "failed"]
 
     @property
     def alive(self) -> bool:
@@ -239,7 +246,8 @@ class Fleet:
             return self.registry.load(name)
         except LayertapError as error:
             reason = {"model": name, "reason": error.detail, "hint": error.hint}
-            log.error("a model could not be loaded", extra={"fields": reason})
+            traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None
+            log.error("a model could not be loaded", exc_info=traceback, extra={"fields": reason})
             raise
 
     def _make_room(self) -> None:

@@ -16,7 +16,7 @@ from layertap.models.compiled import Compiled
 from layertap.models.errors import Fault
 from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Plan
-from layertap.models.points import Intervention, Objective, Selector
+from layertap.models.points import Embedding, Intervention, Objective, Selector
 from layertap.models.resuming import Resumption
 from layertap.models.spec import Preprocessed
 from layertap.service.inputs import Given
@@ -54,7 +54,8 @@ class Ask:
 
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
     on the monotonic clock; ``resume`` names the layer whose outputs the items are, if they are not the model's inputs;
-    ``isolated`` shares a forward with no other request; ``verify`` puts outputs back in one;
+    ``embedding`` is asked for in place of ``selectors``; ``isolated`` shares a forward with no other request;
+    ``verify`` puts outputs back in one;
     ``reserve`` is told of bytes that it will hold in memory, and raises QueueFullError where there is no room for them.
     """
 
@@ -70,6 +71,7 @@ class Ask:
     timings: Timings = field(default_factory=Timings)
     isolated: bool = False
     verify: bool = False
+    embedding: Embedding | None = None
     priority: Priority = "interactive"
     reserve: Callable[[int], None] = _anything
 

@@ -13,7 +13,7 @@ import torch
 from layertap.models import transfer, warmup
 from layertap.models.catalog import Catalog, Costs
 from layertap.models.compiled import Compiled
-from layertap.models.errors import LayertapError, LoadError
+from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.loaded import MAX_CATALOGS, LoadedModel, Shapes
 from layertap.service.engine.planning import Plans
 from layertap.service.engine.policy import CPU, Lane
@@ -155,8 +155,9 @@ class Resident:
         except BaseException as error:  # a third party's forward may raise anything, SystemExit too
             self._workers[0].stop()
             reason = f"a forward of {self._settings.fixed_batch_rows} rows ended in {type(error).__name__}"
-            self._fail(reason)
-            self.loaded.set_exception(LoadError(reason))
+            log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self._name}})
+            self._fail(f"{reason}; {IN_THE_LOG}")
+            self.loaded.set_exception(LoadError(reason, hint=IN_THE_LOG))
             return
         if self._moves:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self._name}})

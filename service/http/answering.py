@@ -135,6 +135,7 @@ def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
         timings=wish.timings,
         isolated=body.isolated,
         verify=wanted.verify,
+        embedding=wanted.embedding,
         priority=body.priority,
         reserve=wish.reserve,
     )

@@ -224,7 +224,7 @@ def _body(query: Query, dialect: Dialect) -> RequestBody:
     known, parameters = dialect.fields, query.parameters
     _only(parameters, ALWAYS | known | OBJECTIVE.keys(), "")
     fields: dict[str, Any] = {key: query.one(key) for key in parameters if key in known - LISTS}
-    fields |= {name: _listed(query, name) for name in LISTS & known}
+    fields |= {name: _listed(query, name) for name in LISTS & known if name in parameters}
     if objective := {name: query.one(key) for key, name in OBJECTIVE.items() if key in parameters}:
         fields["objective"] = objective
     return _validated(dialect, fields)

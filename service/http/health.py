@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse
 
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.fleet import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
 
 router = APIRouter(tags=["health"])
@@ -22,12 +23,17 @@ async def livez(request: Request) -> dict[str, str]:
 
 @router.get("/readyz")
 async def readyz(request: Request) -> dict[str, str]:
-    """Whether requests are welcome: 503 until the models wanted from the start are loaded, and while draining."""
+    """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
     engine: Engine = request.app.state.engine
     if not engine.fleet.alive:
         raise _dead()
     if not engine.fleet.ready:
         raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
+    if failures := engine.fleet.failures:
+        # No reason and no name: whoever asks here has no key.
+        kinds = ", ".join(dict.fromkeys(failures))
+        detail = f"{len(failures)} of the models wanted from the start failed: {kinds}"
+        raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
     return {"status": "ready"}
 
 

@@ -117,9 +117,7 @@ def _chosen(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | 
 
 
 def _as_json(model: LoadedModel, chosen: list[Layer]) -> bytes:
-    return orjson.dumps(
-        {"model": model.spec.name, "layers": [_layer(layer) for layer in chosen], **_facts(model.catalog)}
-    )
+    return orjson.dumps({"model": model.spec.name, "layers": [_layer(layer) for layer in chosen], **_facts(model)})
 
 
 def _as_text(model: LoadedModel, chosen: list[Layer]) -> bytes:
@@ -136,7 +134,8 @@ def _entry(entry: Entry) -> Json:
     if entry.reason:
         known["reason"] = entry.reason
     if model is None:
-        return known | {"device": spec.device, "hooks": 0}
+        configured = {"embedding": spec.embedding} if spec.embedding is not None else {}
+        return known | {"device": spec.device, **configured, "hooks": 0}
     return known | {
         "device": str(model.device),
         "inputs": [_input(each) for each in model.inputs],
@@ -163,8 +162,9 @@ def _input(spec: InputSpec) -> Json:
     return {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, **longest}
 
 
-def _facts(catalog: Catalog) -> Json:
-    return {"seconds": round(catalog.seconds, 6), "rowwise": catalog.rowwise}
+def _facts(model: LoadedModel) -> Json:
+    catalog = model.catalog
+    return {"seconds": round(catalog.seconds, 6), "rowwise": catalog.rowwise, "embedding": model.embedding}
 
 
 def _layer(layer: Layer) -> Json:

@@ -108,7 +108,7 @@ def _route(body: str, *parameters: dict[str, Any]) -> dict[str, Any]:
 EXTRACT = _route(
     "ExtractBody",
     _parameter("dry_run", {"type": "boolean"}),
-    _parameter("layers", {"type": "string", "description": "separated by commas"}),
+    _parameter("layers", {"type": "string", "description": "separated by commas; the model's embedding without them"}),
     _parameter("pool", {"type": "string"}),
     _parameter("normalize", {"type": "boolean"}),
     _parameter("dtype", {"type": "string"}),

@@ -183,7 +183,8 @@ BAD: dict[str, Case] = {
     # 422: fields
     "not an object": Case(422, {"json": []}, says="object"),
     "null": Case(422, {"json": None}),
-    "no layers": Case(422, {"json": {"inputs": GOOD["inputs"]}}, pointer="/layers"),
+    "null for layers": Case(422, body(layers=None), pointer="/layers"),
+    "no name among layers": Case(422, raw(PNG, "image/png", layers=""), pointer="/layers"),
     "empty layers": Case(422, body(layers=[]), pointer="/layers"),
     "layers of the wrong type": Case(422, body(layers="pool"), pointer="/layers"),
     "null among layers": Case(422, body(layers=["pool", None]), pointer="/layers/1"),

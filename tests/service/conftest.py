@@ -60,7 +60,7 @@ def live(serve: Serve) -> Iterator[Live]:
     specs = (
         net("gated", "Gated"),
         net("touchy", "Touchy"),
-        net("never", "Never"),
+        net("never", "Never", required=False),
         *NETS,
         net("two", "TwoInputs", InputSpec("pixels", (4,)), InputSpec("kind", (), "int64")),
     )
@@ -81,7 +81,7 @@ def limited(serve: Serve) -> Iterator[Live]:
         "max_reply_bytes": 400_000,
         "max_queue_rows": 6,
     }
-    with serve(configured(net("gated", "Gated"), net("never", "Never")), **limits) as live:
+    with serve(configured(net("gated", "Gated"), net("never", "Never", required=False)), **limits) as live:
         yield live
 
 

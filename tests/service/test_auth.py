@@ -193,7 +193,7 @@ def test_files_of_keys(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (empty := tmp_path / "empty").write_text(" \n\n")
     with pytest.raises(ValidationError, match="no key in"):
         Settings(api_keys_file=empty)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValidationError, match="nowhere: No such file"):
         Settings(api_keys_file=tmp_path / "nowhere")
 
 
@@ -231,4 +231,7 @@ def test_settings() -> None:
     assert settings.api_keys == ("a", "b", "c")
     assert settings.guarded
     assert "'a'" not in repr(settings)
-    assert not Settings(api_keys=" , ").guarded
+    assert not Settings(api_keys="").guarded
+    for nothing in (",", " , ", " "):
+        with pytest.raises(ValidationError, match="nothing between the commas"):
+            Settings(api_keys=nothing)

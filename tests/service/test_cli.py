@@ -315,7 +315,20 @@ def test_unknown_model(command: Command) -> None:
         ({"LAYERTAP_HOST": "0.0.0.0"}, (), "LAYERTAP_API_KEYS"),
         ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "nowhere/keys: No such file"),
         ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull, "LAYERTAP_HOST": "0.0.0.0"}, (), "no key in /dev/null"),
+        ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "LAYERTAP_API_KEYS_FILE: nowhere/keys"),
+        ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull}, (), "LAYERTAP_ADMIN_KEYS_FILE: there is no key"),
+        ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "LAYERTAP_CONFIG"),
+        ({"LAYERTAP_ALLOW_URLS": "127.1"}, (), "LAYERTAP_ALLOW_URLS"),
         ({"LAYERTAP_MAX_HEAD_BYTES": "0"}, (), "LAYERTAP_MAX_HEAD_BYTES"),
+        ({"LAYERTAP_MAX_HEAD_BYTES": "64 furlongs"}, (), "LAYERTAP_MAX_HEAD_BYTES: a size is"),
+        (
+            {"LAYERTAP_API_KEY": "secret"},
+            (),
+            "LAYERTAP_API_KEY: there is no such setting; the nearest is LAYERTAP_API_KEYS",
+        ),
+        ({"layertap_prot": "1"}, (), "the nearest is LAYERTAP_PORT"),
+        ({"LAYERTAP_KEY_RATE": "3"}, (), "LAYERTAP_KEY_RATE: it means nothing without keys"),
+        ({"LAYERTAP_API_KEYS": ","}, (), "LAYERTAP_API_KEYS: there is nothing between the commas"),
     ],
 )
 def test_serve_refused(
@@ -328,6 +341,31 @@ def test_serve_refused(
     assert done.status == 2
     assert says in done.notes
     assert "Traceback" not in done.notes
+    assert "secret" not in done.notes
+
+
+def test_serve_refused_without_torch(tmp_path: Path) -> None:
+    """What is wrong with settings and configuration is told, all of it, a line each, before torch is imported."""
+    (tmp_path / "models.yaml").write_text("models:\n- {name: a, source: torchvision:resnet5O, device: tpu}\n")
+    script = """
+import sys
+from layertap.service.cli import main
+for words in (["--port", "http"], ["--config", "models.yaml"]):
+    sys.argv = ["layertap", "serve", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        print(ended.code, "torch" in sys.modules, "torchvision" in sys.modules)
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=kept, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2", "False", "False"] * 2
+    lines = done.stderr.splitlines()[-2:]
+    assert all(line.startswith("layertap: models.yaml:2: models.0.") for line in lines)
+    assert "'tpu' is no device" in lines[0]
+    assert "did you mean 'torchvision:resnet50'" in lines[1]
 
 
 def test_no_server_for_all_without_a_key() -> None:

@@ -11,7 +11,7 @@ import safetensors.torch
 
 from layertap.models.digits import WEIGHTS
 from layertap.models.spec import InputSpec, PreprocessSpec
-from layertap.service.config import ConfigError, embedded, read
+from layertap.service.config import ConfigError, embedded, load, read
 from tests.service.busy import ask
 from tests.service.conftest import Serve
 from tests.service.nets_http import Gated
@@ -192,6 +192,81 @@ def test_bad(tmp_path: Path, text: str) -> None:
     assert "_File" not in caught.value.detail
 
 
+MISTAKES = """models:
+  - name: a
+    source: torchvision:resnet50
+    wieghts: random:0
+    preprocess: {resiz: 3,
+      crop: 2, meen: [0, 0, 0]}
+    warm: [{layers: [a]}, {layer: [a]}]
+  - nmae: b
+    source: timm:x
+default: {model: a}
+"""
+
+
+def test_all_mistakes(tmp_path: Path) -> None:
+    """Unknown keys are told all at once, each with its line and the nearest that there is."""
+    file = written(tmp_path, MISTAKES)
+    with pytest.raises(ConfigError) as caught:
+        read(file)
+    unknown = [
+        *((4, "models.0.wieghts", "weights"), (5, "models.0.preprocess.resiz", "resize")),
+        *((6, "models.0.preprocess.meen", "mean"), (7, "models.0.warm.1.layer", "layers")),
+        *((8, "models.1.nmae", "name"), (10, "default", "defaults")),
+    ]
+    lines = caught.value.detail.splitlines()
+    for line, place, nearest in unknown:
+        assert f"{file}:{line}: {place}: there is no such field; the nearest is '{nearest}'" in lines
+    rest = [line for line in lines if "no such field" not in line]
+    assert [line.partition(": ")[2] for line in rest] == ["models.0.warm.1.layers: Field required", *MISSING_NAME]
+    assert len(lines) == len(unknown) + len(rest)
+
+
+MISSING_NAME = ["models.1.name: Field required"]
+UNLOADABLE = {
+    "source: 'torchvison:resnet50'": "source: sources of kind 'torchvison' are not known; did you mean 'torchvision:",
+    "source: 'torchvision:'": "source: ",
+    "source: 'torchvision:resnet5'": "source: torchvision has no architecture 'resnet5'; did you mean 'torchv",
+    "source: 'timm:vit_smal_patch16_224.x'": "source: timm has no architecture",
+    "source: 'transformers:nowhere'": "source: there is no directory",
+    "source: 'python:no_such_package_here.nets:build'": "source: there is no Python module 'no_such_package_here'",
+    "source: 'torchvision:resnet50', device: tpu": "device: 'tpu' is no device",
+    "source: 'torchvision:resnet50', device: 'cuda:x'": "device: 'cuda:x' is no device",
+    "source: 'torchvision:resnet50', weights: 'random:x'": "weights: weights random:SEED needs a whole number",
+    "source: 'torchvision:resnet50', weights: gone.pth": "weights: there is no file",
+    "source: 'torchvision:resnet50', load: lazy, weights: gone.pth": "weights: there is no file",
+    "source: 'torchvision:resnet50', embedding: 'a:outptu'": "embedding: 'outptu' is no site",
+    "source: 'torchvision:resnet50', warm: [{layers: [a, 'b[']}]": "warm.0.layers.1: the path in 'b[' is not closed",
+}
+
+
+@pytest.mark.parametrize("entry", UNLOADABLE)
+def test_unloadable(tmp_path: Path, entry: str) -> None:
+    """What no load could make good is refused before any, with its line."""
+    file = written(tmp_path, f"models:\n- name: good\n  source: torchvision:vgg11\n- {{name: a, {entry}}}\n")
+    assert len(read(file).models) == 2
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    (line,) = caught.value.detail.splitlines()
+    assert line.startswith(f"{file}:4: models.1.{UNLOADABLE[entry]}")
+
+
+def test_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may load is not refused: factories beside the file, what is not required, names that a factory registers."""
+    (tmp_path / "own_nets_beside.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "own.pth").touch()
+    monkeypatch.chdir(tmp_path)
+    entries = (
+        *("source: 'python:own_nets_beside:build', weights: own.pth", "source: 'timm:registered_by_own_nets'"),
+        *("source: 'torchvision:vgg11', weights: gone.pth, required: false", "source: 'python:tests.nets:Chain'"),
+        *("source: 'torchvision:vgg11', device: 'cuda:7', required: false", "source: 'timm:resnet18.a1_in1k'"),
+    )
+    listed = "".join(f"- {{name: a{number}, {entry}}}\n" for number, entry in enumerate(entries))
+    configuration = load(written(tmp_path, f"models:\n{listed}"))
+    assert [spec.required for spec in configuration.models] == [True, True, False, True, False, True]
+
+
 def test_unreadable(tmp_path: Path) -> None:
     """A file that is not there, is a folder, or is not text is refused in words."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\0")
@@ -215,11 +290,11 @@ def test_served(serve: Serve, tmp_path: Path) -> None:
     entry = {"source": "python:tests.service.nets_http:Gated", "inputs": [{"name": "x", "shape": [4]}]}
     models = [
         {"name": "gated", "weights": "own.safetensors", **entry},
-        {"name": "missing", "weights": "missing.safetensors", **entry},
-        {"name": "broken", "weights": "broken.pth", **entry},
+        {"name": "missing", "weights": "missing.safetensors", "required": False, **entry},
+        {"name": "broken", "weights": "broken.pth", "required": False, **entry},
     ]
     (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
-    configuration = read(written(tmp_path, json.dumps({"models": models})))
+    configuration = load(written(tmp_path, json.dumps({"models": models})))
     with serve(configuration) as live:
         found = arrays_of(ask(live))
         weight, bias = (value.detach().numpy() for value in module.linear.parameters())

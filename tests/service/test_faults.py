@@ -87,7 +87,7 @@ def test_failure_that_lasts(doomed: Live, way: str) -> None:
 
 def test_exit_while_loading(serve: Serve) -> None:
     """A model that ends its thread, of all forwards in the last of loading, is failed; the others serve on."""
-    with serve(configured(doomed_net("Leaving")), fixed_batch_rows=ROWS + 1, replicas=1) as live:
+    with serve(configured(doomed_net("Leaving", required=False)), fixed_batch_rows=ROWS + 1, replicas=1) as live:
         body = live.client.get("/models/leaving").json()
         assert (body["state"], "SystemExit" in body["reason"]) == ("failed", True)
         assert live.client.get("/livez").status_code == 200

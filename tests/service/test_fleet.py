@@ -99,7 +99,7 @@ def test_load_after_failure(serve: Serve, maker: Maker, monkeypatch: pytest.Monk
     """A model that failed stays failed until an administrator asks for it again."""
     factories: list[Callable[[], nn.Module]] = [nets_http.Never, maker]
     monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
-    with serve(configured(net("moody", "moody"))) as live:
+    with serve(configured(net("moody", "moody", required=False))) as live:
         for _ in range(2):
             problem(ask(live, model="moody"), 503, seconds=True)
         assert state(live, "moody") == "failed"
@@ -162,7 +162,7 @@ def test_no_room(serve: Serve) -> None:
 
 def test_failed_models_take_no_room(serve: Serve) -> None:
     """Models that failed take nobody's place."""
-    specs = [net(f"never{number}", "Never") for number in range(3)]
+    specs = [net(f"never{number}", "Never", required=False) for number in range(3)]
     with serve(configured(*specs, net("a", "Gated", load="lazy")), max_loaded_models=2) as live:
         assert ask(live, model="a").status_code == 200
 

@@ -14,7 +14,7 @@ from tests.service.busy import ask, until
 from tests.service.conftest import Serve
 from tests.service.nets_http import Gated
 from tests.service.sockets import END, exchanged
-from tests.service.support import Control, configured, net, problem
+from tests.service.support import Control, configured, image, net, picture, problem
 
 
 def test_alive_and_ready(live: Live) -> None:
@@ -72,6 +72,45 @@ def test_dead_thread(serve: Serve) -> None:
         until(lambda: live.client.get("/livez").status_code == 503)
         problem(live.client.get("/livez"), 503, seconds=True)
         problem(live.client.get("/readyz"), 503, seconds=True)
+
+
+def test_not_ready_without_a_model(serve: Serve) -> None:
+    """While a model wanted from the start has failed the server is not ready, and says what kind of failure it is.
+
+    Whoever asks has no key: neither names nor reasons are told. The others serve, and a load that goes well mends it.
+    """
+    gone = net("gone", "Gated", weights="/secret/gone.safetensors")
+    with serve(configured(gone, net("never", "Never"), net("other", "Gated", load="lazy")), wait=False) as live:
+        until(lambda: {model["state"] for model in live.client.get("/models").json()["models"]} == SETTLED)
+        body = problem(live.client.get("/readyz"), 503, seconds=True)
+        assert "2 of the models" in body["detail"]
+        assert "weights, code" in body["detail"]
+        assert "gone" not in str(body)
+        assert live.client.get("/livez").status_code == 200
+        assert live.client.post("/extract", json={"inputs": [image(picture())], "layers": ["head"]}).status_code == 200
+
+
+SETTLED = {"ready", "failed", "available"}
+
+
+def test_ready_once_it_is_loaded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an administrator loads after all makes the server ready."""
+    factories = [nets_http.Never, Gated]
+    monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
+    with serve(configured(net("moody", "moody")), wait=False) as live:
+        until(lambda: live.client.get("/models/moody").json()["state"] == "failed")
+        assert "1 of the models" in problem(live.client.get("/readyz"), 503, seconds=True)["detail"]
+        assert live.client.post("/models/moody/load").status_code == 200
+        assert live.client.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"required": False}, {"load": "lazy"}])
+def test_ready_without_what_is_not_required(serve: Serve, fields: dict[str, object]) -> None:
+    """A model that is not required, or not wanted from the start, keeps nobody away when it has failed."""
+    with serve(configured(net("never", "Never", **fields))) as live:
+        problem(ask(live, model="never"), 503, seconds=True)
+        assert live.client.get("/models/never").json()["state"] == "failed"
+        assert live.client.get("/readyz").status_code == 200
 
 
 def test_way_to_the_documentation(live: Live, control: Control) -> None:

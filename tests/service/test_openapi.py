@@ -94,7 +94,8 @@ def test_extract(document: Json) -> None:
     assert {"model", "inputs", "layers", "pool", "normalize", "dtype", "encoding", "on_error"} <= set(
         body["properties"]
     )
-    assert body["required"] == ["layers"]
+    assert "required" not in body  # without layers the model's embedding is meant
+    assert "default" not in body["properties"]["layers"]
     layer = document["components"]["schemas"]["LayerBody"]["properties"]
     assert {"layer", "type", "call", "path", "site", "pool", "channels", "tokens", "as"} <= set(layer)
 

@@ -1,0 +1,59 @@
+"""A model's embedding: the one tensor that a request without layers means, and what makes a vector of it; no torch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+
+from layertap.models.catalog import Catalog, Layer, Leaf
+from layertap.models.errors import RequestError, SelectorError, quoted
+from layertap.models.points import Embedding, Pool, Reduction, Selector, path_text
+from layertap.models.selectors import find, parse
+
+SITES = ("output", "input")
+
+
+def default_embedding(catalog: Catalog) -> Selector | None:
+    """What goes into the last fully connected layer that runs, else the model's output; None where neither will do."""
+    last = max(catalog.layers.values(), key=_end_of_linear)
+    outputs = [f".{path_text(leaf.path)}" for leaf in catalog.layers["."].calls[0].output.leaves]
+    for text in (*([f"{last.name}:input"] if _end_of_linear(last) > 0 else []), *outputs):
+        with suppress(RequestError):
+            return find_embedding(text, catalog)
+    return None
+
+
+def find_embedding(text: str, catalog: Catalog) -> Selector:
+    """The selector of a configured embedding, with the pool that makes a vector of each row.
+
+    UnknownLayerError, SelectorError where it names not just one tensor with an entry for each row.
+    """
+    selector = parse(text)
+    if selector.site not in SITES:
+        raise SelectorError(f"{quoted(text)} is no embedding", hint="name an output or an input")
+    found, _ = find(selector, catalog)
+    if len(found) != 1 or selector.is_glob or selector.call == "*":
+        keys = ", ".join(quoted(item.key) for item in found[:5])
+        raise SelectorError(f"{quoted(text)} names {len(found)} tensors, an embedding is one", hint=f"name one: {keys}")
+    leaf = found[0].leaf
+    if leaf.row_axis is None or leaf.mixed:
+        raise SelectorError(f"{quoted(text)} does not hold one entry for each input", hint="name another layer")
+    return replace(selector, reduction=Reduction(pool=_pool(leaf)))
+
+
+def reduce_embedding(selector: Selector, wanted: Embedding) -> Selector:
+    """The selector of an embedding with what a request wants done to it."""
+    pool = wanted.pool or selector.reduction.pool
+    if wanted.pool is None and wanted.normalize and pool == "none":
+        pool = "flatten"  # the same numbers; only what is pooled is normalised
+    return replace(selector, reduction=Reduction(pool=pool, normalize=wanted.normalize, dtype=wanted.dtype))
+
+
+def _pool(leaf: Leaf) -> Pool:
+    if len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.per_row == 1:
+        return "none"
+    return "mean" if leaf.layout is not None and "C" in leaf.layout else "flatten"
+
+
+def _end_of_linear(layer: Layer) -> int:
+    return layer.calls[-1].output.order if layer.calls and layer.type == "Linear" else 0

@@ -1,0 +1,86 @@
+"""How a configuration writes sources, weights and devices: text to what it means; no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+
+from layertap.models.errors import LoadError, near, of_kind, quoted
+
+KINDS = ("torchvision", "timm", "transformers", "python")
+CHECKPOINTS = (".safetensors", ".pth", ".pt")
+SOURCE_HINT = "type torchvision:ARCH, timm:ARCH, transformers:PATH or python:package.module:factory"
+CHECKPOINT_HINT = (
+    "give a .safetensors file, or a .pth or .pt file that torch.save(module.state_dict(), …) wrote, or random:SEED"
+)
+OPTIONAL = ("timm", "transformers")  # libraries that are installed with an extra of their name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from: a seed, a checkpoint, or, with neither, a name that the source knows.
+
+    ``label`` is for people: it never holds a directory.
+    """
+
+    label: str
+    seed: int | None = None
+    path: Path | None = None
+
+
+@of_kind("weights")
+def origin(text: str) -> Origin:
+    """What a configuration's ``weights`` means.
+
+    Raises LoadError for a seed that is no whole number and for a file of a kind that is not read.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "random":
+        return Origin(text, seed=_seed(rest))
+    if Path(text).suffix.lower() in CHECKPOINTS:
+        return Origin(base_name(text), path=Path(text))
+    if base_name(text) != text:
+        raise LoadError(f"weights {quoted(base_name(text))} are of a kind that is not read", hint=CHECKPOINT_HINT)
+    return Origin(text)
+
+
+def parse_device(name: str) -> tuple[str, int]:
+    """The kind of device and its number; LoadError where it is no device's name. ``auto`` is a kind."""
+    kind, _, index = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
+        raise LoadError(f"{quoted(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
+    return kind, int(index or 0)
+
+
+def base_name(text: str) -> str:
+    """The last part of a path of either kind, or the text itself."""
+    return PureWindowsPath(text).name
+
+
+def unknown_source(kind: str, ident: str) -> LoadError:
+    """The refusal of a source that is not KIND:NAME with a kind that there is."""
+    if not ident:
+        shown = quoted(base_name(kind))
+        return LoadError(f"source {shown} has no KIND: in front of a name", hint=SOURCE_HINT)
+    matches = tuple(f"{name}:{base_name(ident)}" for name in difflib.get_close_matches(kind, KINDS, n=1))
+    return LoadError(f"sources of kind {quoted(base_name(kind))} are not known", hint=near(matches) or SOURCE_HINT)
+
+
+def unknown_name(kind: str, ident: str, names: Iterable[str]) -> LoadError:
+    """The refusal of an architecture that a source does not have, with the exact strings of near matches."""
+    shown = base_name(ident)
+    matches = tuple(f"{kind}:{name}" for name in difflib.get_close_matches(shown, names, n=3))
+    return LoadError(f"{kind} has no architecture {quoted(shown)}", hint=near(matches))
+
+
+def not_installed(library: str) -> LoadError:
+    """The refusal of a source whose library is not here."""
+    return LoadError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
+
+
+def _seed(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text[:20]) < 2**64 and len(text) <= 20:
+        return int(text)
+    raise LoadError("weights random:SEED needs a whole number from 0 to 2**64 - 1", hint="type random:0")

@@ -1,0 +1,155 @@
+"""A request without layers: the model's embedding, a vector for each input whatever the layout is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import ROW, Array, Json, arrays_of, configured, image, net, picture, problem, raw, tensor
+from tests.transformers_nets import saved, tokenizer
+
+PICTURE = (InputSpec("image", (3, 32, 32)),)
+NETS = {
+    "vit": ModelSpec("vit", "python:tests.nets:vit", inputs=PICTURE),
+    "tokens": ModelSpec("tokens", "python:tests.nets:vit", inputs=PICTURE, embedding="encoder.ln"),
+    "swin": ModelSpec("swin", "python:tests.nets:swin", inputs=PICTURE, embedding="features.1"),
+    "maps": ModelSpec("maps", "python:tests.nets:resnet", inputs=PICTURE, embedding="layer2"),
+    "resnet": ModelSpec("resnet", "python:tests.nets:resnet", inputs=PICTURE),
+    "structured": ModelSpec("structured", "python:tests.nets:Structured", inputs=(ROW,)),
+}
+# The layer, the axes of its tensor that hold neither rows nor channels, and tokens that are left out of their mean.
+EXPECTED: dict[str, tuple[str, tuple[int, ...], int]] = {
+    "vit": ("heads.head:input", (), 0),
+    "tokens": ("encoder.ln", (1,), 1),
+    "swin": ("features.1", (1, 2), 0),
+    "maps": ("layer2", (2, 3), 0),
+    "resnet": ("fc:input", (), 0),
+}
+
+
+@pytest.fixture(scope="module")
+def nets(serve: Serve) -> Iterator[Live]:
+    """A server of models whose embeddings have all sorts of layouts."""
+    with serve(configured(*(replace(spec, weights="random:0", device="cpu") for spec in NETS.values()))) as live:
+        yield live
+
+
+def rows(count: int = 2) -> list[Json]:
+    values = np.random.default_rng(5).normal(size=(count, 3, 32, 32)).astype(np.float32)
+    return [tensor(value) for value in values]
+
+
+def post(live: Live, model: str, **body: object) -> dict[str, Array]:
+    return arrays_of(live.client.post("/extract", json={"model": model, "inputs": rows(), **body}))
+
+
+@pytest.mark.parametrize("model", EXPECTED)
+def test_vectors(nets: Live, model: str) -> None:
+    """Each row gives a vector: the layer's own, or the mean over all that is no channel; its name is the layer's."""
+    layer, axes, left_out = EXPECTED[model]
+    (whole,) = post(nets, model, layers=[layer]).values()
+    expected = whole[:, left_out:].mean(axes) if axes else whole
+    found = post(nets, model)
+    assert found.keys() == {layer}
+    assert found[layer].ndim == 2
+    np.testing.assert_allclose(found[layer], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_said_wins(nets: Live) -> None:
+    """A pool that is given is taken, also none; normalize and dtype are done to the vector."""
+    assert post(nets, "maps", pool="none")["layer2"].ndim == 4
+    (whole,) = post(nets, "maps", layers=["layer2"]).values()
+    np.testing.assert_allclose(post(nets, "maps", pool="max")["layer2"], whole.max((2, 3)), rtol=1e-5)
+    for model, layer in (("maps", "layer2"), ("resnet", "fc:input")):
+        plain, unit = post(nets, model)[layer], post(nets, model, normalize=True)[layer]
+        np.testing.assert_allclose(unit, plain / np.linalg.norm(plain, axis=1, keepdims=True), rtol=1e-4, atol=1e-6)
+        assert post(nets, model, dtype="float16")[layer].dtype == np.float16
+
+
+def test_forms(live: Live) -> None:
+    """All three forms, and the estimate, mean the same without layers; the receipt says what was taken."""
+    png = picture(3)
+    reply = live.client.post("/extract", json={"inputs": [image(png)]})
+    (vector,) = arrays_of(live.client.post("/extract", **raw(png, "image/png", layers="pool"))).values()
+    found = arrays_of(reply)
+    assert found.keys() == {"pool"}
+    np.testing.assert_allclose(found["pool"], vector.mean((2, 3)), rtol=1e-5)
+    receipt = reply.json()["receipts"]["pool"]
+    assert (receipt["layer"], receipt["pool"], receipt["captured"]) == ("pool", "mean", [1, 64, 1, 1])
+    same = (
+        raw(png, "image/png"),
+        {"files": [("images", png)]},
+        {"files": [("request", (None, "{}", "application/json")), ("images", png)]},
+        {"json": {"layers": ["pool"], "pool": "mean", "inputs": [image(png)]}},
+    )
+    for request in same:
+        assert live.client.post("/extract", **request).content == reply.content
+    dry = live.client.post("/extract", params={"dry_run": "true"}).json()
+    assert {key: each["shape"] for key, each in dry["features"].items()} == {"pool": [1, 64]}
+    assert dry["fingerprint"] == reply.headers["x-layertap-fingerprint"]
+
+
+def test_shown(nets: Live) -> None:
+    """The model and its catalogue name the embedding."""
+    for model, (layer, _, _) in EXPECTED.items():
+        assert nets.client.get(f"/models/{model}").json()["embedding"] == layer
+        assert nets.client.get(f"/models/{model}/layers").json()["embedding"] == layer
+
+
+def test_of_an_output_with_parts(nets: Live) -> None:
+    """Where the model's output has several tensors, the embedding is one of them."""
+    values = [tensor(np.ones(4, np.float32))]
+    found = arrays_of(nets.client.post("/extract", json={"model": "structured", "inputs": values}))
+    assert list(found) == [nets.client.get("/models/structured").json()["embedding"]]
+    assert all(array.ndim == 2 for array in found.values())
+
+
+@pytest.mark.parametrize(
+    ("embedding", "says"),
+    [
+        ("lniear", "there is no layer 'lniear'; did you mean 'linear'?"),
+        ("linear#4", "there is no call 4"),
+        ("*", "names 1 tensors, an embedding is one; name one: 'linear'"),
+        ("linear:grad_output", "name an output or an input"),
+        ("linear[0]", "leave the path out"),
+    ],
+)
+def test_mistyped(serve: Serve, embedding: str, says: str) -> None:
+    """An embedding that is not there fails the model when it is loaded, and says what there is."""
+    spec = net("gated", "Gated", embedding=embedding, required=False)
+    with serve(configured(spec)) as live:
+        body = live.client.get("/models/gated").json()
+        assert (body["state"], body["embedding"]) == ("failed", embedding)
+        assert body["reason"].startswith("embedding: ")
+        assert says in body["reason"]
+        problem(
+            live.client.post("/extract", json={"model": "gated", "inputs": [tensor(np.ones(4, np.float32))]}),
+            503,
+            seconds=True,
+        )
+
+
+def test_texts(serve: Serve, tmp_path: Path) -> None:
+    """What only pads a text is no part of its vector, whatever it shares a request with."""
+    module = saved("bert", tmp_path / "bert")
+    tokenizer(tmp_path / "bert")
+    spec = ModelSpec("bert", f"transformers:{tmp_path / 'bert'}", device="cpu", embedding=".[last_hidden_state]")
+    ids = [[2, 5, 6, 3], [2, *[7, 8, 9, 10] * 3, 3]]
+    expected = []
+    for each in ids:
+        with torch.no_grad():
+            hidden = module(input_ids=torch.tensor([each]), attention_mask=torch.ones(1, len(each))).last_hidden_state
+        expected.append(hidden[0, 1:].mean(0).numpy())
+    with serve(configured(spec)) as live:
+        for texts in ([0], [0, 1], [1]):
+            body = {"model": "bert", "inputs": [{"tokens": ids[text]} for text in texts]}
+            (found,) = arrays_of(live.client.post("/extract", json=body)).values()
+            np.testing.assert_allclose(found, np.stack([expected[text] for text in texts]), rtol=1e-4, atol=1e-5)
