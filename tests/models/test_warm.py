@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -27,6 +28,8 @@ from layertap.models.warm.ready import made_ready, plan_of
 from tests.conftest import WARM, net_spec
 from tests.nets import batch
 from tests.oracle import record
+
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 
 
 @pytest.fixture(scope="module")
@@ -264,12 +267,42 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
 
 
 def test_folder(tmp_path: Path) -> None:
-    """Files in it are run: nobody else may write there."""
+    """Files in it are run: who may write there is this user, or this process's own group, as Kubernetes' fsGroup has it."""
     place = tmp_path / "new"
     assert folder(place).stat().st_mode & 0o777 == 0o700
-    place.chmod(0o770)
-    with pytest.raises(WarmError, match="chmod 700"):
-        folder(place)
+    os.chown(place, -1, os.getegid())
+    for mode in (0o770, 0o2770, 0o775):
+        place.chmod(mode)
+        assert folder(place) == place
     (tmp_path / "file").write_text("")
-    with pytest.raises(WarmError, match="can't be used"):
+    with pytest.raises(WarmError, match=f"{tmp_path}/file/below can't be used"):
         folder(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "group", "says"),
+    [
+        (0o702, -1, -1, "chmod o-w"),
+        (0o777, -1, -1, "chmod o-w"),
+        pytest.param(0o770, -1, 54321, "chmod g-w", marks=AS_ROOT),
+        pytest.param(0o700, 54321, -1, "chown", marks=AS_ROOT),
+    ],
+)
+def test_folder_of_others(
+    loaded: Callable[..., LoadedModel],
+    tmp_path: Path,
+    lines: list[Any],
+    mode: int,
+    user: int,
+    group: int,
+    says: str,
+) -> None:
+    """A folder that others may write to is not used; the log names it, and what to type."""
+    place = tmp_path / "shared"
+    place.mkdir()
+    os.chown(place, user, group)
+    place.chmod(mode)
+    model = loaded("Chain")
+    assert made_ready(replace(model, spec=replace(model.spec, warm=(WARM,))), place).compiled == (None,)
+    assert says in lines[0]["reason"]
+    assert str(place) in lines[0]["reason"]
