@@ -1,4 +1,4 @@
-"""The command line: ``layertap serve | models | layers | extract``."""
+"""The command line: ``layertap serve | check | models | layers | plan | extract``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
     from layertap.models.plan import Plan
+    from layertap.models.registry import Registry
+    from layertap.service.config import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
     from layertap.service.engine.job import Ask
     from layertap.service.features import Features
+    from layertap.service.fetching.fetcher import Fetcher
     from layertap.service.inputs import ImageItem
     from layertap.service.settings import Settings
 
@@ -34,6 +37,7 @@ out = Console()
 notes = Console(stderr=True)
 BATCH = 32
 SPINS = "20000"
+DRAIN_DELAY_S = 5.0  # balancers look every few seconds
 POOLS = "none, mean, mean_all, max, gem, cls, flatten"
 
 Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
@@ -45,7 +49,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except LayertapError as error:
-        _end(error.detail + (f" ({error.hint})" if error.hint else ""))
+        _end(_said(error))
     except OSError as error:  # of the operator's own files
         _end(f"{error.filename}: {error.strerror}")
 
@@ -53,6 +57,27 @@ def main() -> None:
 def _end(reason: str) -> NoReturn:
     notes.print(f"layertap: {reason}", markup=False, soft_wrap=True)
     sys.exit(2)
+
+
+def _said(error: LayertapError) -> str:
+    return error.detail + (f" ({error.hint})" if error.hint else "")
+
+
+def _print_version(wanted: bool) -> None:
+    from layertap.service.version import version
+
+    if wanted:
+        out.print(f"layertap {version()}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take what holds for all commands."""
 
 
 @app.command()
@@ -66,34 +91,77 @@ def serve(
     ] = None,
 ) -> None:
     """Start the server."""
-    from layertap.service.settings import LOOPBACK
+    settings, configuration, fetcher = _checked(
+        host=host, port=port, config=config, log_level=log_level, root_path=root_path
+    )
+    from layertap.service.http.sockets import bind
 
-    settings = _settings(host=host, port=port, config=config, log_level=log_level, root_path=root_path)
-    if settings.host not in LOOPBACK and not settings.guarded:
-        raise LayertapError(
-            f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
-        )
+    listeners = bind(settings.host, settings.port)
+    from layertap.service import logs, process, terminal
+
+    process.ends_with_0()  # the imports below take seconds
+    text = terminal.wants_text(settings)
+    logs.configure(settings.log_level, text)
+    if text:
+        terminal.tell_start(notes, configuration)
     # Threads of an operation wait for each other by spinning; by libgomp's own setting, where another process has taken
     # a core, for so long that a forward takes seconds. torch reads this when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     import uvicorn
 
-    from layertap.service import process
-
-    process.ends_with_0()  # the imports below take seconds
-    from layertap.service import allocator, logs
+    from layertap.service import allocator
     from layertap.service.app import create_app
     from layertap.service.http.listening import options
 
     allocator.keep_large_blocks()
-    asgi = create_app(settings)
-    logs.configure(settings.log_level)
+    summary = terminal.Summary(notes, listeners[0].getsockname(), settings.guarded)
+    asgi = create_app(settings, configuration, fetcher, summary.tell if text else None)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
     fleet = asgi.state.engine.fleet
-    chosen = uvicorn.Config(asgi, host=settings.host, port=settings.port, **options(settings))
-    process.Server(chosen, lambda: fleet.alive, fleet.hurry).work()
+    delay = settings.drain_delay_s
+    if delay is None:
+        delay = 0.0 if terminal.interactive() else DRAIN_DELAY_S
+    chosen = uvicorn.Config(asgi, **options(settings))
+    process.Server(chosen, lambda: fleet.alive, fleet.hurry, fleet.leave, delay).work(listeners)
+
+
+@app.command()
+def check(config: Config = None) -> None:
+    """Check settings, configuration and models without serving; status 2 where something is wrong.
+
+    Models are loaded one after another, but for lazy ones whose weights would be downloaded.
+    """
+    settings, configuration, fetcher = _checked(config=config)
+    from layertap.models.warm.ready import plan_of
+    from layertap.service import terminal
+    from layertap.service.app import create_engine
+
+    registry = create_engine(settings, configuration, fetcher, warm=False).fleet.registry
+    left = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
+    failed = False
+    for spec in (entry.spec for entry in registry if entry.spec.name not in left):
+        try:
+            with _waiting(f"loading {spec.name}"):
+                model = registry.load(spec.name)
+                for warm in spec.warm:
+                    plan_of(model, warm)
+        except LayertapError as error:
+            failed = True
+            out.print(f"{spec.name}: failed: {_said(error)}", markup=False, highlight=False, soft_wrap=True)
+        else:
+            facts = f"{model.device}, {spec.precision}, {len(model.catalog.layers)} layers"
+            out.print(f"{spec.name}: ready on {facts}", markup=False, highlight=False, soft_wrap=True)
+            del model
+        registry.unload(spec.name)
+    if left:
+        names = terminal.listed(left, "models")
+        out.print(
+            f"{names}: not loaded, for weights would be downloaded", markup=False, highlight=False, soft_wrap=True
+        )
+    if failed:
+        raise typer.Exit(2)
 
 
 @app.command()
@@ -181,6 +249,23 @@ def _settings(**given: Any) -> Settings:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise LayertapError(f"LAYERTAP_{str(first['loc'][0]).upper()}: {first['msg']}") from None
+
+
+def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
+    """The settings, the configuration that they name, if any, and what fetches URLs: what can be wrong before torch.
+
+    LayertapError.
+    """
+    from layertap.service import config
+    from layertap.service.fetching.fetcher import Fetcher
+    from layertap.service.settings import LOOPBACK
+
+    settings = _settings(**given)
+    if settings.host not in LOOPBACK and not settings.guarded:
+        raise LayertapError(
+            f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
+        )
+    return settings, config.read(settings.config) if settings.config else None, Fetcher(settings)
 
 
 def _engine(config: Path | None, *, warm: bool = False) -> Engine:

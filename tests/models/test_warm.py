@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from layertap.models.points import Objective, Reduction, Selector
 from layertap.models.selectors import parse
 from layertap.models.spec import WarmSpec
 from layertap.models.union import Share
+from layertap.models.warm import ready
 from layertap.models.warm.compiling import WarmError, folder, key
 from layertap.models.warm.exporting import exported
-from layertap.models.warm.ready import made_ready, plan_of
+from layertap.models.warm.ready import _follow, made_ready, plan_of
 from tests.conftest import WARM, net_spec
 from tests.nets import batch
 from tests.oracle import record
@@ -250,6 +252,34 @@ def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: l
     assert "does not load" in lines[0]["reason"]
 
 
+def test_progress(caplog: pytest.LogCaptureFixture) -> None:
+    """While another process compiles, the log counts its graphs; what it says at last is the reason of a failure."""
+    caplog.set_level(logging.INFO, "layertap")
+    ours, theirs = Pipe(duplex=False)
+    for said in ((1, 4), (2, 4), "it can't be compiled"):
+        theirs.send(said)
+    assert _follow(ours, "Chain") == "it can't be compiled"
+    fields = [vars(record)["fields"] for record in caplog.records]
+    assert {each["model"] for each in fields} == {"Chain"}
+    assert [(each["graph"], each["graphs"]) for each in fields if "graph" in each] == [(1, 4), (2, 4)]
+
+
+def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each graph that is missing is told once with its number; a plan that no graph can give is left out."""
+    spec = replace(loaded("Chain").spec, warm=(WARM, WARM, WarmSpec(("head:grad_output",), compile=True)))
+    told: list[tuple[int, int]] = []
+
+    def tell(number: int, count: int) -> None:
+        told.append((number, count))
+        if number == count:
+            raise InterruptedError
+
+    monkeypatch.setattr(ready, "compiled", lambda program, path: None)
+    with pytest.raises(InterruptedError):
+        ready.build(spec, tmp_path, 1, tell)
+    assert told == [(1, 2), (2, 2)]
+
+
 def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and everything is answered."""
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
@@ -267,7 +297,7 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
 
 
 def test_folder(tmp_path: Path) -> None:
-    """Files in it are run: who may write there is this user, or this process's own group, as Kubernetes' fsGroup has it."""
+    """Files in it are run: only this user may write there, or the process's own group: Kubernetes' fsGroup."""
     place = tmp_path / "new"
     assert folder(place).stat().st_mode & 0o777 == 0o700
     os.chown(place, -1, os.getegid())
