@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import http.client
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 
 from layertap.models.digits import spec as digits
 from tests.service.busy import until
-from tests.service.load_server import Process, process
+from tests.service.load_server import ROOT, Process, process
 from tests.service.support import picture
 
 END_S = 60
@@ -24,6 +27,39 @@ DELAY_S = 2.0
 PATH = "/extract?layers=head"
 HEADERS = {"Content-Type": "image/png"}
 MOST = 100_000  # requests of a client
+CLIENTS = 8
+BUSY = """
+import uvicorn
+from layertap.service.http.listening import options
+from layertap.service.http.sockets import bind
+from layertap.service.process import Server, ends_with_0
+from layertap.service.settings import Settings
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+(listener,) = bind("127.0.0.1", 0)
+ends_with_0()
+print(listener.getsockname()[1], flush=True)
+chosen = uvicorn.Config(app, lifespan="off", **options(Settings()))
+Server(chosen, lambda: True, lambda: None, lambda: None, 0.2).work([listener])
+"""
+SENDING = """
+import socket, sys
+answered = 0
+while True:
+    try:
+        connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    except ConnectionRefusedError:
+        break
+    with connection:
+        connection.sendall(b"GET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+        assert connection.recv(1024).startswith(b"HTTP/1.1 200"), "a connection ended without a reply"
+    answered += 1
+    if answered == 50:
+        print("sending", flush=True)
+"""
 
 
 @dataclass
@@ -95,6 +131,28 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
         assert client.refused - begun >= DELAY_S
     assert all(client.reused for client in clients[:KEPT])
     assert all(client.endings[-1] for client in clients[:KEPT])
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux keeps new connections away")
+def test_no_connection_is_reset() -> None:
+    """Of connections as fast as they can be made, up to the last: each is answered or refused."""
+    words = [sys.executable, "-c", BUSY]
+    with ExitStack() as ends:
+        server = ends.enter_context(subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+        ends.callback(server.kill)
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
+        sending = [sys.executable, "-c", SENDING, port]
+        clients = [
+            ends.enter_context(subprocess.Popen(sending, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            for _ in range(CLIENTS)
+        ]
+        for client in clients:
+            assert client.stdout is not None
+            assert client.stdout.readline() == "sending\n"
+        server.send_signal(signal.SIGTERM)
+        assert [client.communicate(timeout=END_S)[1] for client in clients] == [""] * CLIENTS
+        assert server.wait(END_S) == 0
 
 
 def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
