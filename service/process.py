@@ -71,16 +71,9 @@ class Server(uvicorn.Server):
         for listener in sockets or ():
             log.info("listening on %s", url(listener.getsockname()))
 
-    async def main_loop(self) -> None:
-        """Serve until asked to end, and then as long as others may not know of it."""
-        await super().main_loop()
-        if not self._drained and self._alive():
-            log.info("draining", extra={"fields": {"seconds": self._delay}})
-            self._on_drain()
-            await self._drain()
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, and wait for what was accepted."""
+        """Go on as long as others may not know of it, then stop accepting, and wait for what was accepted."""
+        await self._drain()
         log.info("stopping")
         await self._close_after_replies()
         for listener in sockets or ():
@@ -97,6 +90,10 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def _drain(self) -> None:
+        if self._drained or not self._alive():
+            return
+        log.info("draining", extra={"fields": {"seconds": self._delay}})
+        self._on_drain()
         last = min(CLOSING_S, self._delay / 2)
         await self._go_on(self._delay - last)
         await self._close_after_replies()

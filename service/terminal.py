@@ -75,7 +75,7 @@ class Summary:
             ("models", [*_models(fleet)]),
             ("keys", [self._keys()]),
             ("try", self._trial(fleet)),
-            ("docs", [escape(f"{self._here}/docs")]),
+            ("docs", [escape(f"{self.here}/docs")]),
             ("end", ["Ctrl+C"]),
         ]
         _tell(self.console, "", f"  [bold]layertap {version()} {state} on {escape(place)}[/]", "")
@@ -85,7 +85,7 @@ class Summary:
         _tell(self.console, "")
 
     @property
-    def _here(self) -> str:
+    def here(self) -> str:
         """The server's address for a client on this machine."""
         host = ip_address(str(self.address[0]).partition("%")[0])
         loopback = "127.0.0.1" if host.version == 4 else "::1"
@@ -100,8 +100,8 @@ class Summary:
         key = '-H "X-API-Key: $KEY" ' if self.guarded else ""
         body = _body(fleet)
         if body is None:
-            return [_shown(f"curl -s {key}{self._here}/models")]
-        curl = f"curl -s {key}{self._here}/extract -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+            return [_shown(f"curl -s {key}{self.here}/models")]
+        curl = f"curl -s {key}{self.here}/extract -H 'Content-Type: application/json' -d {shlex.quote(body)}"
         return [_shown(f"{curl} | head -c 300; echo")]
 
 

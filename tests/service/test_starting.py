@@ -14,11 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from select import select
 from threading import Thread
 
 import httpx
 import pytest
+from rich.console import Console
 
+from layertap.service.http.sockets import Address, bind, url
+from layertap.service.terminal import Summary
 from tests.conftest import WARM
 from tests.service.busy import until
 from tests.service.load_server import ROOT
@@ -104,6 +108,51 @@ def test_mistake_in_a_configuration(torchless: dict[str, str], tmp_path: Path) -
     for word in ("serve", "check"):
         words = ["--port", "0"] if word == "serve" else []
         assert run(word, *words, "--config", models(tmp_path, CHAIN), env=torchless).returncode == 99
+
+
+@pytest.mark.parametrize(("host", "families"), [("127.0.0.1", 1), ("localhost", 2), ("::1", 1)])
+def test_bind(host: str, families: int) -> None:
+    """Every address of a host is listened on, all on one port, and again as soon as that has ended."""
+    if ":" in host and not _has_ipv6():
+        pytest.skip("there is no IPv6")
+    port = 0
+    for _ in range(2):
+        listeners = bind(host, port)
+        assert 1 <= len(listeners) <= families
+        (port,) = {listener.getsockname()[1] for listener in listeners}
+        assert url(listeners[0].getsockname()).endswith(f":{port}")
+        with socket.create_connection((host, port)) as client:
+            accepted = [listener.accept()[0] for listener in listeners if select([listener], [], [], 0)[0]]
+            assert len(accepted) == 1
+            accepted[0].close()  # first, so that the system remembers the connection
+            assert client.recv(1) == b""
+        for listener in listeners:
+            listener.close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_default_delay() -> None:
+    """Where nobody sits before it, a server that is asked to end goes on for 5 s."""
+    words = command("serve", "--port", "0")
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stderr is not None
+        lines = (json.loads(line) for line in running.stderr)
+        assert any(line["message"].startswith("listening on") for line in lines)
+        running.terminate()
+        seconds = next(line["seconds"] for line in lines if line["message"] == "draining")
+        running.terminate()
+        assert [line for line in lines if line["level"] not in ("info", "debug")] == []
+        assert running.wait(END_S) == 0
+    assert seconds == 5
 
 
 def test_version(torchless: dict[str, str]) -> None:
@@ -198,6 +247,7 @@ def test_on_a_terminal() -> None:
         shown.running.send_signal(signal.SIGINT)
         assert shown.running.wait(END_S) == 0
         assert "Traceback" not in shown.text
+        assert "serving for" not in shown.text
 
 
 def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
@@ -216,6 +266,20 @@ def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
         assert '"models"' in done.stdout
         shown.running.terminate()
         assert shown.running.wait(END_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "here"),
+    [
+        (("127.0.0.1", 8000), "http://127.0.0.1:8000"),
+        (("0.0.0.0", 8000), "http://127.0.0.1:8000"),
+        (("::", 8000, 0, 0), "http://[::1]:8000"),
+        (("fe80::1%lo", 8000, 0, 1), "http://[fe80::1%lo]:8000"),
+    ],
+)
+def test_address_to_try(address: Address, here: str) -> None:
+    """A server on all addresses is reached at this machine's own."""
+    assert Summary(Console(), address, True).here == here
 
 
 @pytest.mark.slow
