@@ -48,7 +48,7 @@ class TextFormatter(logging.Formatter):
         text = _sentence(record) if record.levelno < logging.WARNING else f"{level.lower()}: {_sentence(record)}"
         if self._colours and level in COLOURS:
             text = f"\x1b[{COLOURS[level]}m{text}\x1b[0m"
-        lines = [f"{time.strftime('%H:%M:%S', time.localtime(record.created))}  {text}"]
+        lines = [f"{self.formatTime(record, '%H:%M:%S')}  {text}"]
         if record.exc_info:
             lines += map(printable, self.formatException(record.exc_info).splitlines())
         return "\n".join(lines)
