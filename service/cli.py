@@ -134,34 +134,35 @@ def check(config: Config = None) -> None:
     Models are loaded one after another, but for lazy ones whose weights would be downloaded.
     """
     settings, configuration, fetcher = _checked(config=config)
-    from layertap.models.warm.ready import plan_of
     from layertap.service import terminal
     from layertap.service.app import create_engine
 
     registry = create_engine(settings, configuration, fetcher, warm=False).fleet.registry
     left = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
     failed = False
-    for spec in (entry.spec for entry in registry if entry.spec.name not in left):
+    for name in [entry.spec.name for entry in registry if entry.spec.name not in left]:
         try:
-            with _waiting(f"loading {spec.name}"):
-                model = registry.load(spec.name)
-                for warm in spec.warm:
-                    plan_of(model, warm)
+            with _waiting(f"loading {name}"):
+                state = _tried(registry, name)
         except LayertapError as error:
-            failed = True
-            out.print(f"{spec.name}: failed: {_said(error)}", markup=False, highlight=False, soft_wrap=True)
-        else:
-            facts = f"{model.device}, {spec.precision}, {len(model.catalog.layers)} layers"
-            out.print(f"{spec.name}: ready on {facts}", markup=False, highlight=False, soft_wrap=True)
-            del model
-        registry.unload(spec.name)
+            failed, state = True, f"failed: {_said(error)}"
+        out.print(f"{name}: {state}", markup=False, highlight=False, soft_wrap=True)
+        registry.unload(name)
     if left:
-        names = terminal.listed(left, "models")
-        out.print(
-            f"{names}: not loaded, for weights would be downloaded", markup=False, highlight=False, soft_wrap=True
-        )
+        state = "not loaded, for weights would be downloaded"
+        out.print(f"{terminal.listed(left, 'models')}: {state}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(2)
+
+
+def _tried(registry: Registry, name: str) -> str:
+    """What a model is once it is loaded; LayertapError where it can't be, or a warm plan names what is not there."""
+    from layertap.models.warm.ready import plan_of
+
+    model = registry.load(name)
+    for warm in model.spec.warm:
+        plan_of(model, warm)
+    return f"ready on {model.device}, {model.spec.precision}, {len(model.catalog.layers)} layers"
 
 
 @app.command()

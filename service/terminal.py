@@ -93,7 +93,7 @@ class Summary:
 
     def _keys(self) -> str:
         if self.guarded:
-            return "needed; for the line below: [bold]KEY=[/]one of yours"
+            return "needed; for the line below put one of yours into [bold]KEY[/]"
         return "not needed: only this machine can connect"
 
     def _trial(self, fleet: Fleet) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ PATH = "/extract?layers=head"
 HEADERS = {"Content-Type": "image/png"}
 MOST = 100_000  # requests of a client
 CLIENTS = 8
+HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 BUSY = """
 import uvicorn
 from layertap.service.http.listening import options
@@ -43,7 +45,7 @@ async def app(scope, receive, send):
 ends_with_0()
 print(listener.getsockname()[1], flush=True)
 chosen = uvicorn.Config(app, lifespan="off", **options(Settings()))
-Server(chosen, lambda: True, lambda: None, lambda: None, 0.2).work([listener])
+Server(chosen, lambda: True, lambda: print("ending", flush=True), delay=0.2).work([listener])
 """
 SENDING = """
 import socket, sys
@@ -152,6 +154,29 @@ def test_no_connection_is_reset() -> None:
             assert client.stdout.readline() == "sending\n"
         server.send_signal(signal.SIGTERM)
         assert [client.communicate(timeout=END_S)[1] for client in clients] == [""] * CLIENTS
+        assert server.wait(END_S) == 0
+
+
+def test_connections_at_the_end() -> None:
+    """When the server stops, a request that has begun to arrive is answered; a connection without one ends, unreset."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = ("127.0.0.1", int(server.stdout.readline()))
+        with (
+            socket.create_connection(address) as idle,
+            socket.create_connection(address) as begun,
+            socket.create_connection(address) as silent,
+        ):
+            idle.sendall(HEAD + b"\r\n")
+            assert idle.recv(1024).startswith(b"HTTP/1.1 200")
+            begun.sendall(HEAD)
+            server.terminate()
+            assert server.stdout.readline() == "ending\n"
+            begun.sendall(b"\r\n")
+            reply = begun.recv(1024)
+            assert reply.startswith(b"HTTP/1.1 200")
+            assert b"\r\nconnection: close\r\n" in reply
+            assert [each.recv(1) for each in (idle, begun, silent)] == [b"", b"", b""]
         assert server.wait(END_S) == 0
 
 
