@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import os
 import select
 import socket
 import subprocess
@@ -79,7 +80,8 @@ def served(method: str, path: str, body: bytes | None = None, headers: dict[str,
 def server(port: int) -> Iterator[subprocess.Popen[bytes]]:
     """A server with the embedded model, in a process of its own that ends with the block."""
     command = [*LAYERTAP, "serve", "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    variables = {"LAYERTAP_DRAIN_DELAY_S": "0", **os.environ}  # no balancer looks
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=variables)
     try:
         yield process
     finally:

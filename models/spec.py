@@ -14,6 +14,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
+PUBLISHED = ("torchvision", "timm")  # kinds of source whose weights are on the network
 Decode = Literal["exact", "fast", "device"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
@@ -141,6 +142,13 @@ class ModelSpec:
     def precision(self) -> str:
         """How exactly it computes, as fingerprints tell it: float32 of fewer bits is not float32."""
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
+
+    @property
+    def downloads(self) -> bool:
+        """Whether its weights come from the network, the first time."""
+        kind = self.source.partition(":")[0]
+        local = self.weights.startswith("random:") or bool(PureWindowsPath(self.weights).suffix)
+        return kind in PUBLISHED and not local
 
     @property
     def shown_source(self) -> str:

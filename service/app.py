@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -21,25 +21,35 @@ from layertap.service.http.direct import Direct
 from layertap.service.http.outermost import Outermost
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
+from layertap.service.version import version
 
 
 def create_app(
-    settings: Settings | None = None, configuration: Configuration | None = None, fetcher: Fetcher | None = None
+    settings: Settings | None = None,
+    configuration: Configuration | None = None,
+    fetcher: Fetcher | None = None,
+    on_settled: Callable[[Fleet], None] | None = None,
 ) -> FastAPI:
-    """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense."""
+    """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense.
+
+    ``on_settled`` is called on the event loop once each of these models is loaded or has failed.
+    """
     settings = settings or read_settings()
     engine = create_engine(settings, configuration, fetcher)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.fleet.start()
+        report = asyncio.create_task(_report(engine.fleet, on_settled)) if on_settled else None
         yield
+        if report:
+            report.cancel()
         await engine.close()
 
     app = FastAPI(
         title="layertap",
         summary="Any layer of any PyTorch model, over HTTP.",
-        version=_version(),
+        version=version(),
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # our own
@@ -83,8 +93,6 @@ def create_engine(
     return Engine(fleet, fetcher or Fetcher(settings), settings, figures)
 
 
-def _version() -> str:
-    try:
-        return version("layertap")
-    except PackageNotFoundError:  # run from a folder that was never installed
-        return "0"
+async def _report(fleet: Fleet, on_settled: Callable[[Fleet], None]) -> None:
+    await fleet.settled()
+    on_settled(fleet)

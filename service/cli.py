@@ -1,4 +1,4 @@
-"""The command line: ``layertap serve | models | layers | extract``."""
+"""The command line: ``layertap serve | check | models | layers | plan | extract``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
     from layertap.models.plan import Plan
+    from layertap.models.registry import Registry
     from layertap.service.config import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
     from layertap.service.engine.job import Ask
     from layertap.service.features import Features
+    from layertap.service.fetching.fetcher import Fetcher
     from layertap.service.inputs import ImageItem
     from layertap.service.settings import Settings
 
@@ -35,6 +37,7 @@ out = Console()
 notes = Console(stderr=True)
 BATCH = 32
 SPINS = "20000"
+DRAIN_DELAY_S = 5.0  # balancers look every few seconds
 POOLS = "none, mean, mean_all, max, gem, cls, flatten"
 
 Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
@@ -46,7 +49,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except LayertapError as error:
-        _end("\n".join((error.detail + (f" ({error.hint})" if error.hint else ""), *getattr(error, "__notes__", ()))))
+        _end(_said(error))
     except OSError as error:  # of the operator's own files
         _end(f"{error.filename}: {error.strerror}")
 
@@ -55,6 +58,27 @@ def _end(reason: str) -> NoReturn:
     for line in reason.splitlines():
         notes.print(f"layertap: {line}", markup=False, soft_wrap=True)
     sys.exit(2)
+
+
+def _said(error: LayertapError) -> str:
+    return "\n".join((error.detail + (f" ({error.hint})" if error.hint else ""), *getattr(error, "__notes__", ())))
+
+
+def _print_version(wanted: bool) -> None:
+    from layertap.service.version import version
+
+    if wanted:
+        out.print(f"layertap {version()}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take what holds for all commands."""
 
 
 @app.command()
@@ -68,35 +92,80 @@ def serve(
     ] = None,
 ) -> None:
     """Start the server."""
-    from layertap.service.settings import LOOPBACK
+    settings, configuration, fetcher = _checked(
+        host=host, port=port, config=config, log_level=log_level, root_path=root_path
+    )
+    from layertap.service.http.sockets import bind
 
-    settings = _settings(host=host, port=port, config=config, log_level=log_level, root_path=root_path)
-    if settings.host not in LOOPBACK and not settings.guarded:
-        raise LayertapError(
-            f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
-        )
-    configuration = _load_configuration(settings)
+    listeners = bind(settings.host, settings.port)
+    from layertap.service import logs, process, terminal
+
+    process.ends_with_0()  # the imports below take seconds
+    text = terminal.wants_text(settings)
+    logs.configure(settings.log_level, text)
+    if text:
+        terminal.tell_start(notes, configuration)
     # Threads of an operation wait for each other by spinning; by libgomp's own setting, where another process has taken
     # a core, for so long that a forward takes seconds. torch reads this when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     import uvicorn
 
-    from layertap.service import process
-
-    process.ends_with_0()  # the imports below take seconds
-    from layertap.service import allocator, logs
+    from layertap.service import allocator
     from layertap.service.app import create_app
     from layertap.service.http.listening import options
 
     allocator.keep_large_blocks()
-    asgi = create_app(settings, configuration)
-    logs.configure(settings.log_level)
+    summary = terminal.Summary(notes, listeners[0].getsockname(), settings.guarded)
+    asgi = create_app(settings, configuration, fetcher, summary.tell if text else None)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
     fleet = asgi.state.engine.fleet
-    chosen = uvicorn.Config(asgi, host=settings.host, port=settings.port, **options(settings))
-    process.Server(chosen, lambda: fleet.alive, fleet.hurry).work()
+    delay = settings.drain_delay_s
+    if delay is None:
+        delay = 0.0 if terminal.interactive() else DRAIN_DELAY_S
+    chosen = uvicorn.Config(asgi, **options(settings))
+    process.Server(chosen, lambda: fleet.alive, fleet.hurry, fleet.leave, delay).work(listeners)
+
+
+@app.command()
+def check(config: Config = None) -> None:
+    """Check settings, configuration and models without serving; status 2 where something is wrong.
+
+    Models are loaded one after another, but for lazy ones whose weights would be downloaded. One that is not required
+    may fail.
+    """
+    settings, configuration, fetcher = _checked(config=config)
+    from layertap.service import terminal
+    from layertap.service.app import create_engine
+
+    registry = create_engine(settings, configuration, fetcher, warm=False).fleet.registry
+    left = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
+    failed = False
+    for spec in [entry.spec for entry in registry if entry.spec.name not in left]:
+        name = spec.name
+        try:
+            with _waiting(f"loading {name}"):
+                state = _tried(registry, name)
+        except LayertapError as error:
+            failed, state = failed or spec.required, f"failed: {_said(error)}"
+        out.print(f"{name}: {state}", markup=False, highlight=False, soft_wrap=True)
+        registry.unload(name)
+    if left:
+        state = "not loaded, for weights would be downloaded"
+        out.print(f"{terminal.listed(left, 'models')}: {state}", markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        raise typer.Exit(2)
+
+
+def _tried(registry: Registry, name: str) -> str:
+    """What a model is once it is loaded; LayertapError where it can't be, or a warm plan names what is not there."""
+    from layertap.models.warm.ready import plan_of
+
+    model = registry.load(name)
+    for warm in model.spec.warm:
+        plan_of(model, warm)
+    return f"ready on {model.device}, {model.spec.precision}, {len(model.catalog.layers)} layers"
 
 
 @app.command()
@@ -180,13 +249,21 @@ def _settings(**given: Any) -> Settings:
     return read_settings(**given)
 
 
-def _load_configuration(settings: Settings) -> Configuration | None:
-    """What a server starts with, once all is refused that shows without torch; None where no file is named."""
-    from layertap.service import config
-    from layertap.service.fetching.urls import Hosts
+def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
+    """The settings, the configuration that they name, if any, and what fetches URLs: what can be wrong before torch.
 
-    Hosts(settings.allow_urls, settings.allow_private_urls)
-    return config.load(settings.config) if settings.config else None
+    LayertapError.
+    """
+    from layertap.service import config
+    from layertap.service.fetching.fetcher import Fetcher
+    from layertap.service.settings import LOOPBACK
+
+    settings = _settings(**given)
+    if settings.host not in LOOPBACK and not settings.guarded:
+        raise LayertapError(
+            f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
+        )
+    return settings, config.load(settings.config) if settings.config else None, Fetcher(settings)
 
 
 def _engine(config: Path | None, *, warm: bool = False) -> Engine:

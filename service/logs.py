@@ -1,11 +1,20 @@
-"""Logs as JSON, one object a line."""
+"""Logs on stderr: one JSON object a line for programs, or a short line for people."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
+
+COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
+SENTENCES = {  # of messages whose fields people would have to put together
+    "request": "{method} {path} {status}, {milliseconds} ms",
+    "a model is loaded": "{model} is ready on {device} after {seconds} s",
+    "compiling": "{model}: compiling graph {graph} of {graphs}, {seconds} s so far",
+    "draining": "serving for {seconds:g} s more, though /readyz says 503; once more to stop now",
+}
 
 
 class JsonFormatter(logging.Formatter):
@@ -26,12 +35,49 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure(level: str) -> None:
-    """Send this process's logs to stderr as JSON."""
+class TextFormatter(logging.Formatter):
+    """A record as a line for people, in ``colours`` where it is trouble; what a terminal might obey is escaped."""
+
+    def __init__(self, colours: bool = False) -> None:
+        super().__init__()
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The time of day here and what is said; an exception stands in lines of its own."""
+        level = record.levelname
+        text = _sentence(record) if record.levelno < logging.WARNING else f"{level.lower()}: {_sentence(record)}"
+        if self._colours and level in COLOURS:
+            text = f"\x1b[{COLOURS[level]}m{text}\x1b[0m"
+        lines = [f"{self.formatTime(record, '%H:%M:%S')}  {text}"]
+        if record.exc_info:
+            lines += map(printable, self.formatException(record.exc_info).splitlines())
+        return "\n".join(lines)
+
+
+def configure(level: str, text: bool) -> None:
+    """Send this process's logs to stderr, as text or as JSON."""
     # As the library's documentation has it for speed: no line tells of threads, processes, tasks or source files.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(
+        TextFormatter(sys.stderr.isatty() and not os.environ.get("NO_COLOR")) if text else JsonFormatter()
+    )
     logging.captureWarnings(True)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if text and level == "info":  # uvicorn tells of its steps; ours say the same
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def printable(text: str) -> str:
+    """A text of one line that no terminal takes for more than letters."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+def _sentence(record: logging.LogRecord) -> str:
+    message, fields = record.getMessage(), getattr(record, "fields", {})
+    sentence = SENTENCES.get(message)
+    if sentence is None:
+        details = ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
+        return printable(f"{message} ({details})" if details else message)
+    return printable(sentence.format_map(fields))

@@ -36,6 +36,7 @@ LIMITS = (  # settings that clients are told, to keep within
 )
 Keys = Annotated[tuple[str, ...], NoDecode]
 Hosts = Annotated[tuple[str, ...], NoDecode]
+LogFormat = Literal["auto", "json", "text"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -83,6 +84,7 @@ class Settings(BaseSettings):
     port: int = Field(8000, ge=0, le=65535)
     config: Path | None = None
     log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
+    log_format: Annotated[LogFormat, BeforeValidator(lambda value: str(value).lower())] = "auto"
     root_path: str = ""
     api_keys_file: Path | None = None
     admin_keys_file: Path | None = None
@@ -107,6 +109,7 @@ class Settings(BaseSettings):
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)
     deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    drain_delay_s: float | None = Field(None, ge=0, allow_inf_nan=False)  # None: as long as whoever may look needs
     url_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     max_url_fetches: int = Field(32, gt=0)
 

@@ -138,8 +138,12 @@ def memory_mib(pid: int) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """What this process has, so that settings can be tried out, less what would keep requests away."""
-    return {name: value for name, value in os.environ.items() if name not in OVERRIDDEN}
+    """What this process has, so that settings can be tried out, less what would keep requests away.
+
+    The server ends at once: no balancer looks at it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name not in OVERRIDDEN}
+    return {"LAYERTAP_DRAIN_DELAY_S": "0", **kept}
 
 
 def _stat(pid: int) -> list[str]:

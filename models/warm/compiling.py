@@ -34,15 +34,30 @@ class WarmError(LayertapError):
 
 
 def folder(path: Path) -> Path:
-    """The folder for graphs, made where it is missing; WarmError where others could write to it: what is there runs."""
+    """The folder for graphs, made where it is missing; WarmError where strangers could write to it: what is there runs.
+
+    A group that this process is in may write to it: volumes of Kubernetes (``fsGroup``) are shared like that.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = path.stat()
     except OSError as error:
-        raise WarmError(f"the folder for compiled plans can't be used ({type(error).__name__})") from error
-    if (hasattr(os, "getuid") and found.st_uid != os.getuid()) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise WarmError("the folder for compiled plans must belong to this user alone: chmod 700")
+        raise WarmError(f"the folder for compiled plans {path} can't be used ({type(error).__name__})") from error
+    reason = _exposed(found) if hasattr(os, "getuid") else ""
+    if reason:
+        raise WarmError(f"the folder for compiled plans {path} {reason} {path}")
     return path
+
+
+def _exposed(found: os.stat_result) -> str:
+    """Why what is in a folder may come from strangers, and the command that ends it; empty where it may not."""
+    if found.st_uid != os.getuid():
+        return f"belongs to another user: chown {os.getuid()}"
+    if found.st_mode & stat.S_IWOTH:
+        return "may be written to by everybody: chmod o-w"
+    if found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getegid(), *os.getgroups()):
+        return f"may be written to by group {found.st_gid}, which this process is not in: chmod g-w"
+    return ""
 
 
 def key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:

@@ -6,7 +6,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -32,6 +34,7 @@ from layertap.models.warm.compiling import WarmError, compiled, compiler, folder
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
+TELL_S = 15.0  # between two words on a graph that takes long
 COUNTS = (1, 2, 3)  # rows of the batches that are compared
 
 
@@ -68,7 +71,7 @@ def plan_of(model: LoadedModel, warm: WarmSpec) -> Plan:
 def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
     """Compile graphs in a process of its own, which takes the compiler's memory with it; WarmError where it fails.
 
-    It ends with this process, if that is sooner.
+    It ends with this process, if that is sooner. Meanwhile the log tells how far it is.
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -78,7 +81,7 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
     process.start()
     theirs.close()
     try:
-        reason = ours.recv()
+        reason = _follow(ours, spec.name)
     except EOFError:
         reason = "the compiler's process ended"
     process.join()
@@ -86,18 +89,35 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
         raise WarmError(reason)
 
 
+def _follow(ours: Connection, model: str) -> str:
+    """What a compiler's process says at its end: what went wrong, if anything did. Until then it counts graphs."""
+    begun = time.monotonic()
+    log.info("compiling warm plans, which may take minutes", extra={"fields": {"model": model}})
+    fields: dict[str, object] = {}
+    while True:
+        if ours.poll(TELL_S):
+            said = ours.recv()
+            if isinstance(said, str):
+                return said
+            fields = {"model": model, "graph": said[0], "graphs": said[1]}
+        if fields:
+            seconds = round(time.monotonic() - begun)
+            log.info("compiling", extra={"fields": {**fields, "seconds": seconds}})
+
+
 def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: int, folders: Sequence[str]) -> None:
-    """Compile, and tell what went wrong, if anything did; nothing is printed, for a server's log has a form.
+    """Compile, and tell how far it is, then what went wrong, if anything did; a server's log has a form: print nothing.
 
     Ended by SIGTERM, it removes what it has begun to write.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both: the server ends this process
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     search(folders)
     try:
-        build(spec, place, threads)
+        build(spec, place, threads, lambda number, count: theirs.send((number, count)))
     except LayertapError as error:
         theirs.send(error.detail)
     except Exception as error:
@@ -106,12 +126,21 @@ def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: i
         theirs.send("")
 
 
-def build(spec: ModelSpec, place: Path, threads: int) -> None:
-    """Compile all graphs of a model that are not there yet; raises whatever an export or a compiler does."""
+def build(spec: ModelSpec, place: Path, threads: int, tell: Callable[[int, int], None]) -> None:
+    """Compile all graphs of a model that are not there yet; raises whatever an export or a compiler does.
+
+    ``tell`` is called before each graph with its number and how many there are.
+    """
     model = loaded.load(spec, 1, threads)
-    for warm in spec.warm:
-        if warm.compile:
-            _compiled(model, _captures(model, plan_of(model, warm)), place)
+    plans = []
+    for warm in (warm for warm in spec.warm if warm.compile):
+        with suppress(WarmError):  # of a plan that is told when its turn comes; the others are compiled
+            plans.append(_captures(model, plan_of(model, warm)))
+    paths = {(captures, kind): place / f"{key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS}
+    missing = {each: path for each, path in paths.items() if not path.exists()}
+    for number, ((captures, kind), path) in enumerate(missing.items(), 1):
+        tell(number, len(missing))
+        _compile(model, captures, kind, path)
 
 
 def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> Compiled:
@@ -127,14 +156,12 @@ def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> Compi
     return with_replays(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
-def _compiled(model: LoadedModel, captures: Sequence[Capture], place: Path) -> None:
+def _compile(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
     from layertap.models.warm.exporting import exported
 
     batch = noise(model.inputs, model.device, model.dtype)
-    for kind, rows in (("one", {name: value[:1] for name, value in batch.items()}), ("several", batch)):
-        path = place / f"{key(model, captures, kind)}.pt2"
-        if not path.exists():
-            compiled(exported(model, captures, rows), path)
+    rows = {name: value[:1] for name, value in batch.items()} if kind == "one" else batch
+    compiled(exported(model, captures, rows), path)
 
 
 def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:

@@ -38,6 +38,7 @@ class Fleet:
         self.registry = registry
         self.default = default
         self.draining = False
+        self._leaving = False
         self._hurried = asyncio.Event()
         self.scheduler = Scheduler(metrics, settings.cpu_threads, on_loss=self._lose, streams=settings.gpu_streams)
         self._settings = settings
@@ -51,6 +52,12 @@ class Fleet:
             if entry.spec.load == "startup":
                 self._start(entry)
 
+    async def settled(self) -> None:
+        """Return once every model that began to load is loaded or has failed."""
+        loading = [asyncio.wrap_future(resident.settled) for resident in self._residents.values()]
+        if loading:
+            await asyncio.wait(loading)  # which cancels none of them
+
     @property
     def ready(self) -> bool:
         """Whether every model wanted from the start is loaded or has failed, and the server is not draining."""
@@ -59,7 +66,7 @@ class Fleet:
             for entry in self.registry
             if entry.spec.load == "startup" and entry.spec.name in self._residents
         )
-        return settled and not self.draining
+        return settled and not self.draining and not self._leaving
 
     @property
     def failures(self) -> list[Failure]:
@@ -71,6 +78,10 @@ class Fleet:
     def alive(self) -> bool:
         """Whether the threads of every loaded model are, and nothing is lost for good; asked by any thread."""
         return not self.scheduler.lost and not any(resident.dead for resident in list(self._residents.values()))
+
+    def leave(self) -> None:
+        """Requests are served as before, but the server is not ready any more: it will end soon."""
+        self._leaving = True
 
     def hurry(self) -> None:
         """The process is about to end: whoever waits for a model to be loaded is told so; called on the event loop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -139,6 +140,7 @@ class Resident:
         return Worker(name, lambda: self._scheduler.lose(f"a thread of model {self._name} died"))
 
     def _load(self, load: Callable[[], LoadedModel]) -> None:
+        begun = time.monotonic()
         try:
             model = load()
             if model.device.type == "cuda":
@@ -172,6 +174,8 @@ class Resident:
         sides = len(model.replicas) if model.device.type == "cpu" else 1  # on a GPU they only overlap
         self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / sides))
         self.loaded.set_result(model)
+        fields = {"model": self._name, "device": str(model.device), "seconds": round(time.monotonic() - begun, 1)}
+        log.info("a model is loaded", extra={"fields": fields})
 
     def _measured(self, model: LoadedModel) -> int:
         """Bytes that one forward may take."""

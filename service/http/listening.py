@@ -13,7 +13,7 @@ PART = 0.9  # of the deadline: what is admitted is expected to end within less, 
 OVERRIDDEN = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
     *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
-    "timeout_keep_alive_handler",
+    *("timeout_keep_alive_handler", "shutdown"),
 )
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 

@@ -18,6 +18,8 @@ from layertap.service.http.guards import GUARDS
 from layertap.service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
+FIRST_S = 1  # for the first request of a connection, once the server takes no more of them
+LEAVE_S = 0.3  # how long a request that was on its way when the connection ended may arrive
 LINGER_S = 5  # how long a peer that still sends is listened to after its reply
 SLOWEST = 1024  # bytes a second that whoever asked for a large reply has to take
 
@@ -34,6 +36,7 @@ class Connection(HttpToolsProtocol):
         self._settings = settings
         self._silent = 0  # bytes since the last of a body
         self._in_head = False
+        self._asked = False  # whether there has been a request
         self._deaf = False
         self._upgrade = False
         self._head_timer: TimerHandle | None = None
@@ -87,6 +90,7 @@ class Connection(HttpToolsProtocol):
         if self._upgrade:
             return
         self._in_head = False
+        self._asked = True
         self._head_came()
         super().on_headers_complete()
         self.cycle.transport = self._for_cycles  # type: ignore[assignment]
@@ -120,6 +124,17 @@ class Connection(HttpToolsProtocol):
         self._all_sent()
         super().resume_writing()
         self._expect_end()
+
+    def shutdown(self) -> None:
+        """The server ends: what is asked for here already is answered, and nothing more."""
+        if self._open:
+            super().shutdown()
+        elif self._in_head or self._deaf or self.transport.is_closing():
+            return  # its request is answered, or refused, and then it is closed
+        elif not self._asked:  # just accepted
+            self.loop.call_later(FIRST_S, self._end_unasked)
+        else:
+            self._say_end(LEAVE_S)
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing was asked for long; whoever has not even read the last reply does not get the rest."""
@@ -191,10 +206,18 @@ class Connection(HttpToolsProtocol):
         if self.pipeline or not self._arriving():
             self._close()
             return
+        self._say_end(LINGER_S)
+
+    def _end_unasked(self) -> None:
+        if not (self._asked or self._in_head or self._deaf or self.transport.is_closing()):
+            self._say_end(LEAVE_S)
+
+    def _say_end(self, seconds: float) -> None:
+        """Say no more, and close when the peer has had time to hear of it: what it sends until then resets nothing."""
         self._deaf = True
         self._head_came()
         self.transport.write_eof()
-        self._linger_timer = self.loop.call_later(LINGER_S, self._close)
+        self._linger_timer = self.loop.call_later(seconds, self._close)
 
     def _arriving(self) -> bool:
         """Whether the peer may be sending: what was refused, a head, or a body."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ from layertap.models.spec import WarmSpec
 from layertap.models.union import Share
 from layertap.models.warm.compiling import WarmError, folder, key
 from layertap.models.warm.exporting import exported
-from layertap.models.warm.ready import made_ready, plan_of
+from layertap.models.warm.ready import _follow, build, made_ready, plan_of
 from tests.conftest import WARM, net_spec
 from tests.nets import batch
 from tests.oracle import record
+
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +251,32 @@ def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: l
     assert "does not load" in lines[0]["reason"]
 
 
+def test_progress(caplog: pytest.LogCaptureFixture) -> None:
+    """While another process compiles, the log counts its graphs; what it says at last is the reason of a failure."""
+    caplog.set_level(logging.INFO, "layertap")
+    ours, theirs = Pipe(duplex=False)
+    for said in ((1, 4), (2, 4), "it can't be compiled"):
+        theirs.send(said)
+    assert _follow(ours, "Chain") == "it can't be compiled"
+    fields = [vars(record)["fields"] for record in caplog.records]
+    assert {each["model"] for each in fields} == {"Chain"}
+    assert [(each["graph"], each["graphs"]) for each in fields if "graph" in each] == [(1, 4), (2, 4)]
+
+
+def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    """Each graph that is missing counts once; a plan that no graph can give is left out."""
+    spec = replace(loaded("Chain").spec, warm=(WARM, WARM, WarmSpec(("head:grad_output",), compile=True)))
+    told: list[tuple[int, int]] = []
+
+    def tell(number: int, count: int) -> None:
+        told.append((number, count))
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        build(spec, tmp_path, 1, tell)
+    assert told == [(1, 2)]
+
+
 def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and everything is answered."""
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
@@ -264,12 +294,42 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
 
 
 def test_folder(tmp_path: Path) -> None:
-    """Files in it are run: nobody else may write there."""
+    """Files in it are run: only this user may write there, or the process's own group: Kubernetes' fsGroup."""
     place = tmp_path / "new"
     assert folder(place).stat().st_mode & 0o777 == 0o700
-    place.chmod(0o770)
-    with pytest.raises(WarmError, match="chmod 700"):
-        folder(place)
+    os.chown(place, -1, os.getegid())
+    for mode in (0o770, 0o2770, 0o775):
+        place.chmod(mode)
+        assert folder(place) == place
     (tmp_path / "file").write_text("")
-    with pytest.raises(WarmError, match="can't be used"):
+    with pytest.raises(WarmError, match=f"{tmp_path}/file/below can't be used"):
         folder(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "group", "says"),
+    [
+        (0o702, -1, -1, "chmod o-w"),
+        (0o777, -1, -1, "chmod o-w"),
+        pytest.param(0o770, -1, 54321, "chmod g-w", marks=AS_ROOT),
+        pytest.param(0o700, 54321, -1, "chown", marks=AS_ROOT),
+    ],
+)
+def test_folder_of_others(
+    loaded: Callable[..., LoadedModel],
+    tmp_path: Path,
+    lines: list[Any],
+    mode: int,
+    user: int,
+    group: int,
+    says: str,
+) -> None:
+    """A folder that others may write to is not used; the log names it, and what to type."""
+    place = tmp_path / "shared"
+    place.mkdir()
+    os.chown(place, user, group)
+    place.chmod(mode)
+    model = loaded("Chain")
+    assert made_ready(replace(model, spec=replace(model.spec, warm=(WARM,))), place).compiled == (None,)
+    assert says in lines[0]["reason"]
+    assert str(place) in lines[0]["reason"]

@@ -21,9 +21,16 @@ from tests.service.busy import until
 from tests.service.support import Json
 
 ROOT = Path(__file__).parents[2]
-# Small forwards, so that requests are cut in many places; so much time that a slow machine is not too slow.
-SETTINGS = {"LAYERTAP_MAX_BATCH_ROWS": "8", "LAYERTAP_DEADLINE_S": "120", "LAYERTAP_BODY_TIMEOUT_S": "120"}
-STARTED = "Uvicorn running on "
+# Small forwards, so that requests are cut in many places; so much time that a slow machine is not too slow. No balancer
+# looks whether it is ready.
+SETTINGS = {
+    "LAYERTAP_MAX_BATCH_ROWS": "8",
+    "LAYERTAP_DEADLINE_S": "120",
+    "LAYERTAP_BODY_TIMEOUT_S": "120",
+    "LAYERTAP_DRAIN_DELAY_S": "0",
+    "LAYERTAP_LOG_FORMAT": "json",
+}
+STARTED = "listening on "
 END_S = 120
 
 
@@ -47,7 +54,7 @@ class Process:
     @cached_property
     def url(self) -> str:
         """Where it listens, once it does."""
-        return next(line["message"].split()[3] for line in self.logged() if line["message"].startswith(STARTED))
+        return next(line["message"].split()[2] for line in self.logged() if line["message"].startswith(STARTED))
 
     def logged(self) -> list[Json]:
         """Every whole line of its log."""

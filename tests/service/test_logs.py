@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from io import StringIO
 
 import httpx
 import pytest
 
-from layertap.service.logs import JsonFormatter
+from layertap.service.logs import JsonFormatter, TextFormatter
 from tests.server import Live
 from tests.service.busy import blocked, connected, on_the_wire, received, row_request, until, waiting
 from tests.service.support import Json, npy, raw, rows
@@ -19,6 +20,7 @@ HOSTILE = (
     *("/%0d%0a{%22level%22:%22fake%22}", "/%00%1b[2J", "/%22%7d%0a", "/%e2%80%a8%e2%80%a9%c2%85", "/%ff%fe%ed%a0%80"),
     *("/" + "a" * 3000, "/%F0%9F%A6%84", "/?secret=query"),
 )
+MESSAGES = ("a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "ü\U0001f984")
 
 
 @pytest.fixture
@@ -109,9 +111,34 @@ def test_bugs(live: Live, lines: StringIO, value: float, status: int) -> None:
 
 def test_formatter() -> None:
     """A record is one line whatever is in it."""
-    for message in ("a\nb", "\r\n\u2028", "\ud800", "%s", "\0", "ü\U0001f984"):
+    for message in MESSAGES:
         record = logging.LogRecord("x", logging.WARNING, "f", 1, message, (), None)
         record.fields = {"odd": {1, 2}, "path": message, "class": object}
         written = JsonFormatter().format(record)
         assert len(written.splitlines()) == 1
         assert json.loads(written)["path"] == message
+
+
+def test_text() -> None:
+    """For people a record is one line too, with nothing in it that a terminal would obey."""
+    for message in (*MESSAGES, "\x1b[2J", "\x9b1m"):
+        record = logging.LogRecord("x", logging.WARNING, "f", 1, message, (), None)
+        record.fields = {"path": message}
+        written = TextFormatter().format(record)
+        assert written.isprintable()
+        assert "warning: " in written
+
+
+def test_text_of_requests_and_bugs() -> None:
+    """A request reads as one does on the wire; an exception stands below its line."""
+    record = logging.LogRecord("layertap.access", logging.INFO, "f", 1, "request", (), None)
+    record.fields = {"request_id": "7", "method": "GET", "path": "/livez", "status": 200, "milliseconds": 1.5}
+    assert TextFormatter().format(record).endswith("  GET /livez 200, 1.5 ms")
+    try:
+        raise ValueError("a\x1b[2J")
+    except ValueError:
+        bug = logging.LogRecord("layertap", logging.ERROR, "f", 1, "bug", (), sys.exc_info())
+    first, *rest = TextFormatter(colours=True).format(bug).split("\n")
+    assert first.endswith("\x1b[31merror: bug\x1b[0m")
+    assert rest[0].startswith("Traceback")
+    assert rest[-1] == r"ValueError: a\x1b[2J"

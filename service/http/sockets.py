@@ -1,0 +1,92 @@
+"""The sockets that the server listens on."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import socket
+import struct
+import sys
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from layertap.models.errors import LayertapError, quoted
+
+BACKLOG = 2048  # connections that wait to be served, as uvicorn has it
+ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # a name may have an address of a family that is off
+REFUSALS = {  # why nobody listens there, and what to type instead
+    errno.EADDRINUSE: ("is taken", "use --port with another number; --port 0 takes one that is free"),
+    errno.EADDRNOTAVAIL: ("is no address of this machine", "use --host 127.0.0.1, or 0.0.0.0 for all addresses"),
+    errno.EACCES: ("is not for everybody", "use --port with a number from 1024 on"),
+}
+SO_ATTACH_FILTER = 26  # of Linux; see socket(7)
+FLAGS, SYN, ACK = 13, 0x02, 0x10  # where a TCP header has its flags, and the first two of a connection
+NO_SYN = (  # a program of Berkeley packet filters: code, steps to go where true and where not, operand
+    (0x30, 0, 0, FLAGS),  # load that byte
+    (0x54, 0, 0, SYN | ACK),  # of it these
+    (0x15, 0, 1, SYN),  # a packet that begins a connection?
+    (0x06, 0, 0, 0),  # is dropped
+    (0x06, 0, 0, 0xFFFFFFFF),  # all others are let through
+)
+Address = tuple[Any, ...]
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets for all addresses of a host, on one port; who connects waits until somebody serves it.
+
+    LayertapError where the host can't be resolved, or an address is taken or not to be had.
+    """
+    refusal = LayertapError(f"the host {quoted(host)} has no address")
+    with ExitStack() as opened:
+        listeners: list[socket.socket] = []
+        for family, address in _resolve(host):
+            place = (address[0], port, *address[2:])
+            try:
+                listener = opened.enter_context(socket.create_server(place, family=family, backlog=BACKLOG))
+            except OSError as error:
+                refusal = _refusal(place, error)
+                if error.errno not in ABSENT:
+                    raise refusal from None
+            else:
+                listeners.append(listener)
+                port = listener.getsockname()[1]  # where it was 0
+        if not listeners:
+            raise refusal
+        opened.pop_all()
+    return listeners
+
+
+def stop_connecting(listener: socket.socket) -> None:
+    """Let no connection begin any more, so that those which have begun can be accepted before the socket is closed.
+
+    A closed one resets whoever it has not accepted yet, though that client has begun to send. Who comes later tries
+    again, and then is refused. Linux alone can do this; elsewhere nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in NO_SYN))
+    program = struct.pack("HP", len(NO_SYN), ctypes.addressof(steps))
+    with suppress(OSError):  # of a sandbox that has no filters
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+def url(address: Address) -> str:
+    """What a client types to reach a socket of this address."""
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _resolve(host: str) -> list[tuple[socket.AddressFamily, Address]]:
+    """The addresses of a host, each once; without a name those of all interfaces."""
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "this is no name"
+        hint = "use --host with an address of this machine: 127.0.0.1"
+        raise LayertapError(f"the host {quoted(host)} can't be resolved: {reason}", hint=hint) from None
+    return list(dict.fromkeys((family, address) for family, *_, address in found))
+
+
+def _refusal(place: Address, error: OSError) -> LayertapError:
+    reason, hint = REFUSALS.get(error.errno or 0, (f"can't be listened on: {error.strerror}", ""))
+    return LayertapError(f"{url(place)} {reason}", hint=hint)

@@ -1,0 +1,13 @@
+"""Which layertap this is."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+
+def version() -> str:
+    """The installed version; "0" in a folder that was never installed."""
+    try:
+        return metadata.version("layertap")
+    except metadata.PackageNotFoundError:
+        return "0"
