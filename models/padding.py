@@ -31,6 +31,11 @@ class Lengths:
         """Tokens that every text has, or may have."""
         return self.shortest if self.known else self.longest
 
+    @property
+    def kept(self) -> int:
+        """Tokens that a result has, or has at least."""
+        return self.longest if self.known else self.shortest
+
 
 def lengths_of(rows: Mapping[str, Tensor], text: Text) -> Lengths:
     """Those of rows as a model takes them: up to the last token that the mask does not leave out."""

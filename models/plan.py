@@ -238,7 +238,7 @@ def _matched(selector: Selector, goal: Goal | None, catalog: Catalog, lengths: L
         found = good
     for item in found:
         _check(item, selector.reduction, lengths)
-    length = lengths.longest if lengths is not None and lengths.known else None
+    length = lengths.kept if lengths is not None else None
     return _Match(selector, tuple(found), tuple(skipped), length)
 
 

@@ -123,7 +123,8 @@ class Engine:
             identity = _identity(takes, preprocessed, shapes)
             lengths = lengths_of(inputs, takes.text) if takes.text is not None else None
             if shapes != takes.shapes:
-                fits(_scaled(plan.plan, shapes, model, lengths), rows)
+                if lengths is None:
+                    fits(scaled(plan.plan, shapes, model.shapes), rows)
                 whole = _shapes_of(inputs, model, takes)
                 catalog = await self._catalog(model, whole, ask.deadline)
                 resumption = await self._resumption(ask, model, whole, catalog)
@@ -287,13 +288,6 @@ def _shapes_of(rows: Rows, model: LoadedModel, takes: LoadedModel) -> Shapes:
         return shape_of(rows)
     tokens = rows[takes.text.ids].shape[1 + takes.text.axis]
     return tuple((tokens,) for _ in model.inputs)
-
-
-def _scaled(plan: Plan, shapes: Shapes, model: LoadedModel, lengths: Lengths | None) -> Plan:
-    """About what a plan gives for rows of a shape; of texts only their own tokens count."""
-    if lengths is None:
-        return scaled(plan, shapes, model.shapes)
-    return scaled(plan, ((lengths.longest,),), model.shapes[:1])
 
 
 def _with_embedding(ask: Ask, model: LoadedModel) -> Ask:

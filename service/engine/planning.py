@@ -89,8 +89,8 @@ class Plans:
 
 
 def _key(catalog: Catalog, identity: str, ask: Ask, lengths: Lengths | None) -> Key:
-    # An id of what the entry keeps is nobody else's. Of lengths a plan without tokens depends on the longest only.
-    return id(catalog), identity, ask.selectors, lengths.longest if lengths is not None and lengths.known else None
+    # An id of what the entry keeps is nobody else's. Of lengths a plan without tokens depends on what is kept only.
+    return id(catalog), identity, ask.selectors, lengths.kept if lengths is not None else None
 
 
 def _is_small(ask: Ask) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,7 @@ CAPTURES: dict[str, tuple[str, Json, Change]] = {
     "tokens": ("gpt2", {"tokens": [2, 0]}, lambda value: value[[2, 0]]),
     "tokens, pooled": ("gpt2", {"tokens": [2, 0], "pool": "mean"}, lambda value: value[[2, 0]].mean(0)),
     "mean": ("gpt2", {"pool": "mean"}, lambda value: value.mean(0)),
+    "mean of all": ("bert", {"pool": "mean_all"}, lambda value: value.mean(0)),
     "max": ("convolving", {"pool": "max"}, lambda value: value.amax(0)),
     "gem": ("mixing", {"pool": "gem"}, lambda value: (value.clamp(min=1e-6) ** 3).mean(0) ** (1 / 3)),
     "statistics": (
@@ -448,3 +450,14 @@ def test_gradient_of_a_resumed_text(server: Server) -> None:
     apart = [tensor(whole[row, : len(tokens)]) for row, tokens in enumerate(TEXTS)]
     body = {"model": "gpt2", "inputs": apart, "resume": layer, "layers": [at], "encoding": "base64", **fields}
     close(arrays_of(server.live.client.post("/extract", json=body))[at], torch.from_numpy(wanted))
+
+
+def test_sizes(serve: Serve, tmp_path: Path) -> None:
+    """A reply's size is that of the texts' own tokens, with which the limit is compared."""
+    saved("gpt2", tmp_path / "gpt2")
+    spec = ModelSpec("gpt2", f"transformers:{tmp_path / 'gpt2'}", device="cpu")
+    with serve(configured(spec), max_reply_bytes=3000) as live:
+        for tokens, status in (([5] * 13, 200), ([5] * 24, 413)):
+            body = {"model": "gpt2", "inputs": [{"tokens": tokens}], "layers": [BLOCK["gpt2"]]}
+            for params in ({"format": "npz"}, {"format": "npz", "dry_run": "true"}):
+                assert live.client.post("/extract", json=body, params=params).status_code == status
