@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import TypeVar
 
 from torch import Tensor
 
-from layertap.models import fingerprint, statistics, union, verification
+from layertap.models import fingerprint, verification
 from layertap.models.catalog import Catalog
 from layertap.models.compiled import Compiled, graph_for
 from layertap.models.dtypes import DTYPES
@@ -22,17 +21,17 @@ from layertap.models.embedding import reduce_embedding
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.loaded import LoadedModel, Shapes, check_together
 from layertap.models.padding import Lengths, lengths_of
-from layertap.models.plan import Plan, Result
-from layertap.models.points import GRADIENTS, path_text
+from layertap.models.plan import Plan
 from layertap.models.resuming import Resumption, start_of
 from layertap.models.spec import InputSpec, Preprocessed
 from layertap.service.engine.deadline import within
-from layertap.service.engine.execution import Results
 from layertap.service.engine.fetching import fetched
 from layertap.service.engine.fleet import Fleet
 from layertap.service.engine.job import Ask, Job
+from layertap.service.engine.limits import check_batch, check_count, check_graph, check_survey, show_shapes
 from layertap.service.engine.planning import Planned, planned, scaled
 from layertap.service.engine.policy import Lane, Work
+from layertap.service.engine.receipts import features_of
 from layertap.service.engine.rows import (
     Attempt,
     Fetched,
@@ -48,16 +47,35 @@ from layertap.service.engine.rows import (
     shape_of,
 )
 from layertap.service.engine.worker import lone
-from layertap.service.features import Array, Features, Receipt
+from layertap.service.features import Features
 from layertap.service.fetching.fetcher import Fetcher
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
-SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
 SizeCheck = Callable[[Plan, int], None]
 Hold = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _PlannedRequest:
+    """A request with its plan, by what is known of its rows: as they were sent, then as they are.
+
+    ``takes`` is the model as one that takes the request's items, which may be outputs of a layer. ``identity`` is the
+    model's part of the fingerprints.
+    """
+
+    ask: Ask
+    model: LoadedModel
+    takes: LoadedModel
+    resumption: Resumption | None
+    catalog: Catalog
+    plan: Planned
+    identity: str
+    preprocessed: Preprocessed
+    shapes: Shapes
+    rows: int
 
 
 class Engine:
@@ -97,7 +115,58 @@ class Engine:
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
         model = model or await self.fleet.model(ask.model, ask.deadline)
-        ask = _with_embedding(ask, model)
+        request = await self._plan_sent(_with_embedding(ask, model), model)
+        likely = await self._likely(request)
+        fits(likely, request.rows)
+        items = await fetched(request.ask, request.takes, self.fetcher, hold)
+        reserved = likely.nbytes(request.rows) + request.rows * _row_bytes(request.takes.inputs, request.shapes)
+        ask.reserve(reserved)
+        if not ask.items:
+            return _job(request, {}, ask.faults)
+        inputs, faults, sent = await self._decode(ask, items, request.takes)
+        request = await self._plan_rows(request, inputs, sent, fits)
+        job = _job(request, inputs, faults)
+        self._check_forward(job)
+        ask.reserve(max(job.nbytes - reserved, 0))
+        return job
+
+    async def run(self, job: Job) -> Features:
+        """Run a job with others that take the same shape; DeadlineError, LayerNotReachedError."""
+        parts = await self.fleet.scheduler.run(self._work(job), job)
+        self.metrics.answered(job.model.spec.name, job.rows)
+        if len(parts) == 1:
+            return features_of(job, parts)
+        return await self.off_loop(lambda: features_of(job, parts), job.deadline)
+
+    def _work(self, job: Job) -> Work:
+        resident = self.fleet.resident(job.model)
+        extra = verification.wanted(job.plan, job.catalog) if job.verify else frozenset()
+        return Work(
+            lane=self._lane(job),
+            rows=job.rows,
+            depth=1.0 if job.verify or job.compiled else job.plan.cost,
+            row_bytes=_kept_bytes(job) + 2 * sum(each.nbytes(1) for each in extra),
+            priority=job.priority,
+            deadline=job.deadline,
+            alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
+            whole=job.together or not job.plan.splits,
+        )
+
+    def _lane(self, job: Job) -> Lane:
+        resident = self.fleet.resident(job.model)
+        return resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph, job.compiled, job.together)
+
+    def _check_forward(self, job: Job) -> None:
+        """TooLargeError, InputError where the rows that must share a forward are more than one may have."""
+        lane = self._lane(job)
+        check_graph(job.plan, lane)
+        if job.together:
+            check_batch(job.rows, lane)
+        else:
+            check_together(job.plan, job.catalog, job.rows, lane.ceiling)
+
+    async def _plan_sent(self, ask: Ask, model: LoadedModel) -> _PlannedRequest:
+        """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
         resumption = await self._resumption(ask, model, model.shapes, model.catalog)
         takes = model if resumption is None else model.taking(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
@@ -109,81 +178,29 @@ class Engine:
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
         check_count(rows, self.settings)
-        likely = await self._likely(ask, model, plan.plan, shapes, identity)
-        fits(likely, rows)
-        items = await fetched(ask, takes, self.fetcher, hold)
-        reserved = likely.nbytes(rows) + rows * _row_bytes(takes.inputs, shapes)
-        ask.reserve(reserved)
-        inputs: dict[str, Tensor] = {}
-        faults, compiled, together = ask.faults, None, False
-        if ask.items:
-            inputs, faults, sent = await self._decode(ask, items, takes)
-            rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
-            preprocessed, foreseen = preprocessed_by(sent, takes, shapes), identity
-            identity = _identity(takes, preprocessed, shapes)
-            lengths = lengths_of(inputs, takes.text) if takes.text is not None else None
-            if shapes != takes.shapes:
-                if lengths is None:
-                    fits(scaled(plan.plan, shapes, model.shapes), rows)
-                whole = _shapes_of(inputs, model, takes)
-                catalog = await self._catalog(model, whole, ask.deadline)
-                resumption = await self._resumption(ask, model, whole, catalog)
-                catalog = catalog if resumption is None else resumption.catalog
-            if shapes != takes.shapes or lengths is not None or identity != foreseen:
-                plan = await self._planned(ask, model, catalog, identity, lengths)
-            fits(plan.plan, rows)
-            compiled = _compiled(ask, model, plan.plan, shapes)
-            together = ask.isolated and catalog.batches and not catalog.rowwise and rows > 1
-            lane = self.fleet.resident(model).lane(catalog, shapes, plan.plan.has_graph, compiled, together)
-            _check_graph(plan.plan, lane)
-            if together:
-                _check_batch(rows, lane)
-            else:
-                check_together(plan.plan, catalog, rows, lane.ceiling)
-            held = plan.plan.nbytes(rows) + sum(value.nbytes for value in inputs.values())
-            ask.reserve(max(held - reserved, 0))
-        return Job(
-            model,
-            catalog,
-            plan.plan,
-            inputs,
-            rows,
-            ask.deadline,
-            faults,
-            ask.timings,
-            {key: fingerprint.of_batch(each) for key, each in plan.fingerprints.items()}
-            if together
-            else plan.fingerprints,
-            ask.isolated,
-            ask.priority,
-            ask.verify,
-            resumption,
-            compiled,
-            together,
-            preprocessed,
-        )
+        return _PlannedRequest(ask, model, takes, resumption, catalog, plan, identity, preprocessed, shapes, rows)
 
-    async def run(self, job: Job) -> Features:
-        """Run a job with others that take the same shape; DeadlineError, LayerNotReachedError."""
-        parts = await self.fleet.scheduler.run(self._work(job), job)
-        self.metrics.answered(job.model.spec.name, job.rows)
-        if len(parts) == 1:
-            return _features(job, parts)
-        return await self.off_loop(lambda: _features(job, parts), job.deadline)
-
-    def _work(self, job: Job) -> Work:
-        resident = self.fleet.resident(job.model)
-        extra = verification.wanted(job.plan, job.catalog) if job.verify else frozenset()
-        return Work(
-            lane=resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph, job.compiled, job.together),
-            rows=job.rows,
-            depth=1.0 if job.verify or job.compiled else job.plan.cost,
-            row_bytes=_kept_bytes(job) + 2 * sum(each.nbytes(1) for each in extra),
-            priority=job.priority,
-            deadline=job.deadline,
-            alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
-            whole=job.together or not job.plan.splits,
-        )
+    async def _plan_rows(
+        self, request: _PlannedRequest, inputs: Rows, sent: Sequence[Fetched], fits: SizeCheck
+    ) -> _PlannedRequest:
+        """The plan for rows that are there: of another shape, length or origin than was expected they have another."""
+        ask, model, takes, plan = request.ask, request.model, request.takes, request.plan
+        rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
+        preprocessed = preprocessed_by(sent, takes, shapes)
+        identity = _identity(takes, preprocessed, shapes)
+        lengths = lengths_of(inputs, takes.text) if takes.text is not None else None
+        resumption, catalog = request.resumption, request.catalog
+        if shapes != takes.shapes:
+            if lengths is None:
+                fits(scaled(plan.plan, shapes, model.shapes), rows)
+            whole = _shapes_of(inputs, model, takes)
+            catalog = await self._catalog(model, whole, ask.deadline)
+            resumption = await self._resumption(ask, model, whole, catalog)
+            catalog = catalog if resumption is None else resumption.catalog
+        if shapes != takes.shapes or lengths is not None or identity != request.identity:
+            plan = await self._planned(ask, model, catalog, identity, lengths)
+        fits(plan.plan, rows)
+        return _PlannedRequest(ask, model, takes, resumption, catalog, plan, identity, preprocessed, shapes, rows)
 
     async def _resumption(self, ask: Ask, model: LoadedModel, shapes: Shapes, catalog: Catalog) -> Resumption | None:
         """How the request's forwards of rows of a shape go on from a layer, where they do; RequestError."""
@@ -211,8 +228,9 @@ class Engine:
             plans.remember(ask, identity, known, lengths)
         return known
 
-    async def _likely(self, ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes, identity: str) -> Plan:
+    async def _likely(self, request: _PlannedRequest) -> Plan:
         """What a plan for the configured shape is for rows of another: exactly, where that shape is known already."""
+        ask, model, plan, shapes = request.ask, request.model, request.plan.plan, request.shapes
         if ask.resume is not None or shapes == model.shapes:
             return plan
         if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
@@ -220,17 +238,17 @@ class Engine:
         known = model.catalogs.get(shapes)
         if known is None:
             return scaled(plan, shapes, model.shapes)
-        return (await self._planned(ask, model, known, identity, None)).plan
+        return (await self._planned(ask, model, known, request.identity, None)).plan
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
         known = model.catalogs.get(shapes)
         if known is not None:
             return known
-        _check_survey(model, shapes, self.settings)
+        check_survey(model, shapes, self.settings)
         try:
             return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
         except InputError as error:
-            fields = {"model": model.spec.name, "shape": _shown(shapes)}
+            fields = {"model": model.spec.name, "shape": show_shapes(shapes)}
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             raise
 
@@ -255,7 +273,7 @@ class Engine:
             elif ask.resume is not None and model.text is None and shape_of(attempt) != model.shapes:
                 faults.append(_misfit(attempt, model, place))
             elif parts and shape_of(attempt) != shape_of(parts[0]):
-                shapes = f"{_shown(shape_of(attempt))}, the first good one {_shown(shape_of(parts[0]))}"
+                shapes = f"{show_shapes(shape_of(attempt))}, the first good one {show_shapes(shape_of(parts[0]))}"
                 faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
             else:
                 parts.append(attempt)
@@ -275,6 +293,30 @@ class Engine:
             return await self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
         except (InputError, TooLargeError) as error:
             return [error]
+
+
+def _job(request: _PlannedRequest, inputs: dict[str, Tensor], faults: tuple[Fault, ...]) -> Job:
+    ask, plan, catalog = request.ask, request.plan, request.catalog
+    together = ask.isolated and catalog.batches and not catalog.rowwise and request.rows > 1
+    fingerprints = {key: fingerprint.of_batch(each) for key, each in plan.fingerprints.items()} if together else None
+    return Job(
+        request.model,
+        catalog,
+        plan.plan,
+        inputs,
+        request.rows,
+        ask.deadline,
+        faults,
+        ask.timings,
+        fingerprints or plan.fingerprints,
+        ask.isolated,
+        ask.priority,
+        ask.verify,
+        request.resumption,
+        _compiled(ask, request.model, plan.plan, request.shapes) if inputs else None,
+        together,
+        request.preprocessed,
+    )
 
 
 def _unknown(takes: LoadedModel) -> Lengths | None:
@@ -300,8 +342,8 @@ def _with_embedding(ask: Ask, model: LoadedModel) -> Ask:
 
 
 def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:
-    detail = f"an output of {takes.inputs[0].name!r} has another shape than {_shown(shape_of(rows))}"
-    return Fault(detail, f"send shape {_shown(takes.shapes)}", input=place)
+    detail = f"an output of {takes.inputs[0].name!r} has another shape than {show_shapes(shape_of(rows))}"
+    return Fault(detail, f"send shape {show_shapes(takes.shapes)}", input=place)
 
 
 def _compiled(ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes) -> Compiled | None:
@@ -318,45 +360,6 @@ def _kept_bytes(job: Job) -> int:
     return sum(each.nbytes(1) for each in job.compiled.captures)
 
 
-def check_count(inputs: int, settings: Settings) -> None:
-    """TooLargeError where a request has more inputs than it may."""
-    if inputs > settings.max_inputs:
-        raise TooLargeError(
-            f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
-        )
-
-
-def _check_graph(plan: Plan, lane: Lane) -> None:
-    """TooLargeError where not even one row's graph would fit."""
-    if plan.has_graph and lane.costs.row_bytes > lane.budget:
-        raise TooLargeError(
-            f"a forward of one row that keeps its graph takes about {lane.costs.row_bytes} bytes, "
-            f"the limit is {lane.budget}",
-            hint="ask for outputs, without gradients, or send a smaller input",
-        )
-
-
-def _check_batch(rows: int, lane: Lane) -> None:
-    """TooLargeError where rows that are to be one batch are more than a forward may have."""
-    if rows > lane.ceiling:
-        raise TooLargeError(
-            f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
-            f"the limit is {lane.ceiling}",
-            hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
-        )
-
-
-def _check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> None:
-    """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
-    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))
-    seconds, limit = SURVEY_ROWS * ratio * model.catalog.seconds, settings.deadline_s / 4
-    if ratio > 1 and seconds > limit:
-        raise TooLargeError(
-            f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",
-            hint=f"send shape {_shown(model.shapes)}, or configure the model for larger ones",
-        )
-
-
 def _identity(model: LoadedModel, preprocessed: Preprocessed, shapes: Shapes) -> str:
     """The model's part of the fingerprints of rows of a shape."""
     return fingerprint.of_rows(model.identity, preprocessed, shapes if reshaped(model, shapes) else None)
@@ -369,68 +372,5 @@ def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tup
             yield place + row, item, attempt
 
 
-def _shown(shapes: Shapes) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
-
-
 def _row_bytes(specs: Sequence[InputSpec], shapes: Shapes) -> int:
     return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(specs, shapes, strict=True))
-
-
-def _features(job: Job, parts: Sequence[Results]) -> Features:
-    arrays: dict[str, Array] = {}
-    scales: dict[str, Array] = {}
-    for result in job.plan.results:
-        whole = union.joined(result.capture, [part[result.capture] for part in parts])
-        arrays[result.key] = whole.values.numpy()
-        if whole.scale is not None:
-            scales[result.key] = whole.scale.numpy()
-    classes = _classes(job, parts)
-    return Features(
-        model=job.model.spec.name,
-        fingerprint=job.fingerprint,
-        rows=job.rows,
-        arrays=arrays,
-        scales=scales,
-        receipts={result.key: _receipt(job, result, classes) for result in job.plan.results},
-        errors=job.faults,
-        verified=job.verify,
-        interventions=job.plan.changed,
-    )
-
-
-def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
-    """The class of each row's highest score, where that is what is differentiated."""
-    scores = job.plan.scores
-    if scores is None:
-        return None
-    values = union.joined(scores, [part[scores] for part in parts]).values.float()
-    mask = job.inputs.get(job.model.text.mask) if job.model.text and job.model.text.mask else None
-    if mask is not None and scores.leaf.token_axes:  # a class for each token: what pads a text is none
-        values = values.masked_fill(~mask.bool(), -math.inf)
-    return tuple(values.argmax(1).tolist())
-
-
-def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
-    point, leaf, how = result.capture.point, result.capture.leaf, result.capture.reduction
-    return Receipt(
-        layer=point.layer,
-        call=point.call,
-        module=result.module,
-        site=point.site,
-        path=path_text(point.path),
-        layout=leaf.layout,
-        captured=result.capture.kept.shape_for(job.rows),
-        dtype=leaf.dtype,
-        pool=how.pool,
-        normalize=how.normalize,
-        fingerprint=job.fingerprints[result.key],
-        row_axis=0 if how.is_by_row else leaf.row_axis,
-        stats=statistics.columns(how.stats) if how.stats is not None else None,
-        how="unfused" if point.site == "attention_grad" else leaf.how,
-        resumed=job.catalog.start,
-        forward="compiled" if job.compiled else "",
-        classes=classes if point.site in GRADIENTS else None,
-        rows_per_forward=job.rows_per_forward,
-        preprocessed=job.preprocessed,
-    )

@@ -102,6 +102,11 @@ class Job:
     preprocessed: Preprocessed = ""
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its rows and of its results."""
+        return self.plan.nbytes(self.rows) + sum(value.nbytes for value in self.inputs.values())
+
+    @property
     def rows_per_forward(self) -> int | None:
         """How many rows a forward has where rows affect each other; None where they don't."""
         if self.catalog.rowwise:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from starlette.datastructures import Headers, QueryParams
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, near, quoted
-from layertap.service.engine.engine import check_count
+from layertap.service.engine.limits import check_count
 from layertap.service.engine.planning import check_results
 from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.http import body as body_

@@ -1,0 +1,57 @@
+"""What is refused for its size before any work is done for it."""
+
+from __future__ import annotations
+
+from math import prod
+
+from layertap.models.errors import TooLargeError
+from layertap.models.loaded import LoadedModel, Shapes
+from layertap.models.plan import Plan
+from layertap.service.engine.policy import Lane
+from layertap.service.settings import Settings
+
+SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
+
+
+def check_count(inputs: int, settings: Settings) -> None:
+    """TooLargeError where a request has more inputs than it may."""
+    if inputs > settings.max_inputs:
+        raise TooLargeError(
+            f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
+        )
+
+
+def check_graph(plan: Plan, lane: Lane) -> None:
+    """TooLargeError where not even one row's graph would fit."""
+    if plan.has_graph and lane.costs.row_bytes > lane.budget:
+        raise TooLargeError(
+            f"a forward of one row that keeps its graph takes about {lane.costs.row_bytes} bytes, "
+            f"the limit is {lane.budget}",
+            hint="ask for outputs, without gradients, or send a smaller input",
+        )
+
+
+def check_batch(rows: int, lane: Lane) -> None:
+    """TooLargeError where rows that are to be one batch are more than a forward may have."""
+    if rows > lane.ceiling:
+        raise TooLargeError(
+            f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
+            f"the limit is {lane.ceiling}",
+            hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
+        )
+
+
+def check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> None:
+    """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
+    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))
+    seconds, limit = SURVEY_ROWS * ratio * model.catalog.seconds, settings.deadline_s / 4
+    if ratio > 1 and seconds > limit:
+        raise TooLargeError(
+            f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",
+            hint=f"send shape {show_shapes(model.shapes)}, or configure the model for larger ones",
+        )
+
+
+def show_shapes(shapes: Shapes) -> str:
+    """Shapes of a model's inputs, for people."""
+    return ", ".join(str(list(shape)) for shape in shapes)
