@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,7 @@ class _Context:
     factories: bool
 
 
-def mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
+def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterator[tuple[Place, LayertapError]]:
     """What is wrong with entries: the place, from the entry's number on, and the refusal.
 
     Factories are looked for in ``folders`` too.
@@ -69,6 +69,7 @@ def _checks(spec: ModelSpec, context: _Context) -> Iterator[tuple[Place, Callabl
             yield ("warm", number, "layers", at), partial(parse, text)
 
 
+@cache
 def list_architectures(library: str) -> frozenset[str]:
     """The architectures that a library's files register, read without importing it; none where that can't be told."""
     found = find_spec(library)

@@ -255,7 +255,6 @@ def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
     LayertapError.
     """
     from layertap.service import config
-    from layertap.service.fetching.fetcher import Fetcher
     from layertap.service.settings import LOOPBACK
 
     settings = _settings(**given)
@@ -263,7 +262,10 @@ def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
-    return settings, config.load(settings.config) if settings.config else None, Fetcher(settings)
+    configuration = config.load(settings.config) if settings.config else None
+    from layertap.service.fetching.fetcher import Fetcher  # takes as long to import as all above
+
+    return settings, configuration, Fetcher(settings)
 
 
 def _engine(config: Path | None, *, warm: bool = False) -> Engine:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
-from layertap.models.check import Place, mistakes
+from layertap.models.check import Place, find_mistakes
 from layertap.models.errors import LayertapError
 from layertap.models.spec import DIRECTORIES, FOR_TENSORS, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
 
@@ -68,7 +68,7 @@ def load(path: Path) -> Configuration:
     """
     document = _document(path)
     configuration = _configuration(document)
-    found = mistakes(configuration.models, (path.parent.absolute(), Path.cwd()))
+    found = find_mistakes(configuration.models, (path.parent.absolute(), Path.cwd()))
     document.refuse((("models", *place), _in_one_line(error)) for place, error in found)
     return configuration
 
