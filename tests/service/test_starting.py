@@ -258,6 +258,7 @@ def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
         shown.shows("Ctrl+C")
         assert re.search(r"chain +ready +cpu, the default\n", shown.text)
         assert re.search(r"missing +failed +\S+", shown.text)
+        assert "is not ready on http://127.0.0.1:" in shown.text
         assert "s3cret" not in shown.text
         (curl,) = re.findall(r"try +(curl .*)\n", shown.text)
         done = subprocess.run(
