@@ -70,7 +70,7 @@ class Summary:
     def tell(self, fleet: Fleet) -> None:
         """Say where the server is, what it has, and what to try."""
         place = url(self.address)
-        state = "is ready" if fleet.ready else "is not ready"
+        state = "is ready" if fleet.ready and not fleet.failures else "is not ready"
         rows = [
             ("models", [*_models(fleet)]),
             ("keys", [self._keys()]),

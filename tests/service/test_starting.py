@@ -32,7 +32,7 @@ END_S = 120
 NET = {"source": "python:tests.nets:Chain", "weights": "random:0", "device": "cpu"}
 INPUTS = [{"name": "x", "shape": [3, 8, 8]}]
 CHAIN: Json = {"name": "chain", **NET, "inputs": INPUTS}
-MISSING: Json = {"name": "missing", "source": "torchvision:resnet18", "weights": "nowhere.safetensors"}
+BROKEN: Json = {"name": "broken", "source": "torchvision:resnet18", "weights": "broken.safetensors"}
 STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -61,7 +61,8 @@ def run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 
 def models(folder: Path, *entries: Json) -> str:
-    """The path of a configuration."""
+    """The path of a configuration, beside a file of weights that is none."""
+    (folder / "broken.safetensors").write_bytes(b"no tensors")
     file = folder / "models.json"
     file.write_text(json.dumps({"models": entries}))
     return str(file)
@@ -175,12 +176,12 @@ def test_check(tmp_path: Path) -> None:
 
 
 def test_check_of_what_fails(tmp_path: Path) -> None:
-    """A model whose weights are not there, and a warm plan for a layer that is not there: status 2, and why."""
+    """A model whose weights can't be read, and a warm plan for a layer that is not there: status 2, and why."""
     warm = {**CHAIN, "name": "warm", "warm": [{"layers": ["cnv"], "compile": True}]}
-    done = run("check", "--config", models(tmp_path, MISSING, warm, CHAIN), env=environment())
+    done = run("check", "--config", models(tmp_path, BROKEN, warm, CHAIN), env=environment())
     assert done.returncode == 2
-    missing, plan, chain = done.stdout.splitlines()
-    assert missing.startswith("missing: failed: ")
+    broken, plan, chain = done.stdout.splitlines()
+    assert broken.startswith("broken: failed: ")
     assert "cnv" in plan
     assert plan.startswith("warm: failed: ")
     assert chain.startswith("chain: ready")
@@ -252,12 +253,13 @@ def test_on_a_terminal() -> None:
 
 def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
     """A model that fails is told with the reason; where keys are needed, the command asks for one and shows none."""
-    config = models(tmp_path, CHAIN, MISSING)
+    config = models(tmp_path, CHAIN, BROKEN)
     with terminal("serve", "--port", "0", "--config", config, LAYERTAP_API_KEYS="s3cret") as shown:
-        shown.shows("is loading torch, then chain, missing")
+        shown.shows("is loading torch, then chain, broken")
         shown.shows("Ctrl+C")
         assert re.search(r"chain +ready +cpu, the default\n", shown.text)
-        assert re.search(r"missing +failed +\S+", shown.text)
+        assert re.search(r"broken +failed +\S+", shown.text)
+        assert "is not ready on http://127.0.0.1:" in shown.text
         assert "s3cret" not in shown.text
         (curl,) = re.findall(r"try +(curl .*)\n", shown.text)
         done = subprocess.run(
