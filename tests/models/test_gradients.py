@@ -197,7 +197,7 @@ def test_rows_are_their_own() -> None:
     taken = FeatureExtractor(module).shared(lambda: module(x), shares, 4)
     for (where, objective, text), plan, share in zip(wishes, plans, shares, strict=True):
         alone = ours(module, catalog, x[where], objective, text)[text]
-        got = taken.of(share)[next(iter(plan.captures))].values
+        got = taken.of(share)[plan.results[0].capture].values
         assert alone.abs().max() > 0
         torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-15)
 
