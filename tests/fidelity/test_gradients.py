@@ -164,7 +164,8 @@ def by_autograd(module: nn.Module, x: Tensor) -> dict[Key, Tensor]:
 
 def taken(module: nn.Module, plans: list[Plan], x: Tensor) -> list[dict[Key, Tensor]]:
     """What each row's plan gives in a forward of all of them."""
-    shares = [Share(at, at + 1, plan.captures, (), plan.goal) for at, plan in enumerate(plans)]
+    wanted = [frozenset(result.capture for result in plan.results) for plan in plans]
+    shares = [Share(at, at + 1, wanted[at], (), plan.goal) for at, plan in enumerate(plans)]
     found = FeatureExtractor(module).shared(lambda: module(x.clone()), shares, len(x))
     return [
         {(p.layer, p.call, p.path, p.site): value.values for c, value in found.of(share).items() for p in [c.point]}
