@@ -54,6 +54,7 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
+FEW_NUMBERS = 2**17  # what is no more is looked through in less than half a millisecond
 SizeCheck = Callable[[Plan, int], None]
 Hold = Callable[[int], None]
 
@@ -188,7 +189,7 @@ class Engine:
         rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
         preprocessed = preprocessed_by(sent, takes, shapes)
         identity = _identity(takes, preprocessed, shapes)
-        lengths = lengths_of(inputs, takes.text) if takes.text is not None else None
+        lengths = await self._lengths(inputs, takes, ask.deadline)
         resumption, catalog = request.resumption, request.catalog
         if shapes != takes.shapes:
             if lengths is None:
@@ -201,6 +202,14 @@ class Engine:
             plan = await self._planned(ask, model, catalog, identity, lengths)
         fits(plan.plan, rows)
         return _PlannedRequest(ask, model, takes, resumption, catalog, plan, identity, preprocessed, shapes, rows)
+
+    async def _lengths(self, rows: Rows, takes: LoadedModel, deadline: float) -> Lengths | None:
+        """How many tokens the texts of rows have; None of a model that takes none."""
+        if takes.text is None:
+            return None
+        measure = partial(lengths_of, rows, takes.text)
+        small = sum(value.numel() for value in rows.values()) <= FEW_NUMBERS
+        return measure() if small else await self.off_loop(measure, deadline)
 
     async def _resumption(self, ask: Ask, model: LoadedModel, shapes: Shapes, catalog: Catalog) -> Resumption | None:
         """How the request's forwards of rows of a shape go on from a layer, where they do; RequestError."""
