@@ -93,14 +93,14 @@ def _check_source(spec: ModelSpec, context: _Context) -> None:
 
 
 def _check_torchvision(ident: str, context: _Context) -> None:
-    names = list_architectures("torchvision")
+    # What a factory's module registers is torchvision's as well, and can't be told from outside.
+    names = frozenset[str]() if context.factories else list_architectures("torchvision")
     if names and ident not in names:
         raise unknown_name("torchvision", ident, sorted(names))
 
 
 def _check_timm(ident: str, context: _Context) -> None:
-    # What a factory's module registers is timm's as well, and can't be told from outside.
-    names = frozenset[str]() if context.factories else list_architectures("timm")
+    names = frozenset[str]() if context.factories else list_architectures("timm")  # as of torchvision
     if names and ident.partition(".")[0] not in names:
         raise unknown_name("timm", ident, sorted(names))
 

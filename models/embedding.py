@@ -14,10 +14,13 @@ SITES = ("output", "input")
 
 
 def default_embedding(catalog: Catalog) -> Selector | None:
-    """What goes into the last fully connected layer that runs, else the model's output; None where neither will do."""
-    last = max(catalog.layers.values(), key=_end_of_linear)
+    """What goes into the head, else the model's output; None where neither will do.
+
+    The head is the last layer with weights that runs, where that is a fully connected one.
+    """
+    last = max(catalog.layers.values(), key=_end)
     outputs = [f".{path_text(leaf.path)}" for leaf in catalog.layers["."].calls[0].output.leaves]
-    for text in (*([f"{last.name}:input"] if _end_of_linear(last) > 0 else []), *outputs):
+    for text in (*([f"{last.name}:input"] if last.type == "Linear" else []), *outputs):
         with suppress(RequestError):
             return find_embedding(text, catalog)
     return None
@@ -55,5 +58,6 @@ def _pool(leaf: Leaf) -> Pool:
     return "mean" if leaf.layout is not None and "C" in leaf.layout else "flatten"
 
 
-def _end_of_linear(layer: Layer) -> int:
-    return layer.calls[-1].output.order if layer.calls and layer.type == "Linear" else 0
+def _end(layer: Layer) -> int:
+    """When a layer with weights of its own ends, for the last time."""
+    return layer.calls[-1].output.order if layer.calls and layer.is_leaf and layer.parameters else -1
