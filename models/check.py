@@ -16,7 +16,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from layertap.models.errors import LayertapError, LoadError, quoted
-from layertap.models.grammar import OPTIONAL, not_installed, origin, parse_device, unknown_name, unknown_source
+from layertap.models.grammar import (
+    OPTIONAL,
+    not_installed,
+    origin,
+    parse_device,
+    parse_factory,
+    unknown_name,
+    unknown_source,
+)
 from layertap.models.selectors import parse
 from layertap.models.spec import ModelSpec
 
@@ -111,8 +119,8 @@ def _check_directory(ident: str, context: _Context) -> None:
 
 
 def _check_module(ident: str, context: _Context) -> None:
-    package = ident.partition(":")[0].partition(".")[0]
-    if package.isidentifier() and not _is_importable(package, context.folders):
+    package = parse_factory(ident)[0].partition(".")[0]
+    if not _is_importable(package, context.folders):
         looked = ", ".join(dict.fromkeys(map(str, context.folders)))
         raise _AbsentError(f"there is no Python module {quoted(package)} in {looked}, nor is it installed")
 

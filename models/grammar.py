@@ -54,6 +54,14 @@ def parse_device(name: str) -> tuple[str, int]:
     return kind, int(index or 0)
 
 
+def parse_factory(ident: str) -> tuple[str, str]:
+    """The module and the name of a factory; LoadError where it is not written as these."""
+    name, _, factory = ident.partition(":")
+    if not factory.isidentifier() or not all(part.isidentifier() for part in name.split(".")):
+        raise LoadError("source python: needs a module and a factory", hint="type python:package.module:factory")
+    return name, factory
+
+
 def base_name(text: str) -> str:
     """The last part of a path of either kind, or the text itself."""
     return PureWindowsPath(text).name

@@ -36,8 +36,8 @@ def parse(text: str) -> Selector:
         raise SelectorError(f"a layer selector has 1 to {MAX_TEXT} characters, this one has {len(text)}", hint=EXAMPLE)
     rest, site = _split_site(text)
     rest, path = _split_path(rest, text)
-    name, _, site_before = rest.rpartition(":")
-    if path is not None and site_before in SITES:
+    name, colon, site_before = rest.rpartition(":")
+    if path is not None and colon and site_before in SITES:
         right = quoted(f"{name}{path_text(path)}:{site_before}", MAX_TEXT)
         raise SelectorError(f"in {quoted(text)} the site stands before the path", hint=f"write {right}")
     pattern, call = _split_call(rest, text)

@@ -21,6 +21,10 @@ from __future__ import annotations
 from layertap.models.errors import LayertapError
 
 
+class ForwardError(RuntimeError):
+    """A model's own forward raised what means nothing here; the cause is for the log. No error of the tree: a bug."""
+
+
 class BadRequestError(LayertapError):
     """The body is not what its content type says."""
 

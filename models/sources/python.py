@@ -14,7 +14,7 @@ from torch import nn
 
 from layertap.models.construction import seeded
 from layertap.models.errors import IN_THE_LOG, LoadError, near, of_kind, quoted
-from layertap.models.grammar import KINDS, origin
+from layertap.models.grammar import KINDS, origin, parse_factory
 from layertap.models.sources import Built, building, switches
 from layertap.models.spec import ModelSpec
 from layertap.models.weights import load_into, read_checkpoint
@@ -77,6 +77,10 @@ class _Finder:
         sys.path.extend(folder for folder in self.folders if folder not in sys.path)
         importlib.invalidate_caches()
 
+    def hides(self, package: str) -> bool:
+        """Whether a package of that name stands where factories are searched, but another one is imported."""
+        return package not in self._names and PathFinder.find_spec(package, self.folders) is not None
+
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """What Python's import asks."""
         found = PathFinder.find_spec(name, self.folders) if name in self._names else None
@@ -88,9 +92,7 @@ _FINDER = _Finder()
 
 
 def _made(ident: str, seed: int | None) -> nn.Module:
-    name, _, factory = ident.partition(":")
-    if not name or not factory.isidentifier() or not all(part.isidentifier() for part in name.split(".")):
-        raise LoadError("source python: needs a module and a factory", hint="type python:package.module:factory")
+    name, factory = parse_factory(ident)
     shown = f"the factory {quoted(f'{name}:{factory}')}"
     with of_kind("code"), building(shown, f": its own code raised this; {IN_THE_LOG}"), seeded(seed):
         made = _factory(name, factory)
@@ -139,6 +141,10 @@ def _missing(name: str, missing: str) -> LoadError:
     detail = f"there is no Python module {quoted(missing)}"
     if name != missing and not name.startswith(f"{missing}."):
         detail = f"{detail}, which {quoted(name)} imports"
+    package = name.partition(".")[0]
+    if _FINDER.hides(package):
+        where = f"a package {quoted(package)} that is installed comes before yours"
+        return LoadError(f"{detail}: {where}", hint="give yours another name")
     error = LoadError(detail, hint="install it, or put it beside the configuration or into the working directory")
     error.add_note(f"looked in {', '.join(dict.fromkeys((*_FINDER.folders, *sys.path)))}")
     return error

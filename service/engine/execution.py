@@ -19,6 +19,7 @@ from layertap.models.replica import Replica
 from layertap.models.union import Share, Taken
 from layertap.service.engine.job import Job
 from layertap.service.engine.policy import Batch, Part, Work
+from layertap.service.errors import ForwardError
 
 Jobs = Mapping[Work, Job]
 Results = Mapping[Capture, Reduced]
@@ -131,7 +132,7 @@ class Execution:
             return error
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
             if not warmup.is_out_of_memory(error):
-                return raised(error)
+                return raised(error, ForwardError)
         return out_of_memory(_rows(parts))
 
     def _run(self, parts: Sequence[Part]) -> list[Outcome]:
@@ -193,9 +194,9 @@ def _of_device(error: BaseException) -> bool:
     return isinstance(error.__cause__, torch.AcceleratorError)
 
 
-def raised(error: BaseException) -> RuntimeError:
+def raised(error: BaseException, kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
     """What to hand on instead of an error that would mean something else to whoever gets it."""
-    wrapped = RuntimeError(f"the model raised {type(error).__name__}")
+    wrapped = kind(f"the model raised {type(error).__name__}")
     wrapped.__cause__ = error
     return wrapped
 

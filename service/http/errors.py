@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from layertap.models.errors import (
+    IN_THE_LOG,
     Fault,
     LayerNotReachedError,
     LayertapError,
@@ -26,6 +27,7 @@ from layertap.service.errors import (
     ClientGoneError,
     DeadlineError,
     ForbiddenError,
+    ForwardError,
     KeyMissingError,
     KeyRateError,
     NotAcceptableError,
@@ -79,6 +81,11 @@ def of_error(error: LayertapError, request_id: str) -> Response:
 def bug(request_id: str) -> Response:
     """The reply where the server itself is wrong."""
     return problem(500, "bug", "something went wrong in the server; its log has the details", request_id)
+
+
+def failed_forward(error: ForwardError, request_id: str) -> Response:
+    """The reply where a model's own code is wrong."""
+    return problem(500, "model-raised", f"{error}; {IN_THE_LOG}", request_id)
 
 
 def install(app: FastAPI) -> None:

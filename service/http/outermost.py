@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -13,9 +14,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from layertap.models.errors import let_go, quoted
-from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
+from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, UnavailableError
 from layertap.service.http.auth import Keyring
-from layertap.service.http.errors import bug, of_error
+from layertap.service.http.errors import bug, failed_forward, of_error
 from layertap.service.http.guards import GUARDS
 from layertap.service.metrics import OTHER, Metrics
 from layertap.service.settings import Settings
@@ -89,11 +90,21 @@ class Outermost:
             _log(scope, status, seconds)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send, silent: Callable[[], bool]) -> None:
-        """Whatever the app raises is a bug: it goes to the log, and the caller hears no more than that."""
+        """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
+        request_id = scope["state"]["request_id"]
         try:
             await self.app(scope, receive, send)
+        except asyncio.CancelledError:  # by a server that ends and waits no longer
+            if not silent():
+                raise
+            error = UnavailableError("the server is shutting down", retry_after=1.0)
+            await of_error(error, request_id)(scope, receive, send)
+        except ForwardError as error:
+            log.exception("a model's forward raised", extra={"fields": {"request_id": request_id}})
+            let_go(error)
+            if silent():
+                await failed_forward(error, request_id)(scope, receive, send)
         except Exception as error:
-            request_id = scope["state"]["request_id"]
             log.exception("bug", extra={"fields": {"request_id": request_id}})
             let_go(error)
             if silent():

@@ -319,6 +319,13 @@ def test_documents() -> None:
         parse(text)
 
 
+@pytest.mark.parametrize("name", ["attention", "input", "output"])
+def test_layer_called_as_a_site(name: str) -> None:
+    """A layer may have the name of a site, with a path too."""
+    selector = parse(f"{name}[0]")
+    assert (selector.pattern, selector.path, selector.site) == (name, ("0",), "output")
+
+
 @pytest.mark.parametrize(
     ("text", "typed"),
     [

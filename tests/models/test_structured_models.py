@@ -287,8 +287,8 @@ def test_calls_from_both_ends() -> None:
     for name in (*names, "encode#*"):
         how = Intervention(parse(name), Operation("add", value=1.0))
         ends[name] = answers(model, inputs, ["."], [how])["."]
-    for name, call in names.items():
-        assert torch.equal(ends[name], ends[f"encode#{call}"])
+    for name, call in names.items():  # without a call every one is changed
+        assert torch.equal(ends[name], ends[f"encode#{call}" if "#" in name else "encode#*"])
     net: Any = model.module
     x = inputs["x"]
     with torch.no_grad():

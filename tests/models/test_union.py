@@ -146,10 +146,10 @@ def _one(row: Array, leaf: Leaf, pool: Pool) -> Array:
     places = channels.reshape(len(channels), -1)
     if pool == "cls":
         return places[:, 0]
-    kept = places[:, leaf.prefix :]
+    kept = places if pool == "mean_all" else places[:, leaf.prefix :]
     if pool == "max":
         return kept.max(-1)
-    return kept.mean(-1) if pool == "mean" else (np.clip(kept, 1e-6, None) ** 3).mean(-1) ** (1 / 3)
+    return kept.mean(-1) if pool in ("mean", "mean_all") else (np.clip(kept, 1e-6, None) ** 3).mean(-1) ** (1 / 3)
 
 
 def check(found: Reduced, capture: Capture, truth: Array, rows: int) -> None:

@@ -265,7 +265,9 @@ def test_progress(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
     """Each graph that is missing counts once; a plan that no graph can give is left out."""
-    spec = replace(loaded("Chain").spec, warm=(WARM, WARM, WarmSpec(("head:grad_output",), compile=True)))
+    plain = WarmSpec(("encoder.ln",), compile=True)
+    attention = WarmSpec(("encoder.layers.encoder_layer_0.self_attention:attention",), compile=True)
+    spec = replace(loaded("vit").spec, warm=(plain, plain, attention))
     told: list[tuple[int, int]] = []
 
     def tell(number: int, count: int) -> None:
