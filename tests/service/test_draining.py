@@ -190,3 +190,19 @@ def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
             server.running.send_signal(signal.SIGTERM)
         assert server.running.wait(END_S) == 0
     assert {status for client in clients for status in client.statuses} == {200}
+
+
+def test_a_body_that_does_not_arrive(tmp_path: Path) -> None:
+    """A request that is not whole when the server waits no longer hears that it ends, as other refusals are told."""
+    with process([digits()], tmp_path, LAYERTAP_DEADLINE_S="2") as server:
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), END_S) as connection:
+            connection.sendall(b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{}")
+            assert ready(server) == 200  # so that what came before has been read
+            server.running.send_signal(signal.SIGTERM)
+            reply = http.client.HTTPResponse(connection)
+            reply.begin()
+            said = reply.read()
+        assert server.running.wait(END_S) == 0
+    assert reply.status == 503
+    assert reply.headers["content-type"] == "application/problem+json"
+    assert b"shutting down" in said

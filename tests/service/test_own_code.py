@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layertap.service.config import Configuration, load
+from layertap.service.config import ConfigError, Configuration, load
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
 from tests.service.support import Json, npy, problem, raw, rows
@@ -71,7 +71,9 @@ def configuration(folder: Path, source: str, **fields: object) -> Configuration:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[Json]:
-    return [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "layertap"]
+    return [
+        json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name.startswith("layertap")
+    ]
 
 
 def shown_failure(serve: Serve, found: Configuration) -> tuple[str, str]:
@@ -173,3 +175,33 @@ def test_not_found(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixtur
         assert "there is no Python module 'own_package.nets'" in shown
         assert str(tmp_path) not in shown
     assert f"looked in {tmp_path}" in told(caplog)[-1]["exception"]
+
+
+def test_forward_that_raises_for_some(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a forward raises at a request is told as the model's, with its class; the log has the place."""
+    file = written(tmp_path, "own_moody", first="if x.max() > 100: raise KeyError('secret of the operator')")
+    with serve(configuration(tmp_path, "python:own_moody:build")) as live:
+        good, bad = (raw(npy(rows() * 0 + number), "application/x-npy", layers="linear") for number in (1, 200))
+        said = problem(live.client.post("/extract", **bad), 500)
+        assert live.client.post("/extract", **good).status_code == 200
+    assert said["type"].endswith(":model-raised")
+    assert "KeyError" in said["detail"]
+    assert "secret" not in str(said)
+    (line,) = [line for line in told(caplog) if line["message"] == "a model's forward raised"]
+    assert f'{file}", line' in line["exception"]
+    assert not [line for line in told(caplog) if line["message"] == "bug"]
+
+
+def test_hidden_by_another(serve: Serve, tmp_path: Path) -> None:
+    """Where a package of that name is imported already, the refusal says so."""
+    written(tmp_path / "yaml", "nets")
+    (tmp_path / "yaml" / "__init__.py").touch()
+    for shown in shown_failure(serve, configuration(tmp_path, "python:yaml.nets:build", required=False)):
+        assert "'yaml' that is installed comes before yours" in shown
+
+
+def test_no_factory(tmp_path: Path) -> None:
+    """A source without a factory's name is refused before anything is loaded."""
+    written(tmp_path, "own_nameless")
+    with pytest.raises(ConfigError, match="needs a module and a factory"):
+        configuration(tmp_path, "python:own_nameless")
