@@ -23,7 +23,7 @@ UNITS = {
     **{f"{letter}ib": 2**power for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)},
     **{f"{letter}b": 10**power for letter, power in zip("kmgt", (3, 6, 9, 12), strict=True)},
 }
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
 # What Kubernetes sets in every pod for each service, here for those whose names begin with our own.
 SERVICE_LINK = re.compile(r"(?:.+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_[A-Z]+)?)")
 SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://.*")
@@ -64,7 +64,9 @@ def _bytes(value: object) -> object:
         return value
     read = SIZE.fullmatch(value.strip())
     if read is None or read[2].lower() not in UNITS:
-        raise ValueError("a size is a number of bytes, or one with a unit: 33554432, 32MiB, 1.5GiB, 500kB")
+        raise ValueError(
+            "a size is a number of bytes of at most 18 digits, or one with a unit: 33554432, 32MiB, 1.5GiB, 500kB"
+        )
     return round(float(read[1]) * UNITS[read[2].lower()]) if "." in read[1] else int(read[1]) * UNITS[read[2].lower()]
 
 
