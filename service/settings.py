@@ -29,6 +29,8 @@ SERVICE_LINK = re.compile(r"(?:.+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_[0
 SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://.*")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")  # never percent-encoded
+# What paths of the server begin with; here, for torch is imported where the routes are made.
+ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"})
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
@@ -152,10 +154,12 @@ class Settings(BaseSettings):
     @field_validator("root_path")
     @classmethod
     def _plain(cls, value: str) -> str:
-        """A path that is written in one way only: nobody has to guess what a proxy makes of it."""
+        """A path that is written in one way only, and is none of ours: nobody has to guess what a proxy made of it."""
         names = value.split("/")[1:]
         if value and (value[0] != "/" or any(name in ("", ".", "..") or not PLAIN.issuperset(name) for name in names)):
             raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
+        if value and names[0] in ROUTES:  # with the prefix taken off or left on, two requests would have one path
+            raise ValueError(f"/{names[0]} is a path of the server's own: put it beneath another, like '/features'")
         return value
 
     @field_validator("key_rate")

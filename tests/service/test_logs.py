@@ -133,7 +133,7 @@ def test_text() -> None:
 @pytest.mark.parametrize("message", ["request", "a model is loaded", "compiling", "draining"])
 @pytest.mark.parametrize("extra", [None, {"fields": ["a"]}, {"fields": "a"}])
 def test_foreign_records(logger: str, message: str, extra: Json | None, capsys: pytest.CaptureFixture[str]) -> None:
-    """A library or a factory may log in words of ours, and call things by names of ours: its message stands as it is."""
+    """Others may log in words of ours, and call things by names of ours: their message stands as it is."""
     stream = StringIO()
     log = logging.getLogger(logger)
     for formatter in (TextFormatter(), JsonFormatter()):

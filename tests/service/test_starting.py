@@ -89,6 +89,7 @@ def test_taken_port(torchless: dict[str, str]) -> None:
         ((), {"LAYERTAP_LOG_FORMAT": "xml"}, "LAYERTAP_LOG_FORMAT"),
         ((), {"LAYERTAP_DRAIN_DELAY_S": "-1"}, "LAYERTAP_DRAIN_DELAY_S"),
         ((), {"LAYERTAP_ALLOW_URLS": "http://x"}, "LAYERTAP_ALLOW_URLS"),
+        (("--root-path", "/models"), {}, "LAYERTAP_ROOT_PATH: /models is a path of the server's own"),
     ],
 )
 def test_mistakes(torchless: dict[str, str], words: tuple[str, ...], variables: dict[str, str], says: str) -> None:
