@@ -9,11 +9,11 @@ import sys
 import time
 
 COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
-SENTENCES = {  # of messages whose fields people would have to put together
-    "request": "{method} {path} {status}, {milliseconds} ms",
-    "a model is loaded": "{model} is ready on {device} after {seconds} s",
-    "compiling": "{model}: compiling graph {graph} of {graphs}, {seconds} s so far",
-    "draining": "serving for {seconds:g} s more, though /readyz says 503; once more to stop now",
+SENTENCES = {  # of our loggers' messages whose fields people would have to put together
+    ("layertap.access", "request"): "{method} {path} {status}, {milliseconds} ms",
+    ("layertap", "a model is loaded"): "{model} is ready on {device} after {seconds} s",
+    ("layertap", "compiling"): "{model}: compiling graph {graph} of {graphs}, {seconds} s so far",
+    ("layertap", "draining"): "serving for {seconds:g} s more, though /readyz says 503; once more to stop now",
 }
 
 
@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            **_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -75,9 +75,15 @@ def printable(text: str) -> str:
 
 
 def _sentence(record: logging.LogRecord) -> str:
-    message, fields = record.getMessage(), getattr(record, "fields", {})
-    sentence = SENTENCES.get(message)
-    if sentence is None:
+    message, fields = record.getMessage(), _fields(record)
+    sentence = SENTENCES.get((record.name, message))
+    if sentence is None or not fields:
         details = ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
         return printable(f"{message} ({details})" if details else message)
     return printable(sentence.format_map(fields))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """What our own records carry beside their message; others may call something else so."""
+    fields = getattr(record, "fields", None)
+    return fields if isinstance(fields, dict) else {}

@@ -23,12 +23,14 @@ UNITS = {
     **{f"{letter}ib": 2**power for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)},
     **{f"{letter}b": 10**power for letter, power in zip("kmgt", (3, 6, 9, 12), strict=True)},
 }
-SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
 # What Kubernetes sets in every pod for each service, here for those whose names begin with our own.
 SERVICE_LINK = re.compile(r"(?:.+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_[A-Z]+)?)")
 SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://.*")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")  # never percent-encoded
+# What paths of the server begin with; here, for torch is imported where the routes are made.
+ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"})
 MOST_REPLICAS = 8  # Python runs one thread at a time between operations
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
@@ -64,7 +66,9 @@ def _bytes(value: object) -> object:
         return value
     read = SIZE.fullmatch(value.strip())
     if read is None or read[2].lower() not in UNITS:
-        raise ValueError("a size is a number of bytes, or one with a unit: 33554432, 32MiB, 1.5GiB, 500kB")
+        raise ValueError(
+            "a size is a number of bytes of at most 18 digits, or one with a unit: 33554432, 32MiB, 1.5GiB, 500kB"
+        )
     return round(float(read[1]) * UNITS[read[2].lower()]) if "." in read[1] else int(read[1]) * UNITS[read[2].lower()]
 
 
@@ -150,10 +154,12 @@ class Settings(BaseSettings):
     @field_validator("root_path")
     @classmethod
     def _plain(cls, value: str) -> str:
-        """A path that is written in one way only: nobody has to guess what a proxy makes of it."""
+        """A path that is written in one way only, and is none of ours: nobody has to guess what a proxy made of it."""
         names = value.split("/")[1:]
         if value and (value[0] != "/" or any(name in ("", ".", "..") or not PLAIN.issuperset(name) for name in names)):
             raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
+        if value and names[0] in ROUTES:  # with the prefix taken off or left on, two requests would have one path
+            raise ValueError(f"/{names[0]} is a path of the server's own: put it beneath another, like '/features'")
         return value
 
     @field_validator("key_rate")

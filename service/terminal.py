@@ -100,8 +100,9 @@ class Summary:
         key = '-H "X-API-Key: $KEY" ' if self.guarded else ""
         body = _body(fleet)
         if body is None:
-            return [_shown(f"curl -s {key}{self.here}/models")]
-        curl = f"curl -s {key}{self.here}/extract -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+            return [_shown(f"curl -s {key}{shlex.quote(f'{self.here}/models')}")]
+        target = shlex.quote(f"{self.here}/extract")  # a shell may take brackets of an address for a glob
+        curl = f"curl -s {key}{target} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
         return [_shown(f"{curl} | head -c 300; echo")]
 
 
@@ -130,7 +131,7 @@ def _body(fleet: Fleet) -> str | None:
     for model in models:
         item = _input(model)
         if item is not None:
-            return json.dumps({"model": model.spec.name, "layers": [model.embedding], "inputs": [item]})
+            return json.dumps({"model": model.spec.name, "layers": [model.embedding or "."], "inputs": [item]})
     return None
 
 

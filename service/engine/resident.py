@@ -14,7 +14,7 @@ import torch
 from layertap.models import transfer, warmup
 from layertap.models.catalog import Catalog, Costs
 from layertap.models.compiled import Compiled
-from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
+from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
 from layertap.models.loaded import MAX_CATALOGS, LoadedModel, Shapes
 from layertap.service.engine.planning import Plans
 from layertap.service.engine.policy import CPU, Lane
@@ -38,7 +38,7 @@ class Resident:
         self,
         name: str,
         load: Callable[[], LoadedModel],
-        fail: Callable[[str], None],
+        fail: Callable[[str, Failure], None],
         scheduler: Scheduler,
         settings: Settings,
     ) -> None:
@@ -141,6 +141,7 @@ class Resident:
 
     def _load(self, load: Callable[[], LoadedModel]) -> None:
         begun = time.monotonic()
+        fixed: int | None = None
         try:
             model = load()
             if model.device.type == "cuda":
@@ -156,9 +157,9 @@ class Resident:
             return
         except BaseException as error:  # a third party's forward may raise anything, SystemExit too
             self._workers[0].stop()
-            reason = f"a forward of {self._settings.fixed_batch_rows} rows ended in {type(error).__name__}"
+            reason = f"{f'a forward of {fixed} rows' if fixed else 'loading'} ended in {type(error).__name__}"
             log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self._name}})
-            self._fail(f"{reason}; {IN_THE_LOG}")
+            self._fail(f"{reason}; {IN_THE_LOG}", "forward" if fixed else "other")
             self.loaded.set_exception(LoadError(reason, hint=IN_THE_LOG))
             return
         if self._moves:

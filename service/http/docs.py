@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.resources import files
 
 from fastapi import FastAPI, Request, Response
 
+from layertap.service.http.errors import problem, request_id
+
+log = logging.getLogger("layertap")
+PACKAGE = "fastapi_swagger.resources"
 # Relative: whatever path a proxy has put before it.
 PAGE = b"""<!DOCTYPE html>
 <html lang="en">
@@ -41,13 +46,23 @@ POLICY = {
 SWAGGER_UI = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
 
 
-def install(app: FastAPI) -> None:
-    """Serve the page and what it loads."""
-    package = files("fastapi_swagger.resources")
+def install(app: FastAPI, package: str = PACKAGE) -> None:
+    """Serve the page and what it loads out of a package; where that lacks a file, ``/docs`` is 404 and says so."""
+    try:
+        data = {name: (files(package) / name).read_bytes() for name in SWAGGER_UI}
+    except (ModuleNotFoundError, OSError) as error:
+        log.warning("there is no page at /docs", extra={"fields": {"reason": f"{type(error).__name__}: {error}"}})
+        app.add_route("/docs", _absent, include_in_schema=False)
+        return
     _serve(app, "/docs", PAGE, "text/html", POLICY)
     _serve(app, "/docs/start.js", START, "text/javascript")
     for name, media_type in SWAGGER_UI.items():
-        _serve(app, f"/docs/{name}", (package / name).read_bytes(), media_type)
+        _serve(app, f"/docs/{name}", data[name], media_type)
+
+
+async def _absent(request: Request) -> Response:
+    detail = "the files of this page are not installed"
+    return problem(404, "http", detail, request_id(request), hint="GET /openapi.json lists the routes")
 
 
 def _serve(app: FastAPI, path: str, data: bytes, media_type: str, headers: dict[str, str] | None = None) -> None:

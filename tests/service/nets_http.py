@@ -76,6 +76,17 @@ class Same(nn.Module):
         return out
 
 
+class ChannelMeans(nn.Module):
+    """Answers with means over rows and pixels: no tensor has an entry for each row, so there is no embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x).mean((0, 2, 3))
+
+
 class TwoInputs(nn.Module):
     """Takes its inputs by name: one of floats and one of indices."""
 

@@ -13,8 +13,14 @@ import httpx
 import numpy as np
 import pytest
 
+from layertap.models.errors import Failure, LoadError
+from layertap.models.loaded import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.service.engine.resident import Resident
+from layertap.service.engine.scheduler import Scheduler
+from layertap.service.metrics import Metrics
 from layertap.service.process import FAILED
+from layertap.service.settings import Settings
 from tests.nets import INPUTS
 from tests.server import Live
 from tests.service.busy import until
@@ -87,10 +93,31 @@ def test_failure_that_lasts(doomed: Live, way: str) -> None:
 
 def test_exit_while_loading(serve: Serve) -> None:
     """A model that ends its thread, of all forwards in the last of loading, is failed; the others serve on."""
-    with serve(configured(doomed_net("Leaving", required=False)), fixed_batch_rows=ROWS + 1, replicas=1) as live:
-        body = live.client.get("/models/leaving").json()
-        assert (body["state"], "SystemExit" in body["reason"]) == ("failed", True)
+    with serve(configured(doomed_net("Leaving")), wait=False, fixed_batch_rows=ROWS + 1, replicas=1) as live:
+        until(lambda: live.client.get("/models/leaving").json()["state"] == "failed")
+        reason = live.client.get("/models/leaving").json()["reason"]
+        assert reason.startswith(f"a forward of {ROWS + 1} rows ended in SystemExit")
+        until(lambda: "are loading" not in live.client.get("/readyz").text)
+        assert problem(live.client.get("/readyz"), 503, seconds=True)["detail"].endswith(" failed: forward")
         assert live.client.get("/livez").status_code == 200
+
+
+def test_end_of_loading_without_a_forward() -> None:
+    """Where nothing of a fixed number of rows has run, none is blamed for what ended the loading."""
+
+    def load() -> LoadedModel:
+        raise SystemExit
+
+    told: list[tuple[str, Failure]] = []
+    scheduler = Scheduler(Metrics(), 1)
+    try:
+        model = Resident("leaving", load, lambda *failure: told.append(failure), scheduler, Settings())
+        error = model.loaded.exception(END_S)
+    finally:
+        scheduler.close()
+    assert isinstance(error, LoadError)
+    assert error.detail == "loading ended in SystemExit"
+    assert [(reason.partition(";")[0], kind) for reason, kind in told] == [(error.detail, "other")]
 
 
 @pytest.mark.parametrize("number", ONCE)

@@ -129,6 +129,32 @@ def test_text() -> None:
         assert "warning: " in written
 
 
+@pytest.mark.parametrize("logger", ["x", "layertap"])
+@pytest.mark.parametrize("message", ["request", "a model is loaded", "compiling", "draining"])
+@pytest.mark.parametrize("extra", [None, {"fields": ["a"]}, {"fields": "a"}])
+def test_foreign_records(logger: str, message: str, extra: Json | None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others may log in words of ours, and call things by names of ours: their message stands as it is."""
+    stream = StringIO()
+    log = logging.getLogger(logger)
+    for formatter in (TextFormatter(), JsonFormatter()):
+        handler = logging.StreamHandler(stream)
+        handler.setFormatter(formatter)
+        log.addHandler(handler)
+        log.warning(message, extra=extra)
+        log.removeHandler(handler)
+    text, line = stream.getvalue().splitlines()
+    assert text.endswith(f"  warning: {message}")
+    assert json.loads(line)["message"] == message
+    assert "Logging error" not in capsys.readouterr().err
+
+
+def test_fields_of_others() -> None:
+    """Fields of another's record are shown beside its message, whatever sentence we have for that."""
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "draining", (), None)
+    record.fields = {"pool": 3}
+    assert TextFormatter().format(record).endswith("  draining (pool 3)")
+
+
 def test_text_of_requests_and_bugs() -> None:
     """A request reads as one does on the wire; an exception stands below its line."""
     record = logging.LogRecord("layertap.access", logging.INFO, "f", 1, "request", (), None)

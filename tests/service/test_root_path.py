@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from starlette.routing import BaseRoute, Route
 
-from layertap.service.settings import Settings
+from layertap.service.app import create_app
+from layertap.service.settings import ROUTES, Settings
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.proxy import proxied
 from tests.service.sockets import exchanged
-from tests.service.support import Json, image, picture, problem
+from tests.service.support import Json, configured, image, picture, problem
 
 PREFIX = "/features"
 USER = {"x-api-key": "user-key"}
@@ -125,7 +127,27 @@ def test_refused(path: str) -> None:
         Settings(root_path=path)
 
 
-@pytest.mark.parametrize("path", ["", "/features", "/team-a/v1.2/features_x~"])
+def paths(routes: Sequence[BaseRoute]) -> Iterator[str]:
+    """The paths of all routes, of those of included routers too, however FastAPI keeps them."""
+    for route in routes:
+        router = getattr(route, "original_router", None)
+        if router is not None:
+            yield from paths(router.routes)
+        elif isinstance(route, Route):
+            yield route.path
+
+
+def test_own_paths() -> None:
+    """A prefix that is a path of this server too is refused, whatever follows: it would hide what stands there."""
+    first = {path.split("/")[1] for path in paths(create_app(Settings(), configured()).routes)} - {""}
+    assert first == ROUTES
+    for name in first:
+        for path in (f"/{name}", f"/{name}/v1"):
+            with pytest.raises(ValidationError, match=f"/{name} is a path of the server's own"):
+                Settings(root_path=path)
+
+
+@pytest.mark.parametrize("path", ["", "/features", "/team-a/v1.2/features_x~", "/features/models", "/Models", "/model"])
 def test_taken(path: str) -> None:
     """Plain paths are taken."""
     assert Settings(root_path=path).root_path == path

@@ -22,7 +22,13 @@ def test_sizes(monkeypatch: pytest.MonkeyPatch, text: str, size: int) -> None:
     assert (settings.max_body_bytes, settings.batch_memory_bytes) == (size, size)
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e3", "32M iB", "32Mib/s", "0", "0.2B", "nan", "1,5MiB", "٣MiB"])
+NO_SIZES = (
+    *("", "MiB", "-1", "1e3", "32M iB", "32Mib/s", "0", "0.2B", "nan", "1,5MiB", "٣MiB"),
+    *("9" * 400 + ".5", "9" * 5000, "0." + "9" * 5000 + "TiB", "9" * 400 + "TiB"),
+)
+
+
+@pytest.mark.parametrize("text", NO_SIZES)
 def test_no_sizes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """What is no size, or none above zero, is refused by its variable's name."""
     monkeypatch.setenv("LAYERTAP_MAX_BODY_BYTES", text)

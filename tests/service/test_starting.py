@@ -89,6 +89,7 @@ def test_taken_port(torchless: dict[str, str]) -> None:
         ((), {"LAYERTAP_LOG_FORMAT": "xml"}, "LAYERTAP_LOG_FORMAT"),
         ((), {"LAYERTAP_DRAIN_DELAY_S": "-1"}, "LAYERTAP_DRAIN_DELAY_S"),
         ((), {"LAYERTAP_ALLOW_URLS": "http://x"}, "LAYERTAP_ALLOW_URLS"),
+        (("--root-path", "/models"), {}, "LAYERTAP_ROOT_PATH: /models is a path of the server's own"),
     ],
 )
 def test_mistakes(torchless: dict[str, str], words: tuple[str, ...], variables: dict[str, str], says: str) -> None:
@@ -266,6 +267,21 @@ def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
             ["bash", "-c", curl], capture_output=True, text=True, check=True, env=os.environ | {"KEY": "s3cret"}
         )
         assert '"models"' in done.stdout
+        shown.running.terminate()
+        assert shown.running.wait(END_S) == 0
+
+
+def test_command_to_try_without_an_embedding(tmp_path: Path) -> None:
+    """Where the model has no embedding the command names the whole model; brackets of an address are no glob."""
+    host = "::1" if _has_ipv6() else "127.0.0.1"
+    source = {"source": "python:tests.service.nets_http:ChannelMeans", "preprocess": {"resize": 8, "crop": 8}}
+    config = models(tmp_path, {**CHAIN, **source, "name": "means"})
+    with terminal("serve", "--host", host, "--port", "0", "--config", config) as shown:
+        shown.shows("Ctrl+C")
+        (curl,) = re.findall(r"try +(curl .*)\n", shown.text)
+        # With this option bash takes brackets as zsh always does.
+        done = subprocess.run(["bash", "-O", "failglob", "-c", curl], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith('{"model":"means"'), (done.stdout, done.stderr)
         shown.running.terminate()
         assert shown.running.wait(END_S) == 0
 
