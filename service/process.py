@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -121,12 +120,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
         look.wait(LAST_S)
         _leave(FAILED)
-
-
-def ends_with_0() -> None:
-    """From now on SIGTERM and SIGINT end this process with 0: it was asked to, and did."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
 
 
 def _leave(status: int) -> NoReturn:

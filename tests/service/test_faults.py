@@ -31,7 +31,8 @@ FAILING = """
 import asyncio
 import sys
 import uvicorn
-from layertap.service.process import Server, ends_with_0
+from layertap.service.process import Server
+from layertap.service.signals import ends_with_0
 
 asked = []
 
