@@ -92,6 +92,9 @@ def serve(
     ] = None,
 ) -> None:
     """Start the server."""
+    from layertap.service import signals
+
+    signals.ends_with_0()  # what is imported from here on takes seconds
     settings, configuration, fetcher = _checked(
         host=host, port=port, config=config, log_level=log_level, root_path=root_path
     )
@@ -100,7 +103,6 @@ def serve(
     listeners = bind(settings.host, settings.port)
     from layertap.service import logs, process, terminal
 
-    process.ends_with_0()  # the imports below take seconds
     text = terminal.wants_text(settings)
     logs.configure(settings.log_level, text)
     if text:

@@ -8,15 +8,14 @@ import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 import uvicorn
+from uvicorn.server import HANDLED_SIGNALS
 
 from layertap.service.http.sockets import stop_connecting, url
 
@@ -56,12 +55,13 @@ class Server(uvicorn.Server):
 
     def work(self, listeners: Sequence[socket.socket] | None = None) -> NoReturn:
         """Serve until SIGTERM, SIGINT or a failure that lasts, then end the process."""
+        for number in HANDLED_SIGNALS:  # to the end: uvicorn puts back what it finds, which would end ``_leave`` too
+            signal.signal(number, self.handle_exit)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         status = 0
         try:
-            with suppress(KeyboardInterrupt):  # uvicorn drains, and raises again what it was asked to end by
-                self.run(list(listeners) if listeners else None)
-        except SystemExit as ended:  # by SIGTERM, or because it could not start
+            self.run(list(listeners) if listeners else None)
+        except SystemExit as ended:  # it could not start
             status = int(ended.code or 0)
         _leave(status if self._alive() else FAILED)
 
@@ -121,12 +121,6 @@ class Server(uvicorn.Server):
         self.should_exit = True
         look.wait(LAST_S)
         _leave(FAILED)
-
-
-def ends_with_0() -> None:
-    """From now on SIGTERM and SIGINT end this process with 0: it was asked to, and did."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
 
 
 def _leave(status: int) -> NoReturn:

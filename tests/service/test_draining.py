@@ -34,8 +34,9 @@ BUSY = """
 import uvicorn
 from layertap.service.http.listening import options
 from layertap.service.http.sockets import bind
-from layertap.service.process import Server, ends_with_0
+from layertap.service.process import Server
 from layertap.service.settings import Settings
+from layertap.service.signals import ends_with_0
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})

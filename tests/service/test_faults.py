@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -37,7 +38,8 @@ FAILING = """
 import asyncio
 import sys
 import uvicorn
-from layertap.service.process import Server, ends_with_0
+from layertap.service.process import Server
+from layertap.service.signals import ends_with_0
 
 asked = []
 
@@ -57,6 +59,39 @@ def on_end():
 
 ends_with_0()
 Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_end).work()
+"""
+ASKED_AGAIN = """
+import multiprocessing
+import signal
+import sys
+import threading
+import uvicorn
+from layertap.service.process import Server
+from layertap.service.signals import ends_with_0
+
+forks = multiprocessing.get_context("fork")
+ready = forks.Event()
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200})
+
+def child():
+    signal.signal(signal.SIGTERM, leave)
+    signal.alarm(60)  # where nobody ends it
+    ready.set()
+    while True:
+        signal.pause()
+
+def leave(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("leaving", flush=True)
+
+forks.Process(target=child, daemon=True).start()
+ready.wait()  # for what it does when it is told to end
+if "stuck" in sys.argv:
+    threading.Thread(target=threading.Event().wait).start()
+ends_with_0()
+Server(uvicorn.Config(app, port=0, lifespan="off"), lambda: "failing" not in sys.argv, lambda: None).work()
 """
 DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 
@@ -158,6 +193,25 @@ def test_status(hanging: bool) -> None:
             assert running.wait(2 * LOST_S) == FAILED
         assert running.stdout is not None
         assert running.stdout.read() == "ending\n"
+
+
+@pytest.mark.parametrize(("way", "status"), [("failing", FAILED), ("stuck", 0)])
+def test_asked_again_at_the_very_end(way: str, status: int) -> None:
+    """A signal while the children of a process are told to end changes neither its status nor how soon it ends."""
+    words = [sys.executable, "-c", ASKED_AGAIN, way]
+    with ExitStack() as ends:
+        running = ends.enter_context(
+            subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        ends.callback(running.kill)
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert any("Uvicorn running on" in line for line in running.stderr)
+        if way == "stuck":
+            running.terminate()
+        assert running.stdout.readline() == "leaving\n"
+        running.terminate()
+        assert running.wait(END_S) == status
 
 
 @pytest.mark.hard

@@ -112,6 +112,22 @@ def test_mistake_in_a_configuration(torchless: dict[str, str], tmp_path: Path) -
         assert run(word, *words, "--config", models(tmp_path, CHAIN), env=torchless).returncode == 99
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number: signal.Signals) -> None:
+    """A server that is asked to end while it still reads its configuration does, with status 0 and without a word."""
+    config = tmp_path / "models.yaml"
+    os.mkfifo(config)
+    words = command("serve", "--port", "0", "--config", str(config))
+    with (
+        subprocess.Popen(words, cwd=ROOT, env=torchless, stderr=subprocess.PIPE, text=True) as running,
+        config.open("w"),  # which waits for the server to read
+    ):
+        running.send_signal(number)
+        assert running.stderr is not None
+        assert running.stderr.read() == ""
+        assert running.wait(END_S) == 0
+
+
 @pytest.mark.parametrize(("host", "families"), [("127.0.0.1", 1), ("localhost", 2), ("::1", 1)])
 def test_bind(host: str, families: int) -> None:
     """Every address of a host is listened on, all on one port, and again as soon as that has ended."""
