@@ -314,7 +314,7 @@ BAD: dict[str, Case] = {
     # 422: inputs
     "no inputs": Case(422, {"json": {"layers": ["pool"]}}, says="dry_run"),
     "no body": Case(422, {"params": ONE}),
-    "no body and no layer": Case(422, {}, pointer="/layers"),
+    "no body and no layer": Case(422, {}, says="no inputs"),
     "no image": Case(422, multipart(PART.format("request", REQUEST) + "--x--\n")),
     "an empty input": Case(422, body(inputs=[{}]), input=0, pointer="/inputs/0"),
     "a null input": Case(422, body(inputs=[{"image": None}]), input=0, says="'tensor'"),
@@ -369,7 +369,6 @@ BAD: dict[str, Case] = {
     ),
     "a parameter given twice": Case(422, raw(PNG, "image/png", layers="pool", pool=["mean", "max"]), says="once"),
     "a broken parameter": Case(422, raw(PNG, "image/png", layers="pool", normalize="x"), pointer="/normalize"),
-    "parameters without layers": Case(422, raw(PNG, "image/png"), pointer="/layers"),
     "an empty parameter": Case(422, raw(PNG, "image/png", layers=",,"), pointer="/layers"),
     "dry_run": Case(422, {**body(), "params": {"dry_run": "perhaps"}}, says="'dry_run'"),
     **{

@@ -32,7 +32,7 @@ class Served:
     ``axes`` are those of tensors, by canonical name without the call, that ``BY_RANK`` does not tell; one without
     axes of its own holds something of all rows of its request (``MIXED``), can be had for one row only
     (``MIXED_OR_ALONE``), or is the same for all (``CONSTANT``). ``alone``: rows affect each other, so each must be
-    what it is alone. ``avoid`` are layers that no engine can tell to be other than they seem. ``shapes`` are others
+    what it is alone, unless the request is isolated. ``avoid`` are layers that no engine can tell to be other than they seem. ``shapes`` are others
     than the configured one; ``scale`` is that of the inputs' values; ``often`` how many in all requests.
     """
 
@@ -98,10 +98,10 @@ class Served:
         """How often a module runs in a forward."""
         return 1 + max(key[1] for key in self._one_row if key[0] == name)
 
-    def seen(self, rows: Mapping[str, Array]) -> dict[Key, Array]:
+    def seen(self, rows: Mapping[str, Array], isolated: bool) -> dict[Key, Array]:
         """Every tensor of the forward of a request's rows, and of no others."""
         count = len(next(iter(rows.values())))
-        if not self.alone or count == 1:
+        if not self.alone or isolated or count == 1:
             return self._recorded(rows)
         parts = [self._recorded({name: value[at : at + 1] for name, value in rows.items()}) for at in range(count)]
         together = [key for key in self._one_row if self.axes_of(key) not in (MIXED, MIXED_OR_ALONE, CONSTANT)]

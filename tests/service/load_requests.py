@@ -151,7 +151,7 @@ def _asking(draw: _Draw, served: Served, inputs: _Inputs, way: Way) -> Asked:
     wish, wanted = _wish(draw, served, count, one_how=way in RAW)
     if inputs.bad:
         wish.options["on_error"] = "skip"
-    expected = Expected(served, inputs.rows, wanted)
+    expected = Expected(served, inputs.rows, wanted, isolated=draw.options.get("isolated") is True)
     said = wish.query() if way in RAW else wish.body()
     words = f"{served.name}, {count} rows, {way.__name__.strip('_')} to {wish.reply}: {said}"
     return Asked(draw.seed, draw.number, words, way(wish, inputs), 200, expected, inputs.bad)

@@ -82,6 +82,7 @@ def test_not_ready_without_a_model(serve: Serve) -> None:
     gone = net("gone", "Gated", weights="/secret/gone.safetensors")
     with serve(configured(gone, net("never", "Never"), net("other", "Gated", load="lazy")), wait=False) as live:
         until(lambda: {model["state"] for model in live.client.get("/models").json()["models"]} == SETTLED)
+        until(lambda: "loading" not in live.client.get("/readyz").text)  # a model is listed as failed a little earlier
         body = problem(live.client.get("/readyz"), 503, seconds=True)
         assert "2 of the models" in body["detail"]
         assert "weights, code" in body["detail"]
