@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import socket
 import struct
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from layertap.models.errors import LayertapError, quoted
 
+log = logging.getLogger("layertap")
 BACKLOG = 2048  # connections that wait to be served, as uvicorn has it
 ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # a name may have an address of a family that is off
 REFUSALS = {  # why nobody listens there, and what to type instead
@@ -66,8 +68,11 @@ def stop_connecting(listener: socket.socket) -> None:
         return
     steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in NO_SYN))
     program = struct.pack("HP", len(NO_SYN), ctypes.addressof(steps))
-    with suppress(OSError):  # of a sandbox that has no filters
+    try:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    except OSError as error:  # of a sandbox that has no filters
+        reason = {"address": url(listener.getsockname()), "reason": error.strerror}
+        log.warning("a connection that begins now may be reset", extra={"fields": reason})
 
 
 def url(address: Address) -> str:
