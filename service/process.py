@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from select import select
 from types import FrameType
 from typing import NoReturn
 
@@ -25,7 +26,10 @@ LOOK_S = 0.1
 LAST_S = 4.0  # for the last answers of a process that can't go on
 TICK_S = 0.1
 CLOSING_S = 1.0  # of a delay at its end: connections in use move elsewhere, and none is closed under a request
-ACCEPT_S = 0.1  # for connections that have begun to be accepted
+ACCEPT_S = 0.5  # for connections that have begun: round trips to far clients
+ACCEPT_SOON_S = 0.1  # the same after Ctrl+C, when somebody waits
+LATE_S = 0.01
+LATE_LOOKS = 50  # at whether somebody still waits to be accepted
 CLOSE = (b"connection", b"close")
 CHILD_S = 1.0  # for a compiler to remove its files
 
@@ -52,6 +56,7 @@ class Server(uvicorn.Server):
         self._on_drain = on_drain
         self._delay = delay
         self._drained = not delay
+        self._accept_s = ACCEPT_S
 
     def work(self, listeners: Sequence[socket.socket] | None = None) -> NoReturn:
         """Serve until SIGTERM, SIGINT or a failure that lasts, then end the process."""
@@ -78,12 +83,14 @@ class Server(uvicorn.Server):
         await self._close_after_replies()
         for listener in sockets or ():
             stop_connecting(listener)
-        await asyncio.sleep(ACCEPT_S)
+        await self._accept_last(sockets or ())
         self._on_end()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first begins the delay, the next one ends it; all others are uvicorn's."""
+        if sig == signal.SIGINT:
+            self._accept_s = ACCEPT_SOON_S
         if self.should_exit and not self._drained:
             self._drained = True
         else:
@@ -106,6 +113,17 @@ class Server(uvicorn.Server):
         while not self._drained and self._alive() and time.monotonic() < end:
             await self.on_tick(0)  # the date in replies
             await asyncio.sleep(TICK_S)
+
+    async def _accept_last(self, listeners: Sequence[socket.socket]) -> None:
+        """Let connections that have begun come in.
+
+        A loop may look at its timers first: after a stall it would end here with clients that wait for it.
+        """
+        await asyncio.sleep(self._accept_s)
+        for _ in range(LATE_LOOKS):
+            if not (listeners and select(listeners, (), (), 0)[0]):
+                return
+            await asyncio.sleep(LATE_S)
 
     async def _close_after_replies(self) -> None:
         """From now on whoever is answered is told that the connection ends with that."""

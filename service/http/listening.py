@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
+
+import uvicorn
 
 from layertap.service.settings import Settings
 
 PART = 0.9  # of the deadline: what is admitted is expected to end within less, and a supervisor's patience is as long
-OVERRIDDEN = (
+OVERRIDDEN = (  # of uvicorn's protocol
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
     *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
     *("timeout_keep_alive_handler", "shutdown"),
 )
+OF_SERVER = ("run", "startup", "shutdown", "handle_exit", "on_tick")  # overridden or called by our own
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 
 
 def options(settings: Settings) -> dict[str, Any]:
-    """Arguments of ``uvicorn.Config``, but for where to listen."""
+    """Arguments of ``uvicorn.Config``, but for where to listen; RuntimeError where uvicorn is not as it has to be."""
+    _check(uvicorn.Server, OF_SERVER)
     return {
         "http": _protocol(settings),
         "ws": "none",
@@ -38,8 +43,11 @@ def _protocol(settings: Settings) -> Any:
         return "h11"
     from layertap.service.http.protocol import Connection
 
-    parent = Connection.__mro__[1]
-    missing = [name for name in OVERRIDDEN if not hasattr(parent, name)]
+    _check(Connection.__mro__[1], OVERRIDDEN)
+    return partial(Connection, settings=settings)
+
+
+def _check(parent: type, names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(parent, name)]
     if missing:  # an override of what is gone would just never be called
         raise RuntimeError(f"this version of uvicorn has no {', '.join(missing)} to override")
-    return partial(Connection, settings=settings)

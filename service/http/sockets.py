@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import socket
 import struct
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from layertap.models.errors import LayertapError, quoted
 
+log = logging.getLogger("layertap")
+TRIES = 8  # a port that is free for one address of a host may be taken for the next
 BACKLOG = 2048  # connections that wait to be served, as uvicorn has it
 ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # a name may have an address of a family that is off
 REFUSALS = {  # why nobody listens there, and what to type instead
@@ -31,15 +35,29 @@ NO_SYN = (  # a program of Berkeley packet filters: code, steps to go where true
 Address = tuple[Any, ...]
 
 
+class _TakenError(LayertapError):
+    """Somebody else has the port."""
+
+
 def bind(host: str, port: int) -> list[socket.socket]:
     """Listening sockets for all addresses of a host, on one port; who connects waits until somebody serves it.
 
     LayertapError where the host can't be resolved, or an address is taken or not to be had.
     """
+    addresses = _resolve(host)
+    for _ in range(TRIES if port == 0 else 1):
+        try:
+            return _bind(host, addresses, port)
+        except _TakenError as error:
+            refusal = error
+    raise refusal
+
+
+def _bind(host: str, addresses: Iterable[tuple[socket.AddressFamily, Address]], port: int) -> list[socket.socket]:
     refusal = LayertapError(f"the host {quoted(host)} has no address")
     with ExitStack() as opened:
         listeners: list[socket.socket] = []
-        for family, address in _resolve(host):
+        for family, address in addresses:
             place = (address[0], port, *address[2:])
             try:
                 listener = opened.enter_context(socket.create_server(place, family=family, backlog=BACKLOG))
@@ -66,8 +84,11 @@ def stop_connecting(listener: socket.socket) -> None:
         return
     steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in NO_SYN))
     program = struct.pack("HP", len(NO_SYN), ctypes.addressof(steps))
-    with suppress(OSError):  # of a sandbox that has no filters
+    try:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    except OSError as error:  # of a sandbox that has no filters
+        reason = {"address": url(listener.getsockname()), "reason": error.strerror}
+        log.warning("a connection that begins now may be reset", extra={"fields": reason})
 
 
 def url(address: Address) -> str:
@@ -89,4 +110,5 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, Address]]:
 
 def _refusal(place: Address, error: OSError) -> LayertapError:
     reason, hint = REFUSALS.get(error.errno or 0, (f"can't be listened on: {error.strerror}", ""))
-    return LayertapError(f"{url(place)} {reason}", hint=hint)
+    kind = _TakenError if error.errno == errno.EADDRINUSE else LayertapError
+    return kind(f"{url(place)} {reason}", hint=hint)

@@ -16,13 +16,19 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from layertap.models.digits import spec as digits
+from layertap.service.http.listening import options
+from layertap.service.http.sockets import stop_connecting
+from layertap.service.process import Server
+from layertap.service.settings import Settings
 from tests.service.busy import until
 from tests.service.load_server import ROOT, Process, process
 from tests.service.support import picture
 
 END_S = 60
+SO_LOCK_FILTER = 44  # of Linux: no other filter from then on
 KEPT, FRESH = 4, 4
 DELAY_S = 2.0
 PATH = "/extract?layers=head"
@@ -47,6 +53,41 @@ ends_with_0()
 print(listener.getsockname()[1], flush=True)
 chosen = uvicorn.Config(app, lifespan="off", **options(Settings()))
 Server(chosen, lambda: True, lambda: print("ending", flush=True), delay=0.2).work([listener])
+"""
+STALLED = """
+import asyncio, socket, sys, threading, time
+import uvicorn
+from layertap.service.http.listening import options
+from layertap.service.http.sockets import bind
+from layertap.service.process import ACCEPT_S, Server
+from layertap.service.settings import Settings
+
+async def app(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body"})
+
+async def stop():
+    if server.should_exit:  # it runs as soon as the loop has looked who is there
+        asyncio.get_running_loop().add_reader(ours, stall)
+
+def stall():
+    asyncio.get_running_loop().remove_reader(ours)
+    client = socket.create_connection(listener.getsockname())
+    client.sendall(b"GET / HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n")
+    threading.Thread(target=read, args=[client]).start()
+    time.sleep(2 * ACCEPT_S)
+
+def read(client):
+    print(client.recv(1024)[:12], flush=True)
+
+ours, theirs = socket.socketpair()
+theirs.sendall(b"x")
+(listener,) = bind("127.0.0.1", 0)
+listener.setsockopt(socket.SOL_SOCKET, int(sys.argv[1]), 1)  # whoever connects is let in, as after a long way
+chosen = uvicorn.Config(app, lifespan="off", callback_notify=stop, timeout_notify=0, **options(Settings()))
+server = Server(chosen, lambda: True, lambda: None)
+threading.Timer(0, lambda: setattr(server, "should_exit", True)).start()
+server.work([listener])
 """
 SENDING = """
 import socket, sys
@@ -156,6 +197,37 @@ def test_no_connection_is_reset() -> None:
         server.send_signal(signal.SIGTERM)
         assert [client.communicate(timeout=END_S)[1] for client in clients] == [""] * CLIENTS
         assert server.wait(END_S) == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a connection may be reset")
+def test_stall_at_the_end() -> None:
+    """A client that has connected is answered, though the event loop stalls longer than it goes on accepting."""
+    words = [sys.executable, "-c", STALLED, str(SO_LOCK_FILTER)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "b'HTTP/1.1 200'\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has filters")
+def test_sandbox_without_filters(caplog: pytest.LogCaptureFixture) -> None:
+    """Where new connections can't be kept away, the log says so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop_connecting(listener)
+        assert caplog.records == []
+        listener.setsockopt(socket.SOL_SOCKET, SO_LOCK_FILTER, 1)
+        stop_connecting(listener)
+    (record,) = caplog.records
+    assert "may be reset" in record.message
+
+
+def test_another_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where uvicorn's server lacks what ours overrides, nothing is started."""
+    ours = {name for name in vars(Server) if not name.startswith("_") and hasattr(uvicorn.Server, name)}
+    assert {"startup", "shutdown", "handle_exit"} <= ours
+    for name in ours:
+        with monkeypatch.context() as other:
+            other.delattr(uvicorn.Server, name)
+            with pytest.raises(RuntimeError, match=name):
+                options(Settings())
 
 
 def test_connections_at_the_end() -> None:
