@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from re import fullmatch
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
 from layertap.models.check import Place, find_mistakes
@@ -44,6 +44,7 @@ class _Defaults(BaseModel):
 
 
 with_config(ConfigDict(extra="forbid"))(ModelSpec)  # marks the class, and so what stands in it
+ENTRY = TypeAdapter(ModelSpec)
 
 
 class _File(BaseModel):
@@ -58,7 +59,10 @@ def read(path: Path) -> Configuration:
 
     ConfigError says what is wrong, each mistake with its line.
     """
-    return _configuration(_document(path))
+    document = _document(path)
+    parsed = _parse(document)
+    document.refuse(parsed.mistakes)
+    return parsed.configuration(path)
 
 
 def load(path: Path) -> Configuration:
@@ -67,10 +71,9 @@ def load(path: Path) -> Configuration:
     ConfigError, as ``read`` raises it, also for what can't be had: an architecture, a device, a file.
     """
     document = _document(path)
-    configuration = _configuration(document)
-    found = find_mistakes(configuration.models, (path.parent.absolute(), Path.cwd()))
-    document.refuse((("models", *place), _in_one_line(error)) for place, error in found)
-    return configuration
+    parsed = _parse(document)
+    document.refuse([*parsed.mistakes, *_check_loading(parsed, (path.parent.absolute(), Path.cwd()))])
+    return parsed.configuration(path)
 
 
 def embedded() -> Configuration:
@@ -133,40 +136,112 @@ def _document(path: Path) -> _Document:
         loader.dispose()
 
 
-def _configuration(document: _Document) -> Configuration:
-    folder = document.path.parent
+@dataclass(frozen=True)
+class _Parsed:
+    """What a file says and what is wrong with it: entries by number, of refused ones what is left without that."""
+
+    specs: dict[int, ModelSpec]
+    default: str
+    mistakes: list[Mistake]
+
+    def configuration(self, path: Path) -> Configuration:
+        """The configuration of a file without mistakes."""
+        return Configuration(tuple(self.specs.values()), self.default, path.parent.absolute())
+
+
+def _parse(document: _Document) -> _Parsed:
+    """What shows in the file alone; one mistake hides no other."""
+    default, mistakes = _default(document.data), list[Mistake]()
+    refused: dict[object, set[object]] = {}
     try:
-        file = _File.model_validate(document.data)
+        default = _File.model_validate(document.data).defaults.model
     except ValidationError as error:
-        document.refuse(_describe(error))
-        raise  # never: there is at least one complaint
-    specs = [_beside(spec, folder) for spec in file.models]
-    default = file.defaults.model or specs[0].name
-    document.refuse([*_check_names(specs, default), *_check_precision(specs), *_check_devices(specs)])
-    return Configuration(tuple(specs), default, folder.absolute())
+        mistakes += _describe(error)
+        refused = _refused(error)
+    specs, names = {}, list[str | None]()
+    for number, entry in enumerate(_entries(document.data)):
+        spec = _spec(entry, refused.get(number, set()))
+        if spec is not None:
+            specs[number] = _beside(spec, document.path.parent)
+        names.append(_text(entry, "name") if spec is None or number in refused else spec.name)
+    default = default or next(iter(names), None) or ""
+    whole = {number: spec for number, spec in specs.items() if number not in refused}
+    mistakes += [*_check_names(names, default), *_check_kinds(specs), *_check_precision(whole), *_check_devices(whole)]
+    return _Parsed(specs, default, mistakes)
 
 
-def _check_names(specs: Sequence[ModelSpec], default: str) -> Iterator[Mistake]:
-    names = [spec.name for spec in specs]
-    for number, spec in enumerate(specs):
-        if not fullmatch(NAME, spec.name):
+def _refused(error: ValidationError) -> dict[object, set[object]]:
+    """The fields that are refused, by the entry's number."""
+    refused: dict[object, set[object]] = {}
+    for each in error.errors(include_url=False, include_input=False):
+        place = each["loc"]
+        if len(place) > 1 and place[0] == "models":
+            refused.setdefault(place[1], set()).update(place[2:3])
+    return refused
+
+
+def _entries(data: object) -> list[object]:
+    entries = data.get("models") if isinstance(data, dict) else None
+    return entries if isinstance(entries, list) else []
+
+
+def _default(data: object) -> str | None:
+    return _text(data.get("defaults"), "model") if isinstance(data, dict) else None
+
+
+def _text(data: object, name: str) -> str | None:
+    """A text in what may be a mapping; None where there is none."""
+    value = data.get(name) if isinstance(data, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def _spec(entry: object, refused: set[object]) -> ModelSpec | None:
+    """An entry without the fields that are refused, so that the others are looked at too; None where that is none."""
+    if not isinstance(entry, dict):
+        return None
+    left = {name: value for name, value in entry.items() if name not in refused}
+    try:
+        return ENTRY.validate_python({"name": "", **left} if refused else left)
+    except ValidationError:
+        return None
+
+
+def _check_loading(parsed: _Parsed, folders: Sequence[Path]) -> Iterator[Mistake]:
+    """What can't be had, or read by those who load it, where nothing is told of the same place yet."""
+    told = {place for place, _ in parsed.mistakes}
+    numbers = list(parsed.specs)
+    for (at, *rest), error in find_mistakes(list(parsed.specs.values()), folders):
+        place = ("models", numbers[int(at)], *rest)
+        if place not in told:
+            yield place, _in_one_line(error)
+
+
+def _check_names(names: Sequence[str | None], default: str) -> Iterator[Mistake]:
+    """Names of entries; None is one that is refused already, and may have been meant to be any."""
+    for number, name in enumerate(names):
+        if name is not None and not fullmatch(NAME, name):
             yield ("models", number, "name"), NAME_RULE
-        elif spec.name in names[:number]:
-            yield ("models", number, "name"), f"two models are called {spec.name!r}"
+        elif name is not None and name in names[:number]:
+            yield ("models", number, "name"), f"two models are called {name!r}"
+    known = [name for name in names if name is not None]
+    if names and len(known) == len(names) and default not in known:
+        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(known)}"
+
+
+def _check_kinds(specs: Mapping[int, ModelSpec]) -> Iterator[Mistake]:
+    for number, spec in specs.items():
         if ":" not in spec.source:
             text = f"{spec.source!r} has no kind: write KIND:NAME, torchvision:resnet50"
             yield ("models", number, "source"), text
-    if default not in names:
-        yield ("defaults", "model"), f"the default model {default!r} is not among {', '.join(names)}"
 
 
-def _check_precision(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
+def _check_precision(specs: Mapping[int, ModelSpec]) -> Iterator[Mistake]:
     """Where ``tf32`` could not be kept: torch has one switch for all models of a process."""
-    for number, spec in enumerate(specs):
+    for number, spec in specs.items():
         if spec.tf32 and spec.dtype != "float32":
             text = f"model {spec.name!r}: tf32 is a way to compute in float32, not in {spec.dtype}"
             yield ("models", number, "tf32"), text
-    placed = [(number, spec) for number, spec in enumerate(specs) if spec.dtype == "float32" and spec.device != "cpu"]
+    placed = [(number, spec) for number, spec in specs.items() if spec.dtype == "float32" and spec.device != "cpu"]
     if len({spec.tf32 for _, spec in placed}) > 1:
         others = [(number, spec.name) for number, spec in placed if not spec.tf32]
         names = ", ".join(name for _, name in others)
@@ -174,9 +249,9 @@ def _check_precision(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
         yield ("models", others[0][0]), text
 
 
-def _check_devices(specs: Sequence[ModelSpec]) -> Iterator[Mistake]:
+def _check_devices(specs: Mapping[int, ModelSpec]) -> Iterator[Mistake]:
     """Where a model asks for what only a GPU does, and none may run it or none can do it so."""
-    for number, spec in enumerate(specs):
+    for number, spec in specs.items():
         wanted = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
         for name in (name for name, asked in wanted.items() if asked and spec.device == "cpu"):
             text = f"model {spec.name!r}: {name} is for models on a GPU, and this one is on the CPU"

@@ -223,6 +223,65 @@ def test_all_mistakes(tmp_path: Path) -> None:
     assert len(lines) == len(unknown) + len(rest)
 
 
+STAGES = """models:
+- {name: key, source: 'torchvision:vgg11', wieghts: random:0}
+- {name: architecture, source: 'torchvision:resnet5O', dtype: float33}
+- {name: kind, source: vgg11}
+- {name: module, source: 'python:no_such_package_here.nets:build'}
+- {name: file, source: 'torchvision:vgg11', weights: gone.pth}
+- {name: key, source: 'torchvision:vgg11', weights: random:x, preprocess: {crop: 8, std: [1]}}
+- {nmae: unnamed, source: 'torchvision:vgg1l', device: tpu}
+- {name: precision, source: 'torchvision:vgg11', tf32: true, dtype: float16}
+- {name: placed, source: 'torchvision:vgg11', decode: device, device: cpu, embedding: 'a['}
+- torchvision:vgg11
+- {name: 'a/b', source: 'torchvision:vgg11', warm: [{layers: ['b[']}]}
+"""
+ALONE = [  # that the file shows by itself
+    "2: models.0.wieghts: there is no such field; the nearest is 'weights'",
+    "3: models.1.dtype: Input should be 'float32', 'bfloat16' or 'float16'",
+    "4: models.2.source: 'vgg11' has no kind",
+    "7: models.5.name: two models are called 'key'",
+    "7: models.5.preprocess: mean and std have a figure for each of three channels",
+    "8: models.6.name: Field required",
+    "8: models.6.nmae: there is no such field; the nearest is 'name'",
+    "9: models.7.tf32: model 'precision': tf32 is a way to compute in float32",
+    "10: models.8.device: model 'placed': decode: device is for models on a GPU",
+    "11: models.9: this is no mapping of names to values",
+    "12: models.10.name: a name has 1 to 100 letters",
+]
+BESIDE = [  # that a look at the libraries and at the machine shows
+    "3: models.1.source: torchvision has no architecture 'resnet5O'",
+    "5: models.3.source: there is no Python module 'no_such_package_here'",
+    "6: models.4.weights: there is no file",
+    "7: models.5.weights: weights random:SEED needs a whole number",
+    "8: models.6.device: 'tpu' is no device",
+    "8: models.6.source: torchvision has no architecture 'vgg1l'",
+    "10: models.8.embedding: the path in 'a[' is not closed",
+    "12: models.10.warm.0.layers.0: the path in 'b[' is not closed",
+]
+
+
+def test_mistakes_of_all_stages(tmp_path: Path) -> None:
+    """No mistake hides another one, of its own entry or of others, whatever it takes to see it; by lines."""
+    file = written(tmp_path, STAGES)
+    for look, expected in ((read, ALONE), (load, ALONE + BESIDE)):
+        with pytest.raises(ConfigError) as caught:
+            look(file)
+        lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
+        ordered = sorted(expected, key=lambda text: (int(text.partition(":")[0]), text))
+        assert len(lines) == len(ordered), lines
+        assert [line[: len(text)] for line, text in zip(lines, ordered, strict=True)] == ordered
+
+
+def test_default_of_a_refused_entry(tmp_path: Path) -> None:
+    """An entry that is refused is there all the same: a default that names it, or may be meant to, is no mistake."""
+    for name in ("name: b", "nmae: b"):
+        text = f"models: [{{name: a, source: 'a:b'}}, {{{name}, source: 'a:b', colour: red}}]\ndefaults: {{model: b}}"
+        with pytest.raises(ConfigError) as caught:
+            read(written(tmp_path, text))
+        assert "is not among" not in caught.value.detail
+
+
 MISSING_NAME = ["models.1.name: Field required"]
 UNLOADABLE = {
     "source: 'torchvison:resnet50'": "source: sources of kind 'torchvison' are not known; did you mean 'torchvision:",
