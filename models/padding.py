@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from layertap.models.catalog import Leaf
@@ -85,6 +86,24 @@ def cut(value: Tensor, leaf: Leaf, length: int, real: Tensor) -> tuple[Tensor, L
         for axis in leaf.token_axes:
             value = _zeroed(value, leaf.row_axis, axis, ~real[:, :length])
     return value, leaf.of_length(length)
+
+
+def own_first(value: Tensor, leaf: Leaf, letters: str, real: Tensor) -> Tensor:
+    """The same with each row's own tokens before what only pads it, along the axes of these letters in the layout."""
+    axes = [axis for axis, letter in enumerate(leaf.layout or "") if letter in letters and axis in leaf.token_axes]
+    if not axes:
+        return value
+    padding = ~(real if leaf.row_axis is not None else real.any(0, keepdim=True))
+    order = padding.int().argsort(dim=1, stable=True)
+    if bool((order.diff(dim=1) == 1).all()):
+        return value
+    rows = []
+    for place, positions in enumerate(order):
+        row = row_of(value, leaf, place)
+        for axis in axes:
+            row = row.index_select(axis, positions.to(value.device))
+        rows.append(row)
+    return torch.cat(rows, dim=leaf.row_axis or 0)
 
 
 def _narrowed(value: Tensor, leaf: Leaf, axis: int, length: int) -> Tensor:

@@ -191,6 +191,27 @@ def test_no_token_of_padding(server: Server, names: Sequence[str]) -> None:
         assert f"between 0 and {fewest - 1}" in server.refused(names, {"layer": BLOCK, "tokens": [place]})
 
 
+CAPTURES: dict[str, tuple[Json, Change]] = {
+    "class token": ({"pool": "cls"}, lambda value: value[0]),
+    "tokens": ({"tokens": [2, 0]}, lambda value: value[[2, 0]]),
+    "tokens, pooled": ({"tokens": [2, 0], "pool": "mean"}, lambda value: value[[2, 0]].mean(0)),
+    "statistics of tokens": ({"tokens": [2, 0], "stats": ["max"]}, lambda value: value[[2, 0]].amax()[None]),
+    "mean": ({"pool": "mean"}, lambda value: value[1:].mean(0)),
+    "mean of all": ({"pool": "mean_all"}, lambda value: value.mean(0)),
+}
+
+
+@pytest.mark.parametrize("names", TRIALS, ids=" and ".join)
+@pytest.mark.parametrize("kind", CAPTURES)
+def test_captures(server: Server, names: Sequence[str], kind: str) -> None:
+    """Tokens are counted from the first that the mask keeps, for what is taken as for what is changed."""
+    how, made = CAPTURES[kind]
+    found = server.of(names, {"layer": BLOCK, **how})
+    for row, name in enumerate(names):
+        value, _ = server.offline(name)
+        close(found[row], made(value[0, kept(name)]))
+
+
 @pytest.mark.parametrize("names", TRIALS, ids=" and ".join)
 def test_positions(server: Server, names: Sequence[str]) -> None:
     """What is taken as it is keeps its positions up to the last that counts, 0 where one does not."""
