@@ -194,7 +194,8 @@ def _check_objective(objective: Objective, leaf: Leaf, lengths: Lengths | None) 
         hint = 'add "layer": "NAME"' if kind == "layer" else 'use "kind": "layer"'
         raise SelectorError(f"objective {quoted(kind)} {'needs' if kind == 'layer' else 'takes no'} layer", hint=hint)
     if objective.channel is not None:
-        size = leaf.shape[leaf.layout.index("C")] if kind == "layer" and leaf.layout and "C" in leaf.layout else 0
+        own = _common(leaf, lengths)
+        size = own.shape[leaf.layout.index("C")] if kind == "layer" and leaf.layout and "C" in leaf.layout else 0
         if not 0 <= objective.channel < size:
             raise SelectorError(
                 f"the objective's channel must be between 0 and {size - 1}" if size else "there is no such channel"
@@ -272,7 +273,7 @@ def _check_part(name: str, leaf: Leaf, how: Operation, lengths: Lengths | None) 
             raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")
     if how.region is not None:
         top, left, bottom, right = how.region
-        height, width = (_size(name, leaf, "region", letter) for letter in "HW")
+        height, width = (_size(name, _common(leaf, lengths), "region", letter) for letter in "HW")
         if not (0 <= top < bottom <= height and 0 <= left < right <= width):
             raise SelectorError(
                 f"'region' of {name} must lie within {height} by {width}",
@@ -292,12 +293,15 @@ def _check_shape(what: str, leaf: Leaf, lengths: Lengths | None, part: Callable[
     if lengths is None:
         possible = {part(leaf)}
     elif lengths.known:
-        possible = {part(leaf.of_length(tokens)) for tokens in (lengths.shortest, lengths.longest)}
+        most = lengths.most if leaf.row_axis is not None else lengths.together
+        possible = {part(leaf.of_length(tokens)) for tokens in (lengths.fewest, most)}
     else:
-        possible = {part(leaf.of_length(tokens)) for tokens in (*given, lengths.longest) if tokens <= lengths.longest}
+        possible = {part(leaf.of_length(tokens)) for tokens in (*given, lengths.most) if tokens <= lengths.most}
     if lengths is not None and lengths.known and len(possible) > 1:
+        sizes = f"have {lengths.fewest} to {lengths.most} tokens"
         raise SelectorError(
-            f"{what} fits texts of one length, and these have {lengths.shortest} to {lengths.longest} tokens",
+            f"{what} fits texts of one length, and these "
+            + (sizes if lengths.fewest < lengths.most else "have them at different positions"),
             hint="send texts of one length in a request",
         )
     if given not in possible:

@@ -82,9 +82,10 @@ def of_explanation(method: str, results: Iterable[str]) -> str:
 def of_changes(changes: Iterable[Edit | Goal], start: str = "") -> str | None:
     """The part of a fingerprint that edits, a goal, and a layer to go on from make; None where there are none.
 
-    What they found in a catalogue is left out: it hangs on the shape of the input, as no other fingerprint does.
+    What they found in a catalogue is left out: it hangs on the shape of the input, as no other fingerprint does. That
+    a tensor has tokens is told: what pads a text was once changed and counted as they are.
     """
-    told: list[object] = [{name: value for name, value in _told(each).items() if name != "leaf"} for each in changes]
+    told: list[object] = [_made(each) for each in changes]
     if start:
         told.append({"resume": start})
     return _digest(told) if told else None
@@ -99,6 +100,11 @@ def of_reply(results: Iterable[str]) -> str:
     """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
     several = sorted(set(results))
     return several[0] if len(several) == 1 else _digest(several)
+
+
+def _made(change: Edit | Goal) -> dict[str, Any]:
+    told = {name: value for name, value in _told(change).items() if name != "leaf"}
+    return told | ({"tokens": "own"} if change.leaf.token_axes else {})
 
 
 def _picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:

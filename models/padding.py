@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from layertap.models.catalog import Leaf
@@ -17,34 +18,38 @@ from layertap.models.text import Text
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens the shortest and the longest text of a request have.
+    """How many tokens the texts of a request have: ``fewest`` to ``most`` that the mask keeps.
 
-    ``known`` is False as long as they may still have any number between the two.
+    ``longest`` counts those of the longest text up to the last that is kept, with what the mask leaves out before it;
+    ``together`` the positions that any text keeps, which are those of a tensor that is the same for all rows.
+    ``known`` is False as long as a text may still have any number between ``fewest`` and ``most``.
     """
 
-    shortest: int
+    fewest: int
+    most: int
     longest: int
+    together: int
     known: bool = True
 
     @property
     def common(self) -> int:
-        """Tokens that every text has, or may have."""
-        return self.shortest if self.known else self.longest
+        """Tokens that every text has, or may have: what a request may number."""
+        return self.fewest if self.known else self.most
 
     @property
     def kept(self) -> int:
-        """Tokens that a result has, or has at least."""
-        return self.longest if self.known else self.shortest
+        """Positions that a result has, or has at least."""
+        return self.longest if self.known else self.fewest
 
 
 def lengths_of(rows: Mapping[str, Tensor], text: Text) -> Lengths:
-    """Those of rows as a model takes them: up to the last token that the mask does not leave out."""
+    """Those of rows as a model takes them, by their mask."""
     if text.mask is None:
         tokens = rows[text.ids].shape[1 + text.axis]
-        return Lengths(tokens, tokens)
+        return Lengths(tokens, tokens, tokens, tokens)
     mask = rows[text.mask].bool()
-    last = mask.shape[1] - mask.flip(1).int().argmax(1)
-    return Lengths(int(last.min()), int(last.max()))
+    kept, places = mask.sum(1), mask.any(0).nonzero()
+    return Lengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
 
 
 def is_padded(leaf: Leaf, real: Tensor | None) -> bool:
@@ -81,6 +86,24 @@ def cut(value: Tensor, leaf: Leaf, length: int, real: Tensor) -> tuple[Tensor, L
         for axis in leaf.token_axes:
             value = _zeroed(value, leaf.row_axis, axis, ~real[:, :length])
     return value, leaf.of_length(length)
+
+
+def own_first(value: Tensor, leaf: Leaf, letters: str, real: Tensor) -> Tensor:
+    """The same with each row's own tokens before what only pads it, along the axes of these letters in the layout."""
+    axes = [axis for axis, letter in enumerate(leaf.layout or "") if letter in letters and axis in leaf.token_axes]
+    if not axes:
+        return value
+    padding = ~(real if leaf.row_axis is not None else real.any(0, keepdim=True))
+    order = padding.int().argsort(dim=1, stable=True)
+    if bool((order.diff(dim=1) == 1).all()):
+        return value
+    rows = []
+    for place, positions in enumerate(order):
+        row = row_of(value, leaf, place)
+        for axis in axes:
+            row = row.index_select(axis, positions.to(value.device))
+        rows.append(row)
+    return torch.cat(rows, dim=leaf.row_axis or 0)
 
 
 def _narrowed(value: Tensor, leaf: Leaf, axis: int, length: int) -> Tensor:

@@ -2,9 +2,9 @@
 
 ``mean``, ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); prefix tokens stay out of them, and so
 do those that only pad a text. ``mean_all`` is ``mean`` with prefix tokens.
-``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw
-it. Floating results are computed in float32 whatever the model's dtype is. ``statistics.py`` has what may be asked
-for in place of a pool.
+``cls`` is the first token as (N, C), of a text the first that its mask keeps. ``flatten`` is (N, everything else).
+``none`` keeps the tensor as the hook saw it. Floating results are computed in float32 whatever the model's dtype is.
+``statistics.py`` has what may be asked for in place of a pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from layertap.models import statistics
 from layertap.models.catalog import Leaf
 from layertap.models.errors import InputError
-from layertap.models.padding import cut, is_padded, own_rows
+from layertap.models.padding import cut, is_padded, own_first, own_rows
 from layertap.models.points import Reduction
 
 GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
@@ -38,16 +38,18 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None
     """Apply a reduction to a captured tensor; never returns memory that the model may still write to.
 
     ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out, what
-    is kept of each has ``length`` of them, 0 where one is no token of its row. InputError where nothing is left of a
-    row.
+    is kept of each has ``length`` of them, 0 where one is no token of its row. What is named by its number is counted
+    from the row's first own token. InputError where nothing is left of a row.
     """
     kept = value
     if real is not None and leaf.token_axes:
         if how.tokens is None and (how.pool in OF_ALL or how.stats is not None):
             if is_padded(leaf, real):
                 return _row_by_row(value, leaf, how, real)
-        elif length is not None:
-            kept, leaf = cut(value, leaf, length, real)
+        else:
+            if length is not None:
+                kept, leaf = cut(value, leaf, length, real)
+            kept = own_first(kept, leaf, _numbered(how), real[:, :length])
     return owned(reduced(kept, leaf, how), value)
 
 
@@ -97,6 +99,12 @@ def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor) -> Redu
     found = [reduce(row, own, how) for row, own in own_rows(value, leaf, real)]
     scales = [each.scale for each in found if each.scale is not None]
     return Reduced(torch.cat([each.values for each in found]), torch.cat(scales) if scales else None)
+
+
+def _numbered(how: Reduction) -> str:
+    """The axes along which a reduction takes some by their numbers."""
+    by_number = {"T": how.tokens is not None or how.pool == "cls", "C": how.channels is not None}
+    return "".join(letter for letter, chosen in by_number.items() if chosen)
 
 
 def _left_out(leaf: Leaf, how: Reduction) -> int:

@@ -330,7 +330,10 @@ def _job(request: _PlannedRequest, inputs: dict[str, Tensor], faults: tuple[Faul
 
 def _unknown(takes: LoadedModel) -> Lengths | None:
     """How many tokens texts may have that nobody looked at yet."""
-    return Lengths(1, takes.text.max_tokens, known=False) if takes.text is not None else None
+    if takes.text is None:
+        return None
+    most = takes.text.max_tokens
+    return Lengths(1, most, most, most, known=False)
 
 
 def _shapes_of(rows: Rows, model: LoadedModel, takes: LoadedModel) -> Shapes:

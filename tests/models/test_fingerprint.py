@@ -17,7 +17,7 @@ from torch import nn
 
 from layertap.models import digits
 from layertap.models.catalog import Leaf
-from layertap.models.edits import Goal
+from layertap.models.edits import Edit, Goal
 from layertap.models.fingerprint import (
     architecture,
     of_changes,
@@ -29,7 +29,7 @@ from layertap.models.fingerprint import (
 )
 from layertap.models.loaded import load
 from layertap.models.plan import resolve
-from layertap.models.points import HookPoint, Objective, Reduction, Selector
+from layertap.models.points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selectors import parse
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
@@ -273,6 +273,17 @@ def test_digests_stay() -> None:
     assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert of_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
     assert of_result(MODEL, gradient, Reduction(), of_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
+
+
+def test_changes_without_padding() -> None:
+    """Changes and objectives of texts leave padding out, which they did not always: another digest, for any length."""
+    for make in (lambda leaf: Goal(POINT, leaf, Objective("sum")), lambda leaf: Edit(POINT, leaf, Operation("zero"))):
+        plain, *texts = (
+            of_changes([make(Leaf((), (1, length, 3), "float32", layout="NTC", token_axes=axes))])
+            for length, axes in ((8, ()), (8, (1,)), (16, (1,)))
+        )
+        assert plain not in texts
+        assert len(set(texts)) == 1
 
 
 def test_rows() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 
-from layertap.models.catalog import Leaf
+from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.edits import edits_of, goal_of
+from layertap.models.errors import SelectorError
 from layertap.models.interventions import changed
 from layertap.models.padding import Lengths, cut, lengths_of, own_rows
-from layertap.models.points import Operation
+from layertap.models.points import Intervention, Objective, Operation
+from layertap.models.selectors import parse
 from layertap.models.text import Text
 
 REAL = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
@@ -59,8 +65,25 @@ def test_cut_and_own_rows_and_changes() -> None:
 
 
 def test_lengths() -> None:
-    """A text ends with the last token that its mask keeps, wherever it begins."""
+    """A text has the tokens that its mask keeps, and ends with the last of them, wherever it begins."""
     text = Text("ids", "mask", 8, 0, 10)
     mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
-    assert lengths_of({"ids": mask, "mask": mask}, text) == Lengths(3, 4)
-    assert lengths_of({"ids": mask}, Text("ids", None, 8, 0, 10)) == Lengths(5, 5)
+    assert lengths_of({"ids": mask, "mask": mask}, text) == Lengths(2, 4, 4, 4)
+    assert lengths_of({"ids": mask[:1], "mask": mask[:1]}, text) == Lengths(2, 2, 3, 2)
+    assert lengths_of({"ids": mask}, Text("ids", None, 8, 0, 10)) == Lengths(5, 5, 5, 5)
+
+
+def test_changes_within_a_text() -> None:
+    """Regions and channels along an axis of tokens end with the text, however far it is padded."""
+    maps = Leaf(("maps",), (1, 3, 8, 8), "float32", layout="NCHW", token_axes=(2, 3))
+    pairs = Leaf(("pairs",), (1, 8, 8), "float32", layout="NTC", token_axes=(1, 2))
+    call = Call(Moment(0, 0.0, ()), Moment(1, 1.0, (maps, pairs)))
+    catalog = Catalog({"a": Layer("a", "Net", True, 0, (call,), ())}, 0.0, True)
+    lengths = Lengths(5, 5, 8, 5)
+    for end, fits in ((5, True), (6, False)):
+        zero = Intervention(parse("a[maps]"), Operation("zero", region=(0, 0, end, 1)))
+        goal = Objective("layer", selector=parse("a[pairs]"), channel=end - 1)
+        with nullcontext() if fits else pytest.raises(SelectorError, match="within 5 by 5"):
+            edits_of(zero, None, catalog, lengths)
+        with nullcontext() if fits else pytest.raises(SelectorError, match="between 0 and 4"):
+            goal_of(goal, catalog, lengths)
