@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,14 +22,14 @@ from layertap.models.errors import LoadError
 
 
 class _Thread(threading.local):
-    """Whether this thread leaves weights untied for now."""
+    """Whether this thread leaves weights untied for now, and whether it leaves those alone that are loaded."""
 
     untied = False
+    guarded = False
 
 
 _thread = _Thread()
 _lock = threading.Lock()
-_kept = ExitStack()  # never closed
 
 
 def isolate() -> None:
@@ -45,9 +47,10 @@ def isolate() -> None:
             return
         if not all(hasattr(initialization, name) for name in KNOWN):
             raise LoadError("this version of transformers is not known here", hint=VERSION_HINT)
-        # Entered for good: from now on entering it again puts the same functions where they are.
-        _kept.enter_context(initialization.guard_torch_init_functions())
+        _guard_in_threads(initialization)
         base = modeling.PreTrainedModel
+        # Its own decorators are the guard as it was, and this one.
+        base.initialize_weights = torch.no_grad()(_guarded()(inspect.unwrap(base.initialize_weights)))
         base.tie_weights = _unless_untied(base.tie_weights)
         initialization.meta_device_safe_creation_ops = _LinspaceOnCPU
         initialization.no_tie_weights = _no_tie_weights
@@ -60,6 +63,33 @@ def _no_tie_weights() -> Iterator[None]:
         yield
     finally:
         _thread.untied = before
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    before, _thread.guarded = _thread.guarded, True
+    try:
+        yield
+    finally:
+        _thread.guarded = before
+
+
+def _guard_in_threads(initialization: Any) -> None:
+    """Have torch's functions that initialize leave loaded weights alone where the thread is guarded, and only there."""
+    for name, plain in initialization.TORCH_INIT_FUNCTIONS.items():
+        chosen = _unless_loaded(plain, getattr(initialization, name))
+        for place in map(sys.modules.get, initialization.TORCH_MODULES_TO_PATCH):
+            if getattr(place, name, None) is plain:
+                setattr(place, name, chosen)
+    initialization.guard_torch_init_functions = _guarded
+
+
+def _unless_loaded(plain: Any, guarded: Any) -> Any:
+    @functools.wraps(plain)
+    def initialize(*args: Any, **options: Any) -> Any:
+        return (guarded if _thread.guarded else plain)(*args, **options)
+
+    return initialize
 
 
 def _unless_untied(tie: Any) -> Any:
@@ -80,5 +110,5 @@ class _LinspaceOnCPU(TorchFunctionMode):
         return func(*args, **options)
 
 
-KNOWN = ("guard_torch_init_functions", "no_tie_weights")
+KNOWN = ("guard_torch_init_functions", "TORCH_INIT_FUNCTIONS", "TORCH_MODULES_TO_PATCH", "no_tie_weights")
 VERSION_HINT = 'type pip install "layertap[transformers]"'
