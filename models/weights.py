@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parameter import is_lazy
 
 from layertap.models.errors import LoadError, of_kind, quoted
 from layertap.models.grammar import CHECKPOINT_HINT, base_name
