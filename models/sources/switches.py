@@ -11,8 +11,10 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ def isolate() -> None:
     May be called again and again, by any thread.
     """
     try:
-        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        modeling: Any = importlib.import_module(MODELING)
         initialization: Any = importlib.import_module("transformers.initialization")
     except ImportError as error:
         raise LoadError("this version of transformers is not known here", hint=VERSION_HINT) from error
@@ -54,6 +56,44 @@ def isolate() -> None:
         base.tie_weights = _unless_untied(base.tie_weights)
         initialization.meta_device_safe_creation_ops = _LinspaceOnCPU
         initialization.no_tie_weights = _no_tie_weights
+
+
+def isolate_when_imported() -> None:
+    """Isolate the library once its models are imported: now, where they are already, or when somebody imports them.
+
+    A factory may import them when it is called. A version without what could be isolated is left as it is.
+    """
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    if MODELING in sys.modules:
+        _isolate_known()
+
+
+def _isolate_known() -> None:
+    with suppress(LoadError):
+        isolate()
+
+
+class _Finder:
+    """Finds the file of the library in which its switches are used, and has it isolated when it has run."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """What Python's import asks."""
+        found = PathFinder.find_spec(name, path) if name == MODELING else None
+        loader: Any = found.loader if found is not None else None
+        if loader is None:
+            return None
+        run = loader.exec_module
+
+        def run_isolated(module: ModuleType) -> None:
+            run(module)
+            _isolate_known()
+
+        loader.exec_module = run_isolated  # of this loader only, which is for this file only
+        return found
+
+
+_FINDER = _Finder()
 
 
 @contextmanager
@@ -110,5 +150,6 @@ class _LinspaceOnCPU(TorchFunctionMode):
         return func(*args, **options)
 
 
+MODELING = "transformers.modeling_utils"
 KNOWN = ("guard_torch_init_functions", "TORCH_INIT_FUNCTIONS", "TORCH_MODULES_TO_PATCH", "no_tie_weights")
 VERSION_HINT = 'type pip install "layertap[transformers]"'

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +139,13 @@ def test_a_factory_that_loads(folder: Path, plain: dict[str, Plain]) -> None:
     module = _factory(folder, "from_pretrained")
     assert plain_weights.facts(module) == plain["llama_tied_bf16"].saved
     assert torch.zeros(1).dtype == torch.float32
+
+
+def test_a_factory_that_imports_the_library() -> None:
+    """Where a factory is the first to import the library, what it loads changes no model of another thread either."""
+    command = [sys.executable, "-m", "tests.models.importing_late"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_factory_that_initializes_again(folder: Path, plain: dict[str, Plain]) -> None:
