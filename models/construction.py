@@ -34,16 +34,16 @@ _own = _Own()
 def seeded(seed: int | None) -> Iterator[None]:
     """Construct a module inside: the CPU's random numbers start at ``seed``, and the process's own are left alone.
 
-    Without a seed they are those that the process would draw next, and still will. A default dtype that is set inside
+    Without a seed they are those that would be drawn next outside, and still will. A default dtype that is set inside
     holds inside, in this thread.
     """
     generator = torch.Generator()
     if seed is None:
-        generator.set_state(torch.default_generator.get_state())
+        generator.set_state(_get_own_state())
     else:
         generator.manual_seed(seed)
     before = _own.dtype, _own.generator
-    _own.dtype, _own.generator = _get_default_dtype(), generator
+    _own.dtype, _own.generator = _get_own_dtype(), generator
     try:
         with _OwnDtype(), _OwnGenerator():  # type: ignore[no-untyped-call]
             yield
@@ -191,3 +191,6 @@ for _library in (torch, torch.random):
     for _name, _function in REPLACED.items():
         if hasattr(_library, _name):
             setattr(_library, _name, _function)
+# torch's compilers know these two by the function itself, and have to know what stands in their place.
+_get_own_dtype._dynamo_marked_constant = True  # type: ignore[attr-defined]
+torch.jit._builtins._register_builtin(_seed_own, "aten::manual_seed")

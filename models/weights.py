@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parameter import is_lazy
 
 from layertap.models.errors import LoadError, of_kind, quoted
 from layertap.models.grammar import CHECKPOINT_HINT, base_name
@@ -58,9 +59,18 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: 
         detail = f"weights {quoted(label)} do not fit the architecture: {_differences(module, whole)}"
         raise LoadError(detail, hint=FIT_HINT) from error
     own, others = module.state_dict(), tuple(_loaded_otherwise(module))
-    held = {name: value for name, value in own.items() if name in whole and not name.startswith(others)}
+    held = {
+        name: value
+        for name, value in own.items()
+        if name in whole and isinstance(value, Tensor) and not name.startswith(others)
+    }
     kept = (name for name, value in held.items() if _bits(value) >= bits and same(value, whole[name]))
-    check_equal(sorted(held.keys() - kept), quoted(label))
+    wrong = sorted(held.keys() - kept)
+    for name, other in _tied(held, wrong):
+        if not same(whole[name], whole[other]):
+            detail = f"the model has one tensor for {quoted(name)} and {quoted(other)}, {quoted(label)} has two"
+            raise LoadError(detail, hint=TIE_HINT)
+    check_equal(wrong, quoted(label))
 
 
 def check_equal(names: list[str], shown: str) -> None:
@@ -160,9 +170,15 @@ def _with_shared(module: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str,
 
 def _place(value: object) -> object:
     """What two tensors have in common where they are the same."""
-    if isinstance(value, Tensor) and value.numel():
+    if isinstance(value, Tensor) and not is_lazy(value) and not value.is_meta and value.numel():  # type: ignore[no-untyped-call]
         return value.data_ptr(), value.dtype, value.shape, value.stride()
     return id(value)
+
+
+def _tied(held: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, str]]:
+    """Each of these names with every other of the same tensor."""
+    for name in names:
+        yield from ((name, other) for other in held if other != name and _place(held[other]) == _place(held[name]))
 
 
 def _loaded_otherwise(module: nn.Module) -> Iterator[str]:
@@ -206,6 +222,7 @@ def few(names: list[str]) -> str:
 
 
 FIT_HINT = "for another number of classes or another variant, write a factory and type python:package.module:factory"
+TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
 READERS: dict[str, Callable[[Path], object]] = {
     ".safetensors": _safetensors,
     ".pth": _torch_load,

@@ -6,7 +6,6 @@ import difflib
 import importlib
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -95,11 +94,8 @@ def _made(ident: str, seed: int | None) -> nn.Module:
     name, factory = parse_factory(ident)
     shown = f"the factory {quoted(f'{name}:{factory}')}"
     with of_kind("code"), building(shown, f": its own code raised this; {IN_THE_LOG}"), seeded(seed):
-        made = _factory(name, factory)
-        if "transformers" in sys.modules:
-            with suppress(LoadError):  # a version without what could be isolated
-                switches.isolate()
-        module = made()
+        switches.isolate_when_imported()
+        module = _factory(name, factory)()
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {quoted(type(module).__name__)}, not a torch.nn.Module")
     compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)

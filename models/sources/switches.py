@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,14 +24,14 @@ from layertap.models.errors import LoadError
 
 
 class _Thread(threading.local):
-    """Whether this thread leaves weights untied for now."""
+    """Whether this thread leaves weights untied for now, and whether it leaves those alone that are loaded."""
 
     untied = False
+    guarded = False
 
 
 _thread = _Thread()
 _lock = threading.Lock()
-_kept = ExitStack()  # never closed
 
 
 def isolate() -> None:
@@ -36,7 +40,7 @@ def isolate() -> None:
     May be called again and again, by any thread.
     """
     try:
-        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        modeling: Any = importlib.import_module(MODELING)
         initialization: Any = importlib.import_module("transformers.initialization")
     except ImportError as error:
         raise LoadError("this version of transformers is not known here", hint=VERSION_HINT) from error
@@ -45,12 +49,51 @@ def isolate() -> None:
             return
         if not all(hasattr(initialization, name) for name in KNOWN):
             raise LoadError("this version of transformers is not known here", hint=VERSION_HINT)
-        # Entered for good: from now on entering it again puts the same functions where they are.
-        _kept.enter_context(initialization.guard_torch_init_functions())
+        _guard_in_threads(initialization)
         base = modeling.PreTrainedModel
+        # Its own decorators are the guard as it was, and this one.
+        base.initialize_weights = torch.no_grad()(_guarded()(inspect.unwrap(base.initialize_weights)))
         base.tie_weights = _unless_untied(base.tie_weights)
         initialization.meta_device_safe_creation_ops = _LinspaceOnCPU
         initialization.no_tie_weights = _no_tie_weights
+
+
+def isolate_when_imported() -> None:
+    """Isolate the library once its models are imported: now, where they are already, or when somebody imports them.
+
+    A factory may import them when it is called. A version without what could be isolated is left as it is.
+    """
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    if MODELING in sys.modules:
+        _isolate_known()
+
+
+def _isolate_known() -> None:
+    with suppress(LoadError):
+        isolate()
+
+
+class _Finder:
+    """Finds the file of the library in which its switches are used, and has it isolated when it has run."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """What Python's import asks."""
+        found = PathFinder.find_spec(name, path) if name == MODELING else None
+        loader: Any = found.loader if found is not None else None
+        if loader is None:
+            return None
+        run = loader.exec_module
+
+        def run_isolated(module: ModuleType) -> None:
+            run(module)
+            _isolate_known()
+
+        loader.exec_module = run_isolated  # of this loader only, which is for this file only
+        return found
+
+
+_FINDER = _Finder()
 
 
 @contextmanager
@@ -60,6 +103,33 @@ def _no_tie_weights() -> Iterator[None]:
         yield
     finally:
         _thread.untied = before
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    before, _thread.guarded = _thread.guarded, True
+    try:
+        yield
+    finally:
+        _thread.guarded = before
+
+
+def _guard_in_threads(initialization: Any) -> None:
+    """Have torch's functions that initialize leave loaded weights alone where the thread is guarded, and only there."""
+    for name, plain in initialization.TORCH_INIT_FUNCTIONS.items():
+        chosen = _unless_loaded(plain, getattr(initialization, name))
+        for place in map(sys.modules.get, initialization.TORCH_MODULES_TO_PATCH):
+            if getattr(place, name, None) is plain:
+                setattr(place, name, chosen)
+    initialization.guard_torch_init_functions = _guarded
+
+
+def _unless_loaded(plain: Any, guarded: Any) -> Any:
+    @functools.wraps(plain)
+    def initialize(*args: Any, **options: Any) -> Any:
+        return (guarded if _thread.guarded else plain)(*args, **options)
+
+    return initialize
 
 
 def _unless_untied(tie: Any) -> Any:
@@ -80,5 +150,6 @@ class _LinspaceOnCPU(TorchFunctionMode):
         return func(*args, **options)
 
 
-KNOWN = ("guard_torch_init_functions", "no_tie_weights")
+MODELING = "transformers.modeling_utils"
+KNOWN = ("guard_torch_init_functions", "TORCH_INIT_FUNCTIONS", "TORCH_MODULES_TO_PATCH", "no_tie_weights")
 VERSION_HINT = 'type pip install "layertap[transformers]"'

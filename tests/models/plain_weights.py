@@ -22,11 +22,12 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Plain:
-    """A directory's weights and those of ``SEED``, and the digest of the former."""
+    """A directory's weights and those of ``SEED``, the digest of the former, and those that are initialized again."""
 
     saved: Facts
     random: Facts
     digest: str
+    again: Facts
 
 
 def facts(module: nn.Module) -> Facts:
@@ -57,6 +58,16 @@ def digest(named: dict[str, Tensor]) -> str:
     return whole.hexdigest()
 
 
+def initialized_again(module: nn.Module) -> nn.Module:
+    """Whoever loads a model to train it draws some weights anew: here those of torch's own layers, and the last."""
+    torch.manual_seed(SEED)
+    for part in module.modules():
+        if isinstance(part, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+            part.reset_parameters()
+    nn.init.constant_(list(module.parameters())[-1], 0.25)
+    return module
+
+
 def plain(*folders: Path) -> dict[str, Plain]:
     """What the library alone makes of directories, by their names."""
     command = [sys.executable, "-m", "tests.models.plain_weights", *map(str, folders)]
@@ -72,7 +83,8 @@ def _of(folder: Path) -> dict[str, Any]:
     torch.manual_seed(SEED)
     random = kind(config)
     module = kind.from_pretrained(folder)
-    return {"saved": facts(module), "random": facts(random), "digest": digest(tensors(module))}
+    found = {"saved": facts(module), "random": facts(random), "digest": digest(tensors(module))}
+    return found | {"again": facts(initialized_again(module))}
 
 
 if __name__ == "__main__":

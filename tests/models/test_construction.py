@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -76,6 +78,17 @@ def test_without_a_seed() -> None:
         torch.manual_seed(99)
         with seeded(None):
             found = torch.rand(3)
+        assert torch.equal(torch.rand(3), found)
+
+
+def test_without_a_seed_inside_another() -> None:
+    """Without a seed the numbers and the default dtype are those of the construction around it."""
+    with seeded(5):
+        torch.set_default_dtype(torch.float64)
+        torch.rand(2)
+        with seeded(None):
+            found = torch.rand(3)
+        assert found.dtype == torch.float64
         assert torch.equal(torch.rand(3), found)
 
 
@@ -172,6 +185,14 @@ def test_default_dtype_of_other_threads() -> None:
         with pytest.raises(KeyError), seeded(0):
             _fail(torch.float16)
     assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_compilers(order: str) -> None:
+    """What torch compiles, exports and scripts elsewhere it also does where the file is imported, before or after."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.models.compilers", order]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def _fail(dtype: torch.dtype) -> None:

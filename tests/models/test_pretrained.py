@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,16 +126,39 @@ def from_pretrained() -> Any:
     return transformers.LlamaForCausalLM.from_pretrained(FACTORY["folder"])
 
 
+def initialized_again() -> Any:
+    """A factory that draws weights anew after it loaded them, as people do with a head."""
+    return plain_weights.initialized_again(from_pretrained())
+
+
 FACTORY: dict[str, Path] = {}
 
 
 def test_a_factory_that_loads(folder: Path, plain: dict[str, Plain]) -> None:
     """A factory may call from_pretrained itself: the weights are the same, and the default dtype is as it was."""
-    FACTORY["folder"] = folder / "llama_tied_bf16"
-    source = "python:tests.models.test_pretrained:from_pretrained"
-    built = sources.build(ModelSpec("m", source, "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),)))
-    assert plain_weights.facts(built.module) == plain["llama_tied_bf16"].saved
+    module = _factory(folder, "from_pretrained")
+    assert plain_weights.facts(module) == plain["llama_tied_bf16"].saved
     assert torch.zeros(1).dtype == torch.float32
+
+
+def test_a_factory_that_imports_the_library() -> None:
+    """Where a factory is the first to import the library, what it loads changes no model of another thread either."""
+    command = [sys.executable, "-m", "tests.models.importing_late"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_factory_that_initializes_again(folder: Path, plain: dict[str, Plain]) -> None:
+    """Weights that a factory loads can be initialized again, by it and by who has the model then."""
+    module = _factory(folder, "initialized_again")
+    assert plain_weights.facts(module) == plain["llama_tied_bf16"].again != plain["llama_tied_bf16"].saved
+    assert not torch.nn.init.zeros_(module.lm_head.weight).any()
+
+
+def _factory(folder: Path, name: str) -> Any:
+    FACTORY["folder"] = folder / "llama_tied_bf16"
+    spec = ModelSpec("m", f"python:{__name__}:{name}", "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),))
+    return sources.build(spec).module
 
 
 def test_layers_that_would_be_fused(folder: Path, tmp_path: Path) -> None:

@@ -292,6 +292,38 @@ def test_a_weight_that_no_name_of_a_file_has(tmp_path: Path, missing: str) -> No
         load_into(Tied(), read_checkpoint(tmp_path / "tied.safetensors"), "w")
 
 
+def test_two_tensors_for_one() -> None:
+    """A file with different tensors for what the module shares is refused by the names of both; equal ones do."""
+    state = {name: value.clone() for name, value in Tied().state_dict().items()}
+    load_into(Tied(), state, "w")
+    state["head.weight"] += 1
+    with pytest.raises(LoadError, match=r"one tensor for '\w+\.weight' and '\w+\.weight', 'w' has two") as caught:
+        load_into(Tied(), state, "w")
+    assert "again" not in caught.value.hint
+
+
+class Noted(nn.Linear):
+    """Keeps a note beside its weights."""
+
+    def get_extra_state(self) -> Any:
+        return {"note": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"note": 1}
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: Noted(2, 3)], ids=["lazy", "extra state"])
+def test_what_has_no_values_to_compare(make: Any) -> None:
+    """Parameters without a shape yet, and what a module keeps beside tensors, load as load_state_dict has it."""
+    saved = nn.Sequential(Noted(2, 3))
+    state = saved.state_dict()
+    if isinstance(make(), nn.LazyLinear):
+        state.pop("0._extra_state")
+    module = nn.Sequential(make())
+    load_into(module, state, "w")
+    assert torch.equal(module[0].weight, saved[0].weight)
+
+
 class Doubling(nn.Linear):
     """Makes something of its own of what is loaded into it."""
 
