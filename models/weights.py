@@ -170,7 +170,7 @@ def _with_shared(module: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str,
 
 def _place(value: object) -> object:
     """What two tensors have in common where they are the same."""
-    if isinstance(value, Tensor) and not is_lazy(value) and not value.is_meta and value.numel():  # type: ignore[no-untyped-call]
+    if isinstance(value, Tensor) and not is_lazy(value) and not value.is_meta and value.numel():
         return value.data_ptr(), value.dtype, value.shape, value.stride()
     return id(value)
 

@@ -32,8 +32,9 @@ class Served:
     ``axes`` are those of tensors, by canonical name without the call, that ``BY_RANK`` does not tell; one without
     axes of its own holds something of all rows of its request (``MIXED``), can be had for one row only
     (``MIXED_OR_ALONE``), or is the same for all (``CONSTANT``). ``alone``: rows affect each other, so each must be
-    what it is alone, unless the request is isolated. ``avoid`` are layers that no engine can tell to be other than they seem. ``shapes`` are others
-    than the configured one; ``scale`` is that of the inputs' values; ``often`` how many in all requests.
+    what it is alone, unless the request is isolated. ``avoid`` are layers that no engine can tell to be other than
+    they seem. ``shapes`` are others than the configured one; ``scale`` is that of the inputs' values; ``often`` how
+    many in all requests.
     """
 
     name: str
