@@ -9,6 +9,7 @@ import ctypes
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.machinery import PathFinder
@@ -43,7 +44,7 @@ class _AbsentError(LoadError):
 
 @dataclass(frozen=True)
 class _Context:
-    """What stands beside an entry: folders in which factories are looked for, and whether there are any factories."""
+    """What stands beside an entry: folders in which factories are looked for, and whether any may be there."""
 
     folders: tuple[Path, ...]
     factories: bool
@@ -54,7 +55,7 @@ def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterat
 
     Factories are looked for in ``folders`` too.
     """
-    context = _Context(tuple(folders), any(spec.source.startswith("python:") for spec in specs))
+    context = _Context(tuple(folders), any(_has_factory(spec, folders) for spec in specs))
     for number, spec in enumerate(specs):
         for place, check in _checks(spec, context):
             try:
@@ -123,6 +124,14 @@ def _check_module(ident: str, context: _Context) -> None:
     if not _is_importable(package, context.folders):
         looked = ", ".join(dict.fromkeys(map(str, context.folders)))
         raise _AbsentError(f"there is no Python module {quoted(package)} in {looked}, nor is it installed")
+
+
+def _has_factory(spec: ModelSpec, folders: Sequence[Path]) -> bool:
+    """Whether a factory's module may register what it likes: one that is not there registers nothing."""
+    kind, _, ident = spec.source.partition(":")
+    with suppress(LayertapError):
+        return kind == "python" and _is_importable(parse_factory(ident)[0].partition(".")[0], folders)
+    return False
 
 
 def _is_importable(package: str, folders: Sequence[Path]) -> bool:
