@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Literal
 
 from layertap.models.devices import allow_tf32
@@ -80,6 +81,9 @@ class Registry:
             entry.kind = error.kind or "other"
             raise
         except BaseException as error:  # a third party's constructor may raise anything; the others serve on
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # whoever sits there
+                self.unload(name)
+                raise
             entry.state, entry.reason = "failed", f"loading ended in {type(error).__name__}; {IN_THE_LOG}"
             entry.kind = "other"
             refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from traceback import print_exception
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from layertap.models.errors import Fault, LayertapError, RequestError
+from layertap.models.errors import IN_THE_LOG, Fault, LayertapError, LoadError, RequestError
 from layertap.models.points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
@@ -38,6 +39,7 @@ notes = Console(stderr=True)
 BATCH = 32
 SPINS = "20000"
 DRAIN_DELAY_S = 5.0  # balancers look every few seconds
+ON_STDERR = "stderr has the traceback"  # of a command that has no log
 POOLS = "none, mean, mean_all, max, gem, cls, flatten"
 
 Config = Annotated[Path | None, typer.Option(help="YAML or JSON file that lists the models.")]
@@ -61,7 +63,8 @@ def _end(reason: str) -> NoReturn:
 
 
 def _said(error: LayertapError) -> str:
-    return "\n".join((error.detail + (f" ({error.hint})" if error.hint else ""), *getattr(error, "__notes__", ())))
+    detail = error.detail + (f" ({error.hint})" if error.hint else "")
+    return "\n".join((detail.replace(IN_THE_LOG, ON_STDERR), *getattr(error, "__notes__", ())))
 
 
 def _print_version(wanted: bool) -> None:
@@ -147,7 +150,7 @@ def check(config: Config = None) -> None:
     for spec in [entry.spec for entry in registry if entry.spec.name not in left]:
         name = spec.name
         try:
-            with _waiting(f"loading {name}"):
+            with _loading(name):
                 state = _tried(registry, name)
         except LayertapError as error:
             failed, state = failed or spec.required, f"failed: {_said(error)}"
@@ -189,7 +192,7 @@ def layers(model: Annotated[str, typer.Argument(help="Model name.")], config: Co
 
     engine = _engine(config)
     loaded = engine.fleet.registry
-    with _waiting(f"loading {model}"):
+    with _loading(model):
         found = loaded.load(model)
     text = tree(model, found.catalog.layers.values())
     out.print(text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -202,7 +205,7 @@ def plan(config: Config = None) -> None:
     table = Table("model", "layers", "answered by", "ms a row", "with hooks")
     for entry in engine.fleet.registry:
         if entry.spec.warm:
-            with _waiting(f"compiling {entry.spec.name}"):
+            with _loading(entry.spec.name, "compiling"):
                 model = engine.fleet.registry.load(entry.spec.name)
             for warm, made in zip(entry.spec.warm, model.compiled, strict=True):
                 costs = made.costs if made else model.catalog.costs
@@ -302,6 +305,8 @@ async def _extract(
         """A file may be as large as the disk holds."""
         check_names((result.key for result in plan.results), reserved)
 
+    limits = engine.settings
+    size = min(BATCH, limits.max_inputs, limits.max_queue_rows)
     parts: list[Features] = []
     left_out: list[Fault] = []
     try:
@@ -309,8 +314,8 @@ async def _extract(
             picture_steps(await engine.fleet.model(model, float("inf")))
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
             bar = progress.add_task("extracting", total=len(images))
-            for at in range(0, len(images), BATCH):
-                places = range(at, min(at + BATCH, len(images)))
+            for at in range(0, len(images), size):
+                places = range(at, min(at + size, len(images)))
                 items, faults = _read(images, places)
                 ask = Ask(
                     model,
@@ -385,6 +390,20 @@ def _summary(features: Features) -> Table:
         numbers = (array.mean(), array.std(), array.min(), array.max())
         table.add_row(key, "×".join(map(str, array.shape)), array.dtype.name, *(f"{number:.4g}" for number in numbers))
     return table
+
+
+@contextmanager
+def _loading(name: str, what: str = "loading") -> Iterator[None]:
+    """A note while a model is loaded; what the operator's own code raised is shown with its traceback."""
+    from layertap.service.engine.fleet import OWN_CODE
+
+    try:
+        with _waiting(f"{what} {name}"):
+            yield
+    except LoadError as error:
+        if error.kind in OWN_CODE and error.__cause__ is not None:
+            print_exception(error.__cause__)
+        raise
 
 
 @contextmanager

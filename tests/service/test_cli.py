@@ -125,6 +125,16 @@ def test_extract_in_batches(
     np.testing.assert_allclose(a["features"]["head"]["data"], b["features"]["head"]["data"], atol=1e-5)
 
 
+@pytest.mark.parametrize("limit", ["MAX_INPUTS", "MAX_QUEUE_ROWS"])
+def test_extract_within_limits(
+    command: Command, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """More pictures than a request may have, or the queue holds, are taken in smaller batches."""
+    monkeypatch.setenv(f"LAYERTAP_{limit}", "2")
+    done = command("extract", *pictures, "--layers", "head", "--out", tmp_path / "a.json")
+    assert (done.status, json.loads((tmp_path / "a.json").read_text())["rows"]) == (0, 3)
+
+
 def test_summary(command: Command, pictures: list[Path]) -> None:
     """Without a file ``extract`` prints what it found."""
     done = command("extract", pictures[0], "--layers", "block1,head")
@@ -291,6 +301,27 @@ def test_a_model_of_tensors(command: Command, pictures: list[Path], tmp_path: Pa
     done = command("extract", *pictures, "--config", tmp_path / "m.yaml", "--layers", "linear")
     assert done.status == 2
     assert done.notes.count("takes tensors, not pictures") == 1
+
+
+RAISING = """
+def raising():
+    raise ValueError("words of the operator's own code")
+"""
+
+
+@pytest.mark.parametrize("words", [("check",), ("layers", "touchy"), ("plan",)])
+def test_a_factory_that_raises(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The traceback of the operator's own code is on stderr, and that is where they are told to look."""
+    (tmp_path / "own_raising.py").write_text(RAISING)
+    warm = "warm: [{layers: [linear], compile: true}]"
+    text = CONFIG.replace("tests.service.nets_http:Touchy", "own_raising:raising")
+    (tmp_path / "m.yaml").write_text(f"{text}    {warm}\n")
+    done = command(*words, "--config", tmp_path / "m.yaml")
+    assert done.status == 2
+    assert "ValueError: words of the operator's own code" in done.notes
+    assert "own_raising.py" in done.notes
+    assert "stderr has the traceback" in done.out + done.notes
+    assert "server" not in done.out
 
 
 def test_unknown_model(command: Command) -> None:

@@ -224,6 +224,30 @@ def test_check_of_what_fails(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+WAITING = """
+import threading
+
+def waiting():
+    print("building", flush=True)
+    threading.Event().wait(600)
+"""
+
+
+def test_interrupted_check(tmp_path: Path) -> None:
+    """Ctrl+C ends ``check`` while a model is loaded, with the status that shells know, and says no more."""
+    (tmp_path / "own_waiting.py").write_text(WAITING)
+    config = models(tmp_path, {**CHAIN, "source": "python:own_waiting:waiting"}, {**CHAIN, "name": "next"})
+    words = command("check", "--config", config)
+    with subprocess.Popen(
+        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "building\n"
+        running.send_signal(signal.SIGINT)
+        assert running.communicate(timeout=END_S) == ("", "")
+        assert running.returncode == 130
+
+
 @dataclass
 class Terminal:
     """What a process has written to a terminal, without colours, and the process."""
