@@ -239,3 +239,14 @@ def test_tensors_for_all_texts(server: Server) -> None:
     wanted = server.of(["in front"], SCORES, interventions=[{"layer": layer, "op": "zero"}])
     close(server.of(["in front"], SCORES, interventions=[zeros]), torch.from_numpy(wanted))
     assert "different positions" in server.refused(["in front", "inside"], SCORES, interventions=[zeros])
+
+
+@pytest.mark.parametrize("names", TRIALS, ids=" and ".join)
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_tokens_as_channels(server: Server, names: Sequence[str], pool: str) -> None:
+    """Where a tensor has a number for each token and no other axis, a pool keeps them at their positions."""
+    found = server.of(names, {"layer": SCORES, "pool": pool})
+    assert found.shape == (len(names), max(max(kept(name)) for name in names) + 1)
+    for row, name in enumerate(names):
+        close(found[row, kept(name)], server.offline(name)[1][0])
+        assert not np.delete(found[row], kept(name)).any()
