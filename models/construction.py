@@ -58,6 +58,9 @@ class _OwnDtype(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options, usual = dict(kwargs or {}), _get_default_dtype()
+        if func in TRACED_INSIDE and torch.jit.is_tracing():
+            with torch._C._DisableTorchDispatch():  # they draw nothing
+                return func(*args, **options)
         if _own.dtype is None or _own.dtype == usual:
             return func(*args, **options)
         if func in FACTORIES:
@@ -95,7 +98,8 @@ def _has_default(
     )  # have the default; the widest decides
     if named and not (numbers and all(dtype.itemsize < own.itemsize for dtype in named)):
         return False
-    tried: Tensor = func(*args, **options | {"device": "meta"})  # draws nothing and takes no memory
+    # On meta nothing is drawn and no memory is taken, but there are no values, which some look at.
+    tried: Tensor = func(*args, **options | ({} if func in OF_DATA else {"device": "meta"}))
     return tried.dtype in (usual, own)  # operations that torch has in Python ask for the thread's own
 
 
@@ -203,6 +207,13 @@ FACTORIES: frozenset[Callable[..., Any]] = frozenset(
         torch.scalar_tensor,
         *(torch.bartlett_window, torch.blackman_window, torch.hamming_window, torch.hann_window, torch.kaiser_window),
         *(torch.fft.fftfreq, torch.fft.rfftfreq),
+    }
+)
+# torch.jit.trace records what these are made of, which it does not find below a mode of dispatch.
+TRACED_INSIDE: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(torch.convolution, torch.conv1d, torch.conv2d, torch.conv3d),
+        *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
     }
 )
 CASTS = frozenset({Tensor.to, Tensor.float, Tensor.type, Tensor.view})  # name a dtype themselves

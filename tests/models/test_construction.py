@@ -83,6 +83,19 @@ def test_without_a_seed() -> None:
         assert torch.equal(torch.rand(3), found)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(3, 2, 3), lambda: nn.ConvTranspose2d(3, 2, 3)])
+def test_traced_convolutions(make: Callable[[], nn.Module]) -> None:
+    """A convolution that is traced while constructing computes what it computes, and draws what it draws untraced."""
+    given = torch.linspace(-1, 1, 75).reshape(1, 3, 5, 5)
+    with seeded(3):
+        plain = make()
+    with seeded(3):
+        module = make()
+        traced = torch.jit.trace(module, given)
+    assert torch.equal(traced(given), plain(given))
+
+
 def test_without_a_seed_inside_another() -> None:
     """Without a seed the numbers and the default dtype are those of the construction around it."""
     with seeded(5):
