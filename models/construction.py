@@ -58,10 +58,13 @@ class _OwnDtype(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options, usual = dict(kwargs or {}), _get_default_dtype()
+        if func in TRACED_INSIDE and torch.jit.is_tracing():
+            with torch._C._DisableTorchDispatch():  # they draw nothing
+                return func(*args, **options)
         if _own.dtype is None or _own.dtype == usual:
             return func(*args, **options)
         if func in FACTORIES:
-            if options.get("dtype") is None and _has_default(func, args, options, usual):
+            if options.get("dtype") is None and _has_default(func, args, options, usual, _own.dtype):
                 options["dtype"] = _own.dtype
             return func(*args, **options)
         result = func(*args, **options)
@@ -84,12 +87,34 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **options)
 
 
-def _has_default(func: Any, args: tuple[Any, ...], options: dict[str, Any], usual: torch.dtype) -> bool:
-    """Whether what a factory makes has the default dtype, as nothing among its arguments has one."""
-    if any(hasattr(value, "dtype") for value in args):
+def _has_default(
+    func: Any, args: tuple[Any, ...], options: dict[str, Any], usual: torch.dtype, own: torch.dtype
+) -> bool:
+    """Whether what a factory makes has the default dtype, as nothing that it is made of has another."""
+    leaves = list(_leaves([*args, *options.values()])) if func in OF_DATA else [*args, *options.values()]
+    named = [leaf.dtype for leaf in leaves if _is_floating(leaf) and (func in OF_DATA or isinstance(leaf, Tensor))]
+    numbers = func in OF_DATA and any(
+        isinstance(leaf, float) for leaf in leaves
+    )  # have the default; the widest decides
+    if named and not (numbers and all(dtype.itemsize < own.itemsize for dtype in named)):
         return False
-    tried: Tensor = func(*args, **options | {"device": "meta"})  # draws nothing and takes no memory
-    return tried.dtype in (usual, _own.dtype)  # operations that torch has in Python ask for the thread's own
+    # On meta nothing is drawn and no memory is taken, but there are no values, which some look at.
+    tried: Tensor = func(*args, **options | ({} if func in OF_DATA else {"device": "meta"}))
+    return tried.dtype in (usual, own)  # operations that torch has in Python ask for the thread's own
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _is_floating(value: Any) -> bool:
+    """Whether a tensor, an array or a number of numpy has a floating dtype; numpy's float64 is a number of Python."""
+    dtype = None if isinstance(value, float) else getattr(value, "dtype", None)
+    return bool(getattr(dtype, "is_floating_point", getattr(dtype, "kind", "") == "f"))
 
 
 def _is_promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], result: object, usual: torch.dtype) -> bool:
@@ -106,10 +131,13 @@ def _promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], dtype: 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) else value
 
+    def exact(value: Any) -> Any:
+        return torch.tensor(value, dtype=dtype) if isinstance(value, float) else value
+
     try:
         return func(*map(cast, args), **{name: cast(value) for name, value in options.items()})
     except (RuntimeError, TypeError):  # takes truth values or indices only
-        return func(*args, **options).to(dtype)
+        return func(*map(exact, args), **{name: exact(value) for name, value in options.items()}).to(dtype)
 
 
 @functools.cache
@@ -170,13 +198,22 @@ def _set_own_state(new_state: Tensor) -> None:
         _own.generator.set_state(new_state)
 
 
+OF_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor})
 FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     {
         *(torch.empty, torch.empty_permuted, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.eye),
-        *(torch.rand, torch.randn, torch.arange, torch.range, torch.linspace, torch.logspace),
-        *(torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor),
+        *(torch.rand, torch.randn, torch.normal, torch.arange, torch.range, torch.linspace, torch.logspace),
+        *OF_DATA,
+        torch.scalar_tensor,
         *(torch.bartlett_window, torch.blackman_window, torch.hamming_window, torch.hann_window, torch.kaiser_window),
         *(torch.fft.fftfreq, torch.fft.rfftfreq),
+    }
+)
+# torch.jit.trace records what these are made of, which it does not find below a mode of dispatch.
+TRACED_INSIDE: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(torch.convolution, torch.conv1d, torch.conv2d, torch.conv3d),
+        *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
     }
 )
 CASTS = frozenset({Tensor.to, Tensor.float, Tensor.type, Tensor.view})  # name a dtype themselves

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from torch import nn
 
 from layertap.models import sources
 from layertap.models.spec import InputSpec, ModelSpec
 
-TINY = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+TINY: dict[str, Any] = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+}
 
 
 def made_beside() -> nn.Module:
@@ -24,5 +31,5 @@ def made_beside() -> nn.Module:
 if __name__ == "__main__":
     assert "transformers" not in sys.modules
     source = "python:tests.models.importing_late:made_beside"
-    module = sources.build(ModelSpec("m", source, "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),))).module
+    module: Any = sources.build(ModelSpec("m", source, "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),))).module
     assert module.lm_head.weight is module.get_input_embeddings().weight

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,19 @@ def test_without_a_seed() -> None:
         assert torch.equal(torch.rand(3), found)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("make", [lambda: nn.Conv2d(3, 2, 3), lambda: nn.ConvTranspose2d(3, 2, 3)])
+def test_traced_convolutions(make: Callable[[], nn.Module]) -> None:
+    """A convolution that is traced while constructing computes what it computes, and draws what it draws untraced."""
+    given = torch.linspace(-1, 1, 75).reshape(1, 3, 5, 5)
+    with seeded(3):
+        plain = make()
+    with seeded(3):
+        module = make()
+        traced = torch.jit.trace(module, given)
+    assert torch.equal(traced(given), plain(given))
+
+
 def test_without_a_seed_inside_another() -> None:
     """Without a seed the numbers and the default dtype are those of the construction around it."""
     with seeded(5):
@@ -136,7 +151,18 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "tensor": lambda: torch.tensor([1 / 3, 2.0]),
     "tensor of whole numbers": lambda: torch.tensor([1, 2]),
     "tensor of an array": lambda: torch.tensor(torch.ones(2, dtype=torch.float64).numpy()),
+    "tensor of a named array": lambda: torch.tensor(data=np.ones(2, np.float32)),
+    "tensor of numpy's numbers": lambda: torch.tensor([np.float32(0.1)]),
+    "tensor of both": lambda: torch.tensor([0.1, np.float32(0.1)]),
+    "tensor of numpy's float": lambda: torch.tensor([np.float64(0.1)]),
+    "tensor of tensors": lambda: torch.tensor([torch.tensor(0.1, dtype=torch.float32)]),
     "as_tensor": lambda: torch.as_tensor(1 / 3),
+    "as_tensor of a named array": lambda: torch.as_tensor(data=np.ones(2, np.float32)),
+    "full of numpy's number": lambda: torch.full((2,), np.float32(0.1)),
+    "normal": lambda: torch.normal(0.0, 1.0, (5,)),
+    "normal of tensors": lambda: torch.normal(torch.ones(5, dtype=torch.float32), 1.0),
+    "sparse": lambda: _sparse([0.1, 0.2]),
+    "sparse of a named dtype": lambda: _sparse(torch.ones(2, dtype=torch.float32)),
     "rand": lambda: torch.rand(5),
     "randn": lambda: torch.randn(5),
     "window": lambda: torch.hann_window(5),
@@ -147,11 +173,17 @@ VALUES: dict[str, Callable[[], Tensor]] = {
     "cast to a dtype": lambda: torch.arange(7).to(torch.float32),
     "cast to the default": lambda: torch.ones(3, dtype=torch.float64).to(torch.get_default_dtype()),
     "chosen": lambda: torch.where(torch.tensor([True, False]), 0.0, -1.0),
+    "chosen of fractions": lambda: torch.where(torch.tensor([True, False]), 0.1, -1.0),
+    "chosen of both": lambda: torch.where(torch.tensor([True, False]), torch.arange(2), 0.1),
     "like": lambda: torch.zeros_like(torch.ones(2, dtype=torch.float64)),
     "new": lambda: torch.ones(2, dtype=torch.float64).new_zeros(2),
     "module": lambda: torch.cat([value.flatten() for value in nn.Linear(3, 2).parameters()]),
     "norm": lambda: nn.BatchNorm1d(3).running_mean,  # type: ignore[return-value,dict-item]
 }
+
+
+def _sparse(values: Any) -> Tensor:
+    return torch.sparse_coo_tensor([[0, 1]], values, (3,), check_invariants=True).to_dense()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
