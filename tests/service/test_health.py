@@ -100,6 +100,7 @@ def test_ready_once_it_is_loaded(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
     with serve(configured(net("moody", "moody")), wait=False) as live:
         until(lambda: live.client.get("/models/moody").json()["state"] == "failed")
+        until(lambda: "loading" not in live.client.get("/readyz").text)  # a model is listed as failed a little earlier
         assert "1 of the models" in problem(live.client.get("/readyz"), 503, seconds=True)["detail"]
         assert live.client.post("/models/moody/load").status_code == 200
         assert live.client.get("/readyz").status_code == 200
