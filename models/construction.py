@@ -58,7 +58,7 @@ class _OwnDtype(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options, usual = dict(kwargs or {}), _get_default_dtype()
-        if func in TRACED_INSIDE and torch.jit.is_tracing():
+        if func in TRACED_INSIDE and torch._C._get_tracing_state() is not None:
             with torch._C._DisableTorchDispatch():  # they draw nothing
                 return func(*args, **options)
         if _own.dtype is None or _own.dtype == usual:
@@ -198,7 +198,9 @@ def _set_own_state(new_state: Tensor) -> None:
         _own.generator.set_state(new_state)
 
 
-OF_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor})
+OF_DATA: frozenset[Callable[..., Any]] = frozenset(
+    {torch.tensor, torch.as_tensor, torch.asarray, torch.sparse_coo_tensor}
+)
 FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     {
         *(torch.empty, torch.empty_permuted, torch.empty_strided, torch.zeros, torch.ones, torch.full, torch.eye),
