@@ -45,7 +45,8 @@ def reduce(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor | None = None
     if real is not None and leaf.token_axes:
         if how.tokens is None and (how.pool in OF_ALL or how.stats is not None):
             if is_padded(leaf, real):
-                return _row_by_row(*_with_channels(value, leaf, how, real, length))
+                value, leaf, real = _with_channels(value, leaf, how, real, length)
+                return _row_by_row(value, leaf, how, real)
         else:
             if length is not None:
                 kept, leaf = cut(value, leaf, length, real)
@@ -94,15 +95,15 @@ def reduced_shape(leaf: Leaf, how: Reduction, rows: int) -> tuple[int, ...]:
 
 def _with_channels(
     value: Tensor, leaf: Leaf, how: Reduction, real: Tensor, length: int | None
-) -> tuple[Tensor, Leaf, Reduction, Tensor]:
+) -> tuple[Tensor, Leaf, Tensor]:
     """What is reduced row by row, with as many channels in every row: where tokens are these, a pool keeps them."""
     channel = (leaf.layout or "").find("C")
     if how.stats is not None or length is None or channel not in leaf.token_axes:
-        return value, leaf, how, real
+        return value, leaf, real
     value, leaf = cut(value, leaf, length, real)
     real = real[:, :length]
     others = tuple(axis for axis in leaf.token_axes if axis != channel)
-    return own_first(value, leaf, _numbered(how), real), replace(leaf, token_axes=others), how, real
+    return own_first(value, leaf, _numbered(how), real), replace(leaf, token_axes=others), real
 
 
 def _row_by_row(value: Tensor, leaf: Leaf, how: Reduction, real: Tensor) -> Reduced:
