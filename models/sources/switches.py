@@ -40,7 +40,7 @@ def isolate() -> None:
     May be called again and again, by any thread.
     """
     try:
-        modeling: Any = importlib.import_module(MODELING)
+        modeling: Any = importlib.import_module("transformers.modeling_utils")  # as MODELING
         initialization: Any = importlib.import_module("transformers.initialization")
     except ImportError as error:
         raise LoadError("this version of transformers is not known here", hint=VERSION_HINT) from error
