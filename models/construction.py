@@ -93,9 +93,8 @@ def _has_default(
     """Whether what a factory makes has the default dtype, as nothing that it is made of has another."""
     leaves = list(_leaves([*args, *options.values()])) if func in OF_DATA else [*args, *options.values()]
     named = [leaf.dtype for leaf in leaves if _is_floating(leaf) and (func in OF_DATA or isinstance(leaf, Tensor))]
-    numbers = func in OF_DATA and any(
-        isinstance(leaf, float) for leaf in leaves
-    )  # have the default; the widest decides
+    # Numbers have the default dtype; beside others the widest decides.
+    numbers = func in OF_DATA and any(isinstance(leaf, float) for leaf in leaves)
     if named and not (numbers and all(dtype.itemsize < own.itemsize for dtype in named)):
         return False
     # On meta nothing is drawn and no memory is taken, but there are no values, which some look at.
