@@ -13,14 +13,13 @@ from layertap.models.errors import Fault, RequestError, SelectorError, quoted
 from layertap.models.loaded import LoadedModel
 from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site
 from layertap.models.selectors import find
-from layertap.models.sensitivity import trial_goal
+from layertap.models.sensitivity import Spot, trial_goal
 from layertap.service.engine.engine import Engine, SizeCheck
 from layertap.service.engine.job import Ask
 from layertap.service.features import Array, Features
 
 VALUES, SLOPES = "values", "slopes"
 SHOWN = 16  # rows in a warning
-Spot = tuple[HookPoint, Leaf]
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.support import Json, arrays_of, image, npy, npz, picture, problem, raw, tensor
+from tests.service.support import Json, arrays_of, image, metadata, npy, npz, picture, problem, raw, tensor
 
 FORMATS = ("json", "npy", "npz", "safetensors")
 HEADER = "x-layertap-skipped"
@@ -33,13 +32,6 @@ def sent(form: str) -> Json:
 
 def post(live: Live, request: Json, path: str = "/extract", **query: str) -> Any:
     return live.client.post(path, **{**request, "params": {**request.get("params", {}), **query}})
-
-
-def metadata(reply: Any) -> dict[str, str]:
-    """That of a safetensors reply."""
-    size = int.from_bytes(reply.content[:8], "little")
-    found: dict[str, str] = json.loads(reply.content[8 : 8 + size])["__metadata__"]
-    return found
 
 
 @pytest.mark.parametrize("form", ["json", "multipart", "npy", "npz"])
