@@ -24,8 +24,8 @@ from torch import Tensor
 
 from bench.machine import described
 from bench.startup import spread
-from layertap.models.preprocess import ENOUGH, preprocess, resized_size
-from layertap.models.sources import build
+from layertap.models.preprocess import ENOUGH, compute_resized_size, preprocess
+from layertap.models.sources import build_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced
 
@@ -71,7 +71,7 @@ def reduced(data: bytes, how: PreprocessSpec, enough: float) -> Picture:
     """A picture decoded at a reduced scale, with sides of at least so many times what it is resized to."""
 
     def least(width: int, height: int) -> tuple[int, int]:
-        wide, high = resized_size(how, width, height)
+        wide, high = compute_resized_size(how, width, height)
         return round(enough * wide), round(enough * high)
 
     return decode_reduced(data, LIMIT, least)
@@ -94,7 +94,7 @@ def deviation(one: Tensor, other: Tensor, how: PreprocessSpec) -> dict[str, floa
 
 def embeddings(rows: list[Tensor]) -> Tensor:
     """What the seeded ResNet-50 has at ``avgpool``, normalised."""
-    module = build(RESNET50).module
+    module = build_model(RESNET50).module
     module.fc = torch.nn.Identity()
     with torch.inference_mode():
         return torch.nn.functional.normalize(module(torch.stack(rows)).double())
@@ -109,7 +109,7 @@ def measured(rounds: int, factors: list[float]) -> list[dict[str, Any]]:
     """A line of figures for each picture and each factor."""
     from sklearn.datasets import load_sample_images
 
-    how = build(RESNET50).preprocess
+    how = build_model(RESNET50).preprocess
     assert how is not None
     china, flower = (Image.fromarray(pixels) for pixels in load_sample_images().images)
     photos = {

@@ -28,7 +28,7 @@ from torchvision.models import get_model
 
 from bench.machine import described
 from bench.serving.pictures import written
-from layertap.models.ondevice import Decoder
+from layertap.models.ondevice import DeviceDecoder
 from layertap.models.preprocess import preprocess
 from layertap.models.spec import PreprocessSpec
 
@@ -105,13 +105,13 @@ def decoded(pictures: list[Tensor]) -> object:
 def rows() -> Figures:
     """Rows a second that the server's decoder makes of JPEGs for its threads, and how far they are from the CPU's."""
     how = PreprocessSpec(resize=232, crop=224)
-    decoder = Decoder(DEVICE, how)
+    decoder = DeviceDecoder(DEVICE, how)
     with tempfile.TemporaryDirectory() as folder:
         files = [path.read_bytes() for path in written(Path(folder))]
     pictures = [Image.open(BytesIO(data)) for data in files]
     steps = []
     for data, picture in zip(files, pictures, strict=True):
-        found = decoder.row(data, picture.size)
+        found = decoder.decode_row(data, picture.size)
         if found is None:
             raise RuntimeError("the device decodes no JPEG")
         scale = 255 * torch.tensor(how.std).view(3, 1, 1)
@@ -122,7 +122,7 @@ def rows() -> Figures:
         asked = [number % len(files) for number in range(8 * threads)]
         with ThreadPoolExecutor(threads) as pool:
             figures[f"{threads}_threads_per_s"] = len(asked) / seconds(
-                lambda: list(pool.map(lambda place: decoder.row(files[place], pictures[place].size), asked))  # noqa: B023
+                lambda: list(pool.map(lambda place: decoder.decode_row(files[place], pictures[place].size), asked))  # noqa: B023
             )
     return figures
 

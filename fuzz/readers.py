@@ -13,7 +13,7 @@ from PIL import Image
 
 from layertap.models.errors import InputError, LayertapError, SelectorError, TooLargeError
 from layertap.models.points import Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
 from layertap.service.inputs.images import decode_image, decode_reduced
 
@@ -55,7 +55,7 @@ def _arrays(read: Callable[[bytes], dict[str, Array]]) -> Callable[[bytes], None
 
 def _selector(data: bytes) -> None:
     text = data.decode("utf-8", "surrogateescape")  # lone surrogates too
-    found = parse(text)
+    found = parse_selector(text)
     assert isinstance(found, Selector), found
 
 

@@ -29,7 +29,7 @@ Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionEvent:
     """One attention as an operation computed it: weights of a shape (…, queries, keys).
 
     ``evidence`` is a tensor that has the rows where the weights have them. ``how``: "observed" where the weights were
@@ -44,10 +44,10 @@ class Sight:
     weights: Callable[[], Tensor]
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AttentionObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every attention that is computed inside, and changes nothing."""
 
-    def __init__(self, see: Callable[[Sight], None]) -> None:
+    def __init__(self, see: Callable[[AttentionEvent], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
 
@@ -62,12 +62,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def unwatched() -> AbstractContextManager[object]:
+def disable_observers() -> AbstractContextManager[object]:
     """Inside nobody watches: what is not the model's own would only take longer."""
     return torch._C._DisableTorchDispatch()
 
 
-class Unfused(TorchFunctionMode):
+class UnfusedAttention(TorchFunctionMode):
     """Runs attention by its plain formula; ``anchor`` gets the weights and gives what goes on in their place.
 
     Weights in the shape in which the module has them. Nothing happens where ``asleep`` says so.
@@ -103,7 +103,7 @@ class Unfused(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        weights = self._anchor(_weights(query, key, attn_mask, is_causal, scale))
+        weights = self._anchor(_compute_weights(query, key, attn_mask, is_causal, scale))
         return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _for_each_head(value, query)
 
 
@@ -113,19 +113,19 @@ def is_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or "attention" in name or "attn" in name
 
 
-def owner(running: Sequence[nn.Module]) -> nn.Module:
+def find_owner(running: Sequence[nn.Module]) -> nn.Module:
     """Of the modules that are running, outermost first, the one whose attention it is."""
     return next((module for module in reversed(running) if is_attention(module)), running[-1])
 
 
-def others(module: nn.Module) -> list[nn.Module]:
+def find_nested_attention(module: nn.Module) -> list[nn.Module]:
     """The parts of a module whose attention is not the module's own."""
     return [
         part for part in module.modules() if part is not module and (is_attention(part) or not is_attention(module))
     ]
 
 
-def unfolded(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
+def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | None:
     """Weights of a module as (N, heads, queries, keys), windows among the rows; None where they are no attention.
 
     Of three axes the first may hold rows and heads; elsewhere than in attention that is taken for something else.
@@ -139,23 +139,23 @@ def unfolded(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...] | Non
     return (shape[0] // heads, heads, *shape[1:])
 
 
-def _softmax(func: Any, given: Given, out: Tensor) -> Sight | None:
+def _read_softmax(func: Any, given: Given, out: Tensor) -> AttentionEvent | None:
     if not _is_over_keys(out, given["dim"]):
         return None
-    return Sight(tuple(out.shape), out.dtype, out, "observed", out.clone)
+    return AttentionEvent(tuple(out.shape), out.dtype, out, "observed", out.clone)
 
 
-def _fused(func: Any, given: Given, out: Any) -> Sight | None:
+def _read_fused(func: Any, given: Given, out: Any) -> AttentionEvent | None:
     output: Tensor = out[0] if isinstance(out, tuple) else out
     query, key = given["query"], given["key"]
     mask = given.get("attn_mask", given.get("attn_bias"))
     how = mask, given.get("is_causal", False), given.get("scale")
     shape = (*output.shape[:-1], key.shape[-2])
-    weights = partial(_recomputed, query, key, given["value"], how, output)
-    return Sight(shape, query.dtype, output, "recomputed", weights) if len(shape) > 2 else None
+    weights = partial(_recompute, query, key, given["value"], how, output)
+    return AttentionEvent(shape, query.dtype, output, "recomputed", weights) if len(shape) > 2 else None
 
 
-def _native(func: Any, given: Given, out: Any) -> Sight | None:
+def _read_native(func: Any, given: Given, out: Any) -> AttentionEvent | None:
     query, key = given["query"], given["key"]
     shape = (query.shape[0], given["num_head"], query.shape[1], key.shape[1])
 
@@ -165,13 +165,13 @@ def _native(func: Any, given: Given, out: Any) -> Sight | None:
         _check(again, out[0], again)
         return found  # type: ignore[no-any-return]
 
-    return Sight(shape, query.dtype, out[0], "recomputed", weights)
+    return AttentionEvent(shape, query.dtype, out[0], "recomputed", weights)
 
 
-def _recomputed(
+def _recompute(
     query: Tensor, key: Tensor, value: Tensor, how: tuple[Tensor | None, bool, float | None], output: Tensor
 ) -> Tensor:
-    weights = _weights(query, key, *how)
+    weights = _compute_weights(query, key, *how)
     _check(weights @ _for_each_head(value, query), output, value)
     return weights
 
@@ -188,7 +188,7 @@ def _check(expected: Tensor, output: Tensor, scale: Tensor) -> None:
         )
 
 
-def _weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+def _compute_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     """The textbook's softmax(QKᵀ · scale + mask), in float32 at least; zero for a query that may look at nothing."""
     wide = query if query.dtype is torch.float64 else query.float()
     by = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
@@ -214,7 +214,7 @@ def _is_over_keys(out: Tensor, dim: Any) -> bool:
     return isinstance(dim, int) and out.ndim > 2 and dim % out.ndim == out.ndim - 1
 
 
-def _opened(function: Any) -> Any:
+def _reveal_to_modes(function: Any) -> Any:
     """A function that hands itself to modes, as one whose own steps they see."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -222,13 +222,13 @@ def _opened(function: Any) -> Any:
     return twin
 
 
-_open_multi_head = _opened(functional.multi_head_attention_forward)
+_open_multi_head = _reveal_to_modes(functional.multi_head_attention_forward)
 
 SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax})
 
 # In inference mode operations come whole, elsewhere as the kernels that they are made of.
-READERS: Mapping[str, Callable[[Any, Given, Any], Sight | None]] = {
-    **dict.fromkeys(("aten::softmax", "aten::_softmax", "aten::_safe_softmax"), _softmax),
+READERS: Mapping[str, Callable[[Any, Given, Any], AttentionEvent | None]] = {
+    **dict.fromkeys(("aten::softmax", "aten::_softmax", "aten::_safe_softmax"), _read_softmax),
     **dict.fromkeys(
         (
             "aten::scaled_dot_product_attention",
@@ -238,7 +238,7 @@ READERS: Mapping[str, Callable[[Any, Given, Any], Sight | None]] = {
             "aten::_scaled_dot_product_cudnn_attention",
             "aten::_scaled_dot_product_fused_attention_overrideable",
         ),
-        _fused,
+        _read_fused,
     ),
-    "aten::_native_multi_head_attention": _native,
+    "aten::_native_multi_head_attention": _read_native,
 }

@@ -19,13 +19,13 @@ ITEM_BYTES = {
 }
 
 
-def item_bytes(dtype: str) -> int:
+def count_item_bytes(dtype: str) -> int:
     """Bytes of one number of a dtype."""
     return ITEM_BYTES.get(dtype, 4)
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TensorInfo:
     """One tensor that enters or leaves a module.
 
     ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
@@ -49,16 +49,16 @@ class Leaf:
     token_axes: tuple[int, ...] = ()
 
     @property
-    def per_row(self) -> int:
+    def entries_per_row(self) -> int:
         """Entries of the row axis that belong to one row."""
         return 1 if self.row_axis is None else self.shape[self.row_axis]
 
     @property
     def nbytes(self) -> int:
         """Bytes of one row's tensor as the model holds it."""
-        return prod(self.shape) * item_bytes(self.dtype)
+        return prod(self.shape) * count_item_bytes(self.dtype)
 
-    def of_length(self, tokens: int | None) -> Leaf:
+    def with_length(self, tokens: int | None) -> TensorInfo:
         """The same of a text of so many tokens; None: as it is."""
         if tokens is None or not self.token_axes:
             return self
@@ -71,7 +71,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CallBoundary:
     """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors.
 
     ``refused`` are the paths of tensors without plain memory, which can't be had, and their kinds: "sparse", "nested" …
@@ -79,7 +79,7 @@ class Moment:
 
     order: int
     cost: float
-    leaves: tuple[Leaf, ...]
+    tensors: tuple[TensorInfo, ...]
     refused: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
@@ -87,14 +87,14 @@ class Moment:
 class Call:
     """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes."""
 
-    input: Moment
-    output: Moment
-    attention: Moment | None = None
+    input: CallBoundary
+    output: CallBoundary
+    attention: CallBoundary | None = None
 
-    def at(self, site: Site) -> Moment:
+    def at(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
         if site in ATTENTION:
-            return self.attention or replace(self.output, leaves=(), refused=())
+            return self.attention or replace(self.output, tensors=(), refused=())
         return self.input if SIDES[site] == "input" else self.output
 
 
@@ -110,7 +110,7 @@ class Layer:
     hazards: tuple[str, ...]
 
     @property
-    def attends(self) -> bool:
+    def has_attention(self) -> bool:
         """Whether it computes attention weights of its own."""
         return any(call.attention is not None for call in self.calls)
 
@@ -163,23 +163,23 @@ class Catalog:
             if layer.is_leaf
             for call in layer.calls
             for moment in (call.input, call.output)
-            for leaf in moment.leaves
+            for leaf in moment.tensors
         )
         known = self.costs
         return replace(
             known, base=BACKWARD * known.base, per_row=BACKWARD * known.per_row, row_bytes=known.row_bytes + 2 * kept
         )
 
-    def near(self, name: str) -> tuple[str, ...]:
+    def suggest_layers(self, name: str) -> tuple[str, ...]:
         """Up to three names that look like this one."""
         return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_NEAR))
 
-    def near_types(self, kind: str) -> tuple[str, ...]:
+    def suggest_types(self, kind: str) -> tuple[str, ...]:
         """Up to three types that look like this one, in capitals or small letters."""
-        types = {each.lower(): each for each in self.types}
+        types = {each.lower(): each for each in self.list_types}
         return tuple(types[each] for each in difflib.get_close_matches(kind[:200].lower(), types, n=MAX_NEAR))
 
     @property
-    def types(self) -> tuple[str, ...]:
+    def list_types(self) -> tuple[str, ...]:
         """The class names of all layers, sorted."""
         return tuple(sorted({layer.type for layer in self.layers.values()}))

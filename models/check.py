@@ -16,17 +16,17 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from layertap.models.errors import LayertapError, LoadError, quoted
+from layertap.models.errors import LayertapError, LoadError, escape
 from layertap.models.grammar import (
     OPTIONAL,
-    not_installed,
-    origin,
+    not_installed_error,
     parse_device,
     parse_factory,
-    unknown_name,
-    unknown_source,
+    parse_weights,
+    unknown_name_error,
+    unknown_source_error,
 )
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import ModelSpec
 
 Place = tuple[str | int, ...]
@@ -72,10 +72,10 @@ def _checks(spec: ModelSpec, context: _Context) -> Iterator[tuple[Place, Callabl
     yield ("weights",), partial(_check_weights, spec)
     yield ("device",), partial(_check_device, spec)
     if spec.embedding is not None:
-        yield ("embedding",), partial(parse, spec.embedding)
+        yield ("embedding",), partial(parse_selector, spec.embedding)
     for number, warm in enumerate(spec.warm):
         for at, text in enumerate(warm.layers):
-            yield ("warm", number, "layers", at), partial(parse, text)
+            yield ("warm", number, "layers", at), partial(parse_selector, text)
 
 
 @cache
@@ -95,9 +95,9 @@ def list_architectures(library: str) -> frozenset[str]:
 def _check_source(spec: ModelSpec, context: _Context) -> None:
     kind, _, ident = spec.source.partition(":")
     if not ident or kind not in SOURCES:
-        raise unknown_source(kind, ident)
+        raise unknown_source_error(kind, ident)
     if kind in OPTIONAL and find_spec(kind) is None:
-        raise _AbsentError(not_installed(kind).detail, hint=not_installed(kind).hint)
+        raise _AbsentError(not_installed_error(kind).detail, hint=not_installed_error(kind).hint)
     SOURCES[kind](ident, context)
 
 
@@ -105,13 +105,13 @@ def _check_torchvision(ident: str, context: _Context) -> None:
     # What a factory's module registers is torchvision's as well, and can't be told from outside.
     names = frozenset[str]() if context.factories else list_architectures("torchvision")
     if names and ident not in names:
-        raise unknown_name("torchvision", ident, sorted(names))
+        raise unknown_name_error("torchvision", ident, sorted(names))
 
 
 def _check_timm(ident: str, context: _Context) -> None:
     names = frozenset[str]() if context.factories else list_architectures("timm")  # as of torchvision
     if names and ident.partition(".")[0] not in names:
-        raise unknown_name("timm", ident, sorted(names))
+        raise unknown_name_error("timm", ident, sorted(names))
 
 
 def _check_directory(ident: str, context: _Context) -> None:
@@ -123,7 +123,7 @@ def _check_module(ident: str, context: _Context) -> None:
     package = parse_factory(ident)[0].partition(".")[0]
     if not _is_importable(package, context.folders):
         looked = ", ".join(dict.fromkeys(map(str, context.folders)))
-        raise _AbsentError(f"there is no Python module {quoted(package)} in {looked}, nor is it installed")
+        raise _AbsentError(f"there is no Python module {escape(package)} in {looked}, nor is it installed")
 
 
 def _has_factory(spec: ModelSpec, folders: Sequence[Path]) -> bool:
@@ -141,7 +141,7 @@ def _is_importable(package: str, folders: Sequence[Path]) -> bool:
 
 
 def _check_weights(spec: ModelSpec) -> None:
-    path = origin(spec.weights).path
+    path = parse_weights(spec.weights).path
     if path is not None and not path.exists():
         raise _AbsentError(f"there is no file {path}")
 
@@ -149,7 +149,7 @@ def _check_weights(spec: ModelSpec) -> None:
 def _check_device(spec: ModelSpec) -> None:
     kind, _ = parse_device(spec.device)
     if kind == "cuda" and not _may_have_gpu():
-        raise _AbsentError(f"there is no device {quoted(spec.device)} on this machine", hint="use auto or cpu")
+        raise _AbsentError(f"there is no device {escape(spec.device)} on this machine", hint="use auto or cpu")
 
 
 def _may_have_gpu() -> bool:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from layertap.models.catalog import Costs
 from layertap.models.plan import Capture, Plan
-from layertap.models.pooling import Reduced, owned
-from layertap.models.replays import Replays
+from layertap.models.pooling import ReducedTensor, ensure_owned
+from layertap.models.replays import CudaGraphs
 from layertap.models.replica import Replica
-from layertap.models.union import Taken
+from layertap.models.union import BatchActivations
 
 Rows = Mapping[str, Tensor]
 
@@ -31,7 +31,7 @@ class Graph(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
+class CompiledPlan:
     """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own.
 
     ``replays``: what a GPU keeps of them for some sizes of batches, by replica.
@@ -39,37 +39,37 @@ class Compiled:
 
     captures: tuple[Capture, ...]
     inputs: tuple[str, ...]
-    one: Graph
-    several: Graph
+    single_row: Graph
+    batch: Graph
     costs: Costs
-    replays: Mapping[Replica, Replays] = field(default_factory=dict)
+    cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
 
     def covers(self, plan: Plan) -> bool:
         """Whether it gives all that a plan wants."""
-        return not plan.edits and plan.goal is None and plan.captures <= frozenset(self.captures)
+        return not plan.resolved_interventions and plan.objective is None and plan.captures <= frozenset(self.captures)
 
-    def size(self, rows: int, own: Replica) -> int:
+    def get_padded_rows(self, rows: int, own: Replica) -> int:
         """To how many rows a replica's batch is best filled up."""
-        known = self.replays.get(own)
-        return known.size(rows) if known else rows
+        known = self.cuda_graphs.get(own)
+        return known.get_padded_rows(rows) if known else rows
 
-    def taken(self, batch: Rows, rows: int, own: Replica | None = None) -> Taken:
+    def run(self, batch: Rows, rows: int, own: Replica | None = None) -> BatchActivations:
         """All captures of a batch of so many rows, on the device; raises what the graph does."""
         inputs = [batch[name] for name in self.inputs]
-        known = self.replays.get(own) if own else None
-        graph = self.one if rows == 1 else self.several
+        known = self.cuda_graphs.get(own) if own else None
+        graph = self.single_row if rows == 1 else self.batch
         with torch.no_grad():
             tensors = iter(known.run(inputs) if known and rows in known else graph.run(inputs))
-        return Taken({(capture, (0, rows)): _next(tensors, capture) for capture in self.captures})
+        return BatchActivations({(capture, (0, rows)): _next(tensors, capture) for capture in self.captures})
 
 
-def _next(tensors: Iterator[Tensor], capture: Capture) -> Reduced:
+def _next(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
     values = next(tensors)
-    found = Reduced(values, next(tensors) if capture.is_scaled else None)
-    return owned(found, values.new_empty(0))
+    found = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
+    return ensure_owned(found, values.new_empty(0))
 
 
-def graph_for(known: Iterable[Compiled | None], plan: Plan) -> Compiled | None:
+def find_compiled_plan(known: Iterable[CompiledPlan | None], plan: Plan) -> CompiledPlan | None:
     """The cheapest that gives what a plan wants; None where the model itself has to run."""
     fitting = [each for each in known if each is not None and each.covers(plan)]
     return min(fitting, key=lambda each: each.costs.seconds(1), default=None)

@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     """What the calling thread has for itself: nothing, unless it constructs a module."""
 
     dtype: torch.dtype | None = None
     generator: torch.Generator | None = None
 
 
-_own = _Own()
+_own = _ThreadState()
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
+def isolate_construction(seed: int | None) -> Iterator[None]:
     """Construct a module inside: the CPU's random numbers start at ``seed``, and the process's own are left alone.
 
     Without a seed they are those that would be drawn next outside, and still will. A default dtype that is set inside
@@ -45,13 +45,13 @@ def seeded(seed: int | None) -> Iterator[None]:
     before = _own.dtype, _own.generator
     _own.dtype, _own.generator = _get_own_dtype(), generator
     try:
-        with _OwnDtype(), _OwnGenerator():  # type: ignore[no-untyped-call]
+        with _ThreadDtype(), _ThreadGenerator():  # type: ignore[no-untyped-call]
             yield
     finally:
         _own.dtype, _own.generator = before
 
 
-class _OwnDtype(TorchFunctionMode):
+class _ThreadDtype(TorchFunctionMode):
     """Gives the thread's own default dtype to tensors whose dtype nobody names."""
 
     def __torch_function__(
@@ -73,7 +73,7 @@ class _OwnDtype(TorchFunctionMode):
         return result
 
 
-class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ThreadGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws random numbers on the CPU from the thread's own generator, by the same operations."""
 
     def __torch_dispatch__(

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from layertap.models.errors import LoadError, of_kind, quoted
+from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.grammar import parse_device
 
 
-@of_kind("device")
-def placed(name: str) -> torch.device:
+@label_failures("device")
+def resolve_device(name: str) -> torch.device:
     """The device that a configuration names; ``auto`` is the first GPU if there is one. LoadError for no device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,11 +20,11 @@ def placed(name: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if index >= torch.cuda.device_count():
-        raise LoadError(f"there is no device {quoted(name)} on this machine", hint="use auto or cpu")
+        raise LoadError(f"there is no device {escape(name)} on this machine", hint="use auto or cpu")
     return torch.device("cuda", index)
 
 
-def chosen(device: torch.device) -> AbstractContextManager[object]:
+def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Let a device be this thread's own until the block ends: compiled graphs ask for the stream of that one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 

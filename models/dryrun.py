@@ -17,16 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.dtypes import DTYPES, dtype_name
 from layertap.models.errors import IN_THE_LOG, InputError
-from layertap.models.recording import PLACE, ROWS, Attended, Recorder, Seen, Visit
+from layertap.models.recording import (
+    PLACE,
+    ROWS,
+    AttentionObservation,
+    CallObservation,
+    CallRecorder,
+    TensorObservation,
+)
 from layertap.models.spec import InputSpec
 from layertap.models.structure import Path
-from layertap.models.watching import Clock, Run
+from layertap.models.watching import CallTimer, Run
 
 Side = Literal["input", "output"]
-Where = Callable[[Visit], Seen | None]  # which tensor of a call
+Where = Callable[[CallObservation], TensorObservation | None]  # which tensor of a call
 TIMED, TIMED_S = 5, 0.1
 OF_SHAPES = (
     RuntimeError,
@@ -47,36 +54,36 @@ def survey(
     number of tokens that stand before the patches; floating inputs come in ``dtype``. InputError where the module
     can't take that shape.
     """
-    batch = noise(inputs, device, dtype)
+    batch = make_noise(inputs, device, dtype)
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
-        first = Recorder(module)
+        first = CallRecorder(module)
         try:
             first.watch(run, _one(batch))
             clock = _timed(module, run, _one(batch), device)
         except Exception as error:
             raise _refusal(error, inputs) from error
-        second = Recorder(module, alone=first)
+        second = CallRecorder(module, alone=first)
         try:
             second.watch(run, batch)
         except Exception:  # whatever a model raises, it means the same: not several rows at once
             second = first
         stretched = _of_other_length(module, inputs, run, device, dtype)
-    if second.course != first.course:
+    if second.summarize_calls != first.summarize_calls:
         second = first
     return _Assembly(module, first, second, clock, prefix, stretched).catalog()
 
 
 @dataclass(frozen=True)
-class _Stretched:
+class _LengthProbe:
     """A forward of a text of another length, which tells what grows with it; ``lengths`` are those of both forwards."""
 
-    recorder: Recorder
+    recorder: CallRecorder
     lengths: tuple[int, int]
 
     def token_axes(self, module: nn.Module, number: int, site: Where, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The axes of a tensor that have an entry for each token."""
-        visits = self.recorder.visits.get(module, [])
+        visits = self.recorder.calls.get(module, [])
         other = site(visits[number]) if number < len(visits) else None
         if other is None or len(other.shape) != len(shape):
             return ()
@@ -86,7 +93,7 @@ class _Stretched:
 
 def _of_other_length(
     module: nn.Module, inputs: Sequence[InputSpec], run: Run, device: torch.device, dtype: torch.dtype
-) -> _Stretched | None:
+) -> _LengthProbe | None:
     """None where all rows have one length, or the model does not take another."""
     known = next((spec for spec in inputs if spec.longest is not None), None)
     if known is None or known.longest == 1:
@@ -94,12 +101,12 @@ def _of_other_length(
     length = known.shape[0]
     other = length - 1 if length == known.longest else length + 1
     specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec.longest else spec for spec in inputs]
-    recorder = Recorder(module)
+    recorder = CallRecorder(module)
     try:
-        recorder.watch(run, _one(noise(specs, device, dtype)))
+        recorder.watch(run, _one(make_noise(specs, device, dtype)))
     except Exception:  # whatever a model raises, it means the same
         return None
-    return _Stretched(recorder, (length, other))
+    return _LengthProbe(recorder, (length, other))
 
 
 def _refusal(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
@@ -113,11 +120,11 @@ def _refusal(error: Exception, inputs: Sequence[InputSpec]) -> InputError:
     return InputError(f"{raised} for an input of shape {shapes}", hint=IN_THE_LOG)
 
 
-def _timed(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: torch.device) -> Clock:
+def _timed(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: torch.device) -> CallTimer:
     """The quickest of a few forwards, of one where it takes long: whatever disturbs a machine only adds."""
-    clocks: list[Clock] = []
+    clocks: list[CallTimer] = []
     while len(clocks) < TIMED and sum(clock.total for clock in clocks) < TIMED_S:
-        clocks.append(Clock(module, device))
+        clocks.append(CallTimer(module, device))
         clocks[-1].watch(run, row)
     return min(clocks, key=lambda clock: clock.total)
 
@@ -127,14 +134,14 @@ class _Assembly:
     """Puts what was seen together: shapes of one row from the first forward, axes and layouts from the second."""
 
     module: nn.Module
-    first: Recorder
-    second: Recorder
-    clock: Clock
+    first: CallRecorder
+    second: CallRecorder
+    clock: CallTimer
     prefix: int
-    stretched: _Stretched | None
+    stretched: _LengthProbe | None
 
     def catalog(self) -> Catalog:
-        whole = self.second.visits.get(self.module, [])
+        whole = self.second.calls.get(self.module, [])
         batches = self.second is not self.first
         rowwise = batches and not any(seen.mixed for visit in whole for seen in visit.output.values())
         grids = self._grids()
@@ -144,20 +151,28 @@ class _Assembly:
         return Catalog({layer.name: layer for layer in layers}, self.clock.total, rowwise, batches=batches)
 
     def _layer(self, name: str, module: nn.Module, rowwise: bool, grids: set[int]) -> Layer:
-        visits = zip(self.first.visits.get(module, []), self.second.visits.get(module, []), strict=True)
+        visits = zip(self.first.calls.get(module, []), self.second.calls.get(module, []), strict=True)
         calls = tuple(self._call(module, number, *pair, rowwise, grids) for number, pair in enumerate(visits))
         parameters = sum(parameter.numel() for parameter in module.parameters())
         is_leaf = next(module.children(), None) is None
         kind = type_before_parametrizations(module).__name__
         return Layer(name, kind, is_leaf, parameters, calls, tuple(_hazards(module, bool(calls))))
 
-    def _call(self, module: nn.Module, number: int, visit: Visit, twin: Visit, rowwise: bool, grids: set[int]) -> Call:
-        def with_tokens(leaf: Leaf, where: Where) -> Leaf:
+    def _call(
+        self,
+        module: nn.Module,
+        number: int,
+        visit: CallObservation,
+        twin: CallObservation,
+        rowwise: bool,
+        grids: set[int],
+    ) -> Call:
+        def with_tokens(leaf: TensorInfo, where: Where) -> TensorInfo:
             if self.stretched is None or leaf.mixed:
                 return leaf
             return replace(leaf, token_axes=self.stretched.token_axes(module, number, where, leaf.shape))
 
-        def leaves(side: Side) -> tuple[Leaf, ...]:
+        def leaves(side: Side) -> tuple[TensorInfo, ...]:
             seen, later = _side(visit, side), _side(twin, side)
             found = ((path, self._leaf(path, seen[path], later[path], rowwise, grids)) for path in seen)
             return tuple(with_tokens(leaf, partial(_seen_at, side, path)) for path, leaf in found)
@@ -171,16 +186,18 @@ class _Assembly:
             for place, (path, one, other) in enumerate(_numbered(visit.attention, twin.attention))
         )
         return Call(
-            Moment(visit.start, self.clock.before(module, number), leaves("input"), visit.took),
-            Moment(visit.end, after, leaves("output"), visit.gave),
-            Moment(visit.end, after, weights) if weights else None,
+            CallBoundary(visit.start, self.clock.before(module, number), leaves("input"), visit.inputs_refused),
+            CallBoundary(visit.end, after, leaves("output"), visit.outputs_refused),
+            CallBoundary(visit.end, after, weights) if weights else None,
         )
 
-    def _leaf(self, path: Path, seen: Seen, twin: Seen, rowwise: bool, grids: set[int]) -> Leaf:
+    def _leaf(
+        self, path: Path, seen: TensorObservation, twin: TensorObservation, rowwise: bool, grids: set[int]
+    ) -> TensorInfo:
         # One row at a time, whatever has an axis for rows holds that one.
         mixed = twin.mixed and (rowwise or twin.row_axis is None)
-        leaf = Leaf(path, seen.shape, dtype_name(seen.dtype), twin.row_axis, mixed, twin.layout)
-        if leaf.layout not in ("NTC", "TNC") or leaf.per_row != 1:
+        leaf = TensorInfo(path, seen.shape, dtype_name(seen.dtype), twin.row_axis, mixed, twin.layout)
+        if leaf.layout not in ("NTC", "TNC") or leaf.entries_per_row != 1:
             return leaf
         tokens = seen.shape[leaf.layout.index("T")]
         return replace(leaf, prefix=self.prefix) if tokens > self.prefix and tokens not in grids else leaf
@@ -189,37 +206,41 @@ class _Assembly:
         """Sizes of every feature map: as many tokens as that means that no class token is among them."""
         return {
             math.prod(seen.shape[2:])
-            for visits in self.second.visits.values()
+            for visits in self.second.calls.values()
             for visit in visits
             for seen in visit.output.values()
             if seen.layout in ("NCHW", "NCTHW")
         }
 
 
-def _side(visit: Visit, side: Side) -> dict[Path, Seen]:
+def _side(visit: CallObservation, side: Side) -> dict[Path, TensorObservation]:
     return visit.input if side == "input" else visit.output
 
 
-def _seen_at(side: Side, path: Path, visit: Visit) -> Seen | None:
+def _seen_at(side: Side, path: Path, visit: CallObservation) -> TensorObservation | None:
     return _side(visit, side).get(path)
 
 
-def _attended_at(place: int, visit: Visit) -> Seen | None:
+def _attended_at(place: int, visit: CallObservation) -> TensorObservation | None:
     return visit.attention[place].weights if place < len(visit.attention) else None
 
 
-def _numbered(visit: Sequence[Attended], twin: Sequence[Attended]) -> Iterator[tuple[Path, Attended, Attended]]:
+def _numbered(
+    visit: Sequence[AttentionObservation], twin: Sequence[AttentionObservation]
+) -> Iterator[tuple[Path, AttentionObservation, AttentionObservation]]:
     """The attention of a call by path, which is empty where there is only one."""
     for at, (one, other) in enumerate(zip(visit, twin, strict=True)):
         yield ((str(at),) if len(visit) > 1 else ()), one, other
 
 
-def same_course(one: nn.Module, other: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]) -> bool:
+def has_same_calls(
+    one: nn.Module, other: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]
+) -> bool:
     """Whether a copy of a module runs as the module does: every part of it is called, and returns the same.
 
     Nothing that they share may change on the way: two threads will run them at once.
     """
-    before = _Marks.of(one)
+    before = _WriteMarks.of(one)
     try:
         with torch.no_grad():
             mine = _watched(one, forward, batch)
@@ -228,45 +249,47 @@ def same_course(one: nn.Module, other: nn.Module, forward: Callable[..., object]
             its = _watched(other, forward, batch)
     except Exception:  # a copy may lack what its constructor set up elsewhere
         return False
-    return _Marks.of(one).like(before) and all(_alike(*pair) for pair in zip(mine, its, strict=True))
+    return _WriteMarks.of(one).like(before) and all(_alike(*pair) for pair in zip(mine, its, strict=True))
 
 
-def _watched(module: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]) -> list[list[Visit]]:
+def _watched(
+    module: nn.Module, forward: Callable[..., object], batch: Mapping[str, Tensor]
+) -> list[list[CallObservation]]:
     """The calls of each part of a module, in a forward of a row that no other forward at loading ends with."""
-    recorder = Recorder(module)
+    recorder = CallRecorder(module)
     recorder.watch(partial(forward, module=module), _one(batch, ROWS - 1))
-    return [recorder.visits.get(part, []) for part in module.modules()]
+    return [recorder.calls.get(part, []) for part in module.modules()]
 
 
 @dataclass(frozen=True)
-class _Marks:
+class _WriteMarks:
     """What tells whether something was written to a module's tensors. Not all of it leaves a new version behind."""
 
     versions: list[int]
     buffers: list[Tensor]
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Marks:
+    def of(cls, module: nn.Module) -> _WriteMarks:
         tensors = (*module.parameters(), *module.buffers())
         # A tensor that a forward made, a cache for one, has no version.
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
         return cls(versions, [buffer.detach().clone().reshape(-1).view(torch.uint8) for buffer in module.buffers()])
 
-    def like(self, other: _Marks) -> bool:
+    def like(self, other: _WriteMarks) -> bool:
         same = self.versions == other.versions and len(self.buffers) == len(other.buffers)
         return same and all(torch.equal(*pair) for pair in zip(self.buffers, other.buffers, strict=True))
 
 
-def _alike(mine: Sequence[Visit], its: Sequence[Visit]) -> bool:
+def _alike(mine: Sequence[CallObservation], its: Sequence[CallObservation]) -> bool:
     """Whether two modules were called at the same places of a forward and returned the same."""
     return [(visit.start, visit.end) for visit in mine] == [(visit.start, visit.end) for visit in its] and all(
         one.output.keys() == other.output.keys()
-        and all(one.output[path].sketch.like(other.output[path].sketch) for path in one.output)
+        and all(one.output[path].sketch.matches(other.output[path].sketch) for path in one.output)
         for one, other in zip(mine, its, strict=True)
     )
 
 
-def noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+def make_noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """ROWS rows by a fixed seed, the one in the middle quieter than its neighbours."""
     generator = torch.Generator().manual_seed(0)
 

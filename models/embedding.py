@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 
-from layertap.models.catalog import Catalog, Layer, Leaf
-from layertap.models.errors import RequestError, SelectorError, quoted
-from layertap.models.points import Embedding, Pool, Reduction, Selector, path_text
-from layertap.models.selectors import find, parse
+from layertap.models.catalog import Catalog, Layer, TensorInfo
+from layertap.models.errors import RequestError, SelectorError, escape
+from layertap.models.points import Embedding, Pool, Reduction, Selector, format_path
+from layertap.models.selectors import find_matches, parse_selector
 
 SITES = ("output", "input")
 
@@ -19,7 +19,7 @@ def default_embedding(catalog: Catalog) -> Selector | None:
     The head is the last layer with weights that runs, where that is a fully connected one.
     """
     last = max(catalog.layers.values(), key=_end)
-    outputs = [f".{path_text(leaf.path)}" for leaf in catalog.layers["."].calls[0].output.leaves]
+    outputs = [f".{format_path(leaf.path)}" for leaf in catalog.layers["."].calls[0].output.tensors]
     for text in (*([f"{last.name}:input"] if last.type == "Linear" else []), *outputs):
         with suppress(RequestError):
             return find_embedding(text, catalog)
@@ -31,16 +31,16 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
 
     UnknownLayerError, SelectorError where it names not just one tensor with an entry for each row.
     """
-    selector = parse(text)
+    selector = parse_selector(text)
     if selector.site not in SITES:
-        raise SelectorError(f"{quoted(text)} is no embedding", hint="name an output or an input")
-    found, _ = find(selector, catalog)
+        raise SelectorError(f"{escape(text)} is no embedding", hint="name an output or an input")
+    found, _ = find_matches(selector, catalog)
     if len(found) != 1 or selector.is_glob or selector.call == "*":
-        keys = ", ".join(quoted(item.key) for item in found[:5])
-        raise SelectorError(f"{quoted(text)} names {len(found)} tensors, an embedding is one", hint=f"name one: {keys}")
+        keys = ", ".join(escape(item.key) for item in found[:5])
+        raise SelectorError(f"{escape(text)} names {len(found)} tensors, an embedding is one", hint=f"name one: {keys}")
     leaf = found[0].leaf
     if leaf.row_axis is None or leaf.mixed:
-        raise SelectorError(f"{quoted(text)} does not hold one entry for each input", hint="name another layer")
+        raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
     return replace(selector, reduction=Reduction(pool=_pool(leaf)))
 
 
@@ -52,8 +52,8 @@ def reduce_embedding(selector: Selector, wanted: Embedding) -> Selector:
     return replace(selector, reduction=Reduction(pool=pool, normalize=wanted.normalize, dtype=wanted.dtype))
 
 
-def _pool(leaf: Leaf) -> Pool:
-    if len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.per_row == 1:
+def _pool(leaf: TensorInfo) -> Pool:
+    if len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1:
         return "none"
     return "mean" if leaf.layout is not None and "C" in leaf.layout else "flatten"
 

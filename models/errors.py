@@ -24,18 +24,18 @@ Failure = Literal["", "source", "code", "weights", "device", "forward", "embeddi
 IN_THE_LOG = "the server's log has the traceback"
 
 
-def quoted(text: str, limit: int = 80) -> str:
+def escape(text: str, limit: int = 80) -> str:
     """A name from outside, safe to show: escaped to printable ASCII, cut to ``limit`` characters, in quotes."""
     shown = text[: limit + 1].encode("unicode_escape").decode("ascii")
     return f"'{shown[:limit]}…'" if len(shown) > limit else f"'{shown}'"
 
 
-def near(names: tuple[str, ...]) -> str:
+def suggest(names: tuple[str, ...]) -> str:
     """A hint that lists near matches, or nothing."""
-    return "did you mean " + ", ".join(quoted(name) for name in names) + "?" if names else ""
+    return "did you mean " + ", ".join(escape(name) for name in names) + "?" if names else ""
 
 
-def let_go(error: BaseException) -> None:
+def clear_tracebacks(error: BaseException) -> None:
     """Drop the frames of an error and of all that it came from.
 
     They hold batches and requests, and a model may keep the error that it raises.
@@ -84,7 +84,7 @@ class LoadError(LayertapError):
 
 
 @contextmanager
-def of_kind(kind: Failure) -> Iterator[None]:
+def label_failures(kind: Failure) -> Iterator[None]:
     """Have every LoadError from inside say what kind of failure it is, where it does not yet."""
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layertap.models.catalog import Catalog, Leaf
+from layertap.models.catalog import Catalog, TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.points import HookPoint
 
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 SPATIAL = ("NCHW", "NHWC", "NTC")
 
 
-def grad_cam(values: Array, gradients: Array, leaf: Leaf) -> Array:
+def grad_cam(values: Array, gradients: Array, leaf: TensorInfo) -> Array:
     """Where a layer speaks for the objective: its channels weighted by their mean gradients, what is below 0 cut off.
 
     ``values`` and ``gradients`` are of that layer; the result is (N, H, W) in the layer's own pixels, or patches of a
@@ -32,7 +32,7 @@ def grad_cam(values: Array, gradients: Array, leaf: Leaf) -> Array:
     return found
 
 
-def saliency(gradients: Array, leaf: Leaf) -> Array:
+def saliency(gradients: Array, leaf: TensorInfo) -> Array:
     """How much each pixel of the model's input moves the objective: the largest absolute gradient of its channels.
 
     (N, H, W), 0 and above. Simonyan et al., "Deep inside convolutional networks", 2013, section 3.1.
@@ -71,13 +71,13 @@ def relevance(layers: Sequence[Array], prefix: int) -> Array:
     return _patches(found, prefix)
 
 
-def mean_attention(weights: Array) -> Array:
+def average_heads(weights: Array) -> Array:
     """(N, heads, T, T) to (N, T, T): the mean over heads."""
     found: Array = weights.astype(np.float32).mean(1)
     return found
 
 
-def relevant_attention(weights: Array, gradients: Array) -> Array:
+def weight_by_gradient(weights: Array, gradients: Array) -> Array:
     """(N, heads, T, T) to (N, T, T): the mean over heads of weight times gradient, where that is above 0.
 
     Chefer et al., "Generic attention-model explainability", 2021, equation 5.
@@ -94,14 +94,14 @@ def _patches(mixed: Array, prefix: int) -> Array:
     return patches.reshape(len(patches), side, side)
 
 
-def attentions(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, Leaf]]:
+def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, TensorInfo]]:
     """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
     found = [
         (call.attention.order, HookPoint(layer.name, number, leaf.path, "attention"), leaf)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         if call.attention is not None
-        for leaf in call.attention.leaves
+        for leaf in call.attention.tensors
     ]
     found.sort(key=lambda each: each[0])
     if len({leaf.shape[-2:] for _, _, leaf in found}) != 1 or not all(
@@ -114,10 +114,10 @@ def attentions(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, Leaf]]:
     return [(point, leaf) for _, point, leaf in found]
 
 
-def _is_of_patches(leaf: Leaf, prefix: int) -> bool:
+def _is_of_patches(leaf: TensorInfo, prefix: int) -> bool:
     queries, keys = leaf.shape[-2:]
     patches = keys - prefix
-    whole = leaf.per_row == 1 and not leaf.mixed and queries == keys
+    whole = leaf.entries_per_row == 1 and not leaf.mixed and queries == keys
     return whole and patches > 0 and isqrt(patches) ** 2 == patches
 
 
@@ -131,9 +131,9 @@ def _without_lowest(layer: Array, share: float) -> Array:
     return kept.reshape(layer.shape)
 
 
-def is_map(leaf: Leaf) -> bool:
+def is_map(leaf: TensorInfo) -> bool:
     """Whether a tensor has a grid of positions, each with channels, for every row."""
-    if leaf.layout not in SPATIAL or leaf.row_axis != 0 or leaf.mixed or leaf.per_row != 1:
+    if leaf.layout not in SPATIAL or leaf.row_axis != 0 or leaf.mixed or leaf.entries_per_row != 1:
         return False
     if leaf.layout == "NTC":
         tokens = leaf.shape[1] - leaf.prefix
@@ -141,7 +141,7 @@ def is_map(leaf: Leaf) -> bool:
     return min(leaf.shape[leaf.layout.index(letter)] for letter in "HW") > 1
 
 
-def maps(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, Leaf]]:
+def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, TensorInfo]]:
     """The layers of a forward that return maps, up to one of its points, the last one first; SelectorError.
 
     Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
@@ -151,25 +151,25 @@ def maps(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, Leaf]]:
         (call.output.order, HookPoint(layer.name, number, leaf.path, "output"), leaf)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for leaf in call.output.leaves
+        for leaf in call.output.tensors
         if call.output.order <= last and is_map(leaf) and "float" in leaf.dtype
     ]
     if not found:
         raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
-    attending = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.attends and name != ".")
+    attending = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.has_attention and name != ".")
     whole = [each for each in found if not each[1].layer.startswith(attending)]
     # Of a layer and what it is the last part of, the outer one: it returns last.
     ordered = sorted(whole or found, key=lambda each: each[0], reverse=True)
     return [(point, leaf) for _, point, leaf in ordered]
 
 
-def zero_maps(found: Array) -> list[int]:
+def find_zero_rows(found: Array) -> list[int]:
     """The rows whose map is 0 everywhere."""
     rows: list[int] = np.flatnonzero(~found.any((1, 2))).tolist()
     return rows
 
 
-def _channels_first(values: Array, leaf: Leaf) -> Array:
+def _channels_first(values: Array, leaf: TensorInfo) -> Array:
     """(N, C, H, W); prefix tokens are left out, the others stand in a square."""
     if leaf.layout == "NTC":
         grid = values[:, leaf.prefix :]

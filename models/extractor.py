@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models import flow, interventions, objectives
-from layertap.models.catalog import Leaf
+from layertap.models.catalog import TensorInfo
 from layertap.models.dtypes import dtype_name
-from layertap.models.edits import Edit
-from layertap.models.errors import InputError, LayerNotReachedError, quoted
+from layertap.models.edits import ResolvedIntervention
+from layertap.models.errors import InputError, LayerNotReachedError, escape
 from layertap.models.gradients import Key, Tape
-from layertap.models.hooks import ATTACH, Changes, Take
+from layertap.models.hooks import ATTACH, Changes, OnCall
 from layertap.models.plan import Capture
 from layertap.models.points import GRADIENTS, HookPoint, Side
-from layertap.models.pooling import Reduced, reduce
-from layertap.models.structure import Named, Path, leaves, with_leaf
-from layertap.models.union import Share, Span, Taken, rows_of, spans_of
+from layertap.models.pooling import ReducedTensor, reduce
+from layertap.models.structure import Path, TensorsByPath, iterate_tensors, replace_tensor
+from layertap.models.union import BatchActivations, RequestSlice, Span, find_spans, select_span_rows
 
 
-class _Complete(BaseException):
+class _StopForward(BaseException):
     """Nothing is pending: leave the forward. Not an Exception, which models catch."""
 
 
@@ -38,14 +38,16 @@ class FeatureExtractor:
     def __init__(self, module: nn.Module) -> None:
         self._modules = {name or ".": part for name, part in module.named_modules(remove_duplicate=False)}
 
-    def __call__(self, forward: Callable[[], object], captures: Iterable[Capture], rows: int) -> dict[Capture, Reduced]:
+    def __call__(
+        self, forward: Callable[[], object], captures: Iterable[Capture], rows: int
+    ) -> dict[Capture, ReducedTensor]:
         """Run a forward of so many rows and return each capture reduced: ``shared`` for a single request."""
-        share = Share(0, rows, frozenset(captures))
-        return self.shared(forward, [share], rows).of(share)
+        share = RequestSlice(0, rows, frozenset(captures))
+        return self.extract_slices(forward, [share], rows).select(share)
 
-    def shared(
-        self, forward: Callable[[], object], shares: Iterable[Share], rows: int, real: Tensor | None = None
-    ) -> Taken:
+    def extract_slices(
+        self, forward: Callable[[], object], shares: Iterable[RequestSlice], rows: int, real: Tensor | None = None
+    ) -> BatchActivations:
         """Run one forward for several requests: the hooks are the union, each reduces only the rows that asked.
 
         ``real`` (rows, tokens), on the host, is False where a token only pads its row.
@@ -58,25 +60,27 @@ class FeatureExtractor:
         with ExitStack() as held, collector.mode():
             held.callback(collector.clear)
             with ExitStack() as stack:
-                for module, side, take in collector.taps():
+                for module, side, take in collector.callbacks():
                     ATTACH[side](stack, module, take)
-                with suppress(_Complete):
+                with suppress(_StopForward):
                     forward()
             collector.check()
             with ExitStack() as stack:
-                for module, side, take in collector.taps_again():
+                for module, side, take in collector.recompute_callbacks():
                     ATTACH[side](stack, module, take)
-                with suppress(_Complete):
+                with suppress(_StopForward):
                     collector.backward()
             collector.check()
-            for point in flow.cut(forward, self._modules, collector.doubtful()):
+            for point in flow.find_unreachable(forward, self._modules, collector.unreached()):
                 raise InputError(
                     f"between its input and {_where(point)} the model computes without gradients",
                     hint="take an objective before the model's own torch.no_grad() or detach()",
                 )
-        return Taken(collector.results)
+        return BatchActivations(collector.results)
 
-    def replaced(self, forward: Callable[[], object], values: Mapping[HookPoint, Tensor]) -> dict[HookPoint, Tensor]:
+    def run_with_replacements(
+        self, forward: Callable[[], object], values: Mapping[HookPoint, Tensor]
+    ) -> dict[HookPoint, Tensor]:
         """Run a whole forward with other tensors in place of those that leave some calls.
 
         Gives the tensors of its output, and those that were about to leave these calls.
@@ -87,7 +91,7 @@ class FeatureExtractor:
             calls[self._modules[point.layer]][point.call].append(point)
 
         def put(points: Mapping[int, Iterable[HookPoint]], call: int, value: object) -> Changes | None:
-            given = dict(leaves(value))
+            given = dict(iterate_tensors(value))
             changes = {}
             for point in points.get(call, ()):
                 found[point] = given[point.path].clone()
@@ -99,24 +103,26 @@ class FeatureExtractor:
             for module, points in calls.items():
                 ATTACH["output"](stack, module, partial(put, dict(points)))
             output = forward()
-            return {HookPoint(".", 0, path, "output"): tensor.clone() for path, tensor in leaves(output)} | found
+            return {
+                HookPoint(".", 0, path, "output"): tensor.clone() for path, tensor in iterate_tensors(output)
+            } | found
 
 
 @dataclass
-class _Anchor:
+class _GradientPoint:
     """Where a gradient is wanted, or changed."""
 
     point: HookPoint
-    leaf: Leaf
-    edits: list[tuple[Share, Edit]] = field(default_factory=list)
+    leaf: TensorInfo
+    edits: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
 
 
 @dataclass
-class _Here:
+class _CallActions:
     """What is wanted of one call of a module, on one side; the order of fields is the order in which it is done."""
 
-    edits: list[tuple[Share, Edit]] = field(default_factory=list)
-    anchors: dict[Path, _Anchor] = field(default_factory=dict)
+    edits: list[tuple[RequestSlice, ResolvedIntervention]] = field(default_factory=list)
+    anchors: dict[Path, _GradientPoint] = field(default_factory=dict)
     captures: list[Capture] = field(default_factory=list)
     goals: list[int] = field(default_factory=list)  # places of the shares whose goals they are
 
@@ -130,21 +136,21 @@ class _Collector:
     """What one forward owes: hooks close over it, nothing of it is stored on the model."""
 
     def __init__(
-        self, shares: tuple[Share, ...], rows: int, modules: dict[str, nn.Module], real: Tensor | None
+        self, shares: tuple[RequestSlice, ...], rows: int, modules: dict[str, nn.Module], real: Tensor | None
     ) -> None:
-        spans = spans_of(shares, rows)
+        spans = find_spans(shares, rows)
         self.pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
-        self.results: dict[tuple[Capture, Span], Reduced] = {}
+        self.results: dict[tuple[Capture, Span], ReducedTensor] = {}
         self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
         self._shares = shares
-        self._goals = {place: share.goal for place, share in enumerate(shares) if share.goal is not None}
+        self._goals = {place: share.objective for place, share in enumerate(shares) if share.objective is not None}
         self._has_graph = bool(self._goals)
         self._rows = rows
         self._modules = modules
         self._real = real
         self._tape = Tape()
         self._misfit: InputError | None = None
-        self._wanted = self._gathered()
+        self._wanted = self._group_by_call()
         self._ran: dict[tuple[nn.Module, Side], set[int]] = defaultdict(set)
 
     def mode(self) -> AbstractContextManager[object]:
@@ -152,29 +158,29 @@ class _Collector:
         # Not inference mode: what a model keeps of a forward (tables, caches) must be fit for one with a graph.
         return torch.enable_grad() if self._has_graph else torch.no_grad()
 
-    def taps(self) -> Iterator[tuple[nn.Module, Side, Take]]:
+    def callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """One for each module and side, though a tied module may be asked for under several names."""
         for (module, side), calls in self._wanted.items():
-            yield module, side, partial(self._take, calls, self._ran[module, side])
+            yield module, side, partial(self._on_call, calls, self._ran[module, side])
 
-    def taps_again(self) -> Iterator[tuple[nn.Module, Side, Take]]:
+    def recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """For the backward, in which a model that checkpoints computes again what it did not keep."""
         for (module, side), calls in self._wanted.items():
             changing = {call: here for call, here in calls.items() if here.edits or here.anchors}
             if changing and self._has_graph:
-                yield module, side, partial(self._take_again, changing, self._ran[module, side])
+                yield module, side, partial(self._on_recompute, changing, self._ran[module, side])
 
-    def _gathered(self) -> Mapping[tuple[nn.Module, Side], Mapping[int, _Here]]:
-        found: dict[tuple[nn.Module, Side], dict[int, _Here]] = defaultdict(lambda: defaultdict(_Here))
+    def _group_by_call(self) -> Mapping[tuple[nn.Module, Side], Mapping[int, _CallActions]]:
+        found: dict[tuple[nn.Module, Side], dict[int, _CallActions]] = defaultdict(lambda: defaultdict(_CallActions))
 
-        def here(point: HookPoint) -> _Here:
+        def here(point: HookPoint) -> _CallActions:
             return found[self._modules[point.layer], point.side][point.call]
 
-        def anchor(item: Edit | Capture) -> _Anchor:
-            return here(item.point).anchors.setdefault(item.point.path, _Anchor(item.point, item.leaf))
+        def anchor(item: ResolvedIntervention | Capture) -> _GradientPoint:
+            return here(item.point).anchors.setdefault(item.point.path, _GradientPoint(item.point, item.leaf))
 
         for share in self._shares:
-            for edit in share.edits:
+            for edit in share.interventions:
                 if edit.point.site in GRADIENTS:
                     anchor(edit).edits.append((share, edit))
                 else:
@@ -207,13 +213,13 @@ class _Collector:
             for span in spans:
                 self._reduce(capture, span, gradient)
 
-    def doubtful(self) -> set[HookPoint]:
+    def unreached(self) -> set[HookPoint]:
         """What is differentiated without a graph to the first point where that is wanted: zero may be no answer."""
         found = set()
         for share in self._shares:
             own = {self._key(capture.point) for capture in share.captures if capture.point.site in GRADIENTS}
-            if share.goal is not None and own and not self._tape.leads(share.goal.point, own):
-                found.add(share.goal.point)
+            if share.objective is not None and own and not self._tape.reaches(share.objective.point, own):
+                found.add(share.objective.point)
         return found
 
     def clear(self) -> None:
@@ -227,13 +233,13 @@ class _Collector:
     def _key(self, point: HookPoint) -> Key:
         return self._modules[point.layer], point.side, point.call, point.path
 
-    def _take(self, calls: Mapping[int, _Here], ran: set[int], call: int, value: object) -> Changes | None:
+    def _on_call(self, calls: Mapping[int, _CallActions], ran: set[int], call: int, value: object) -> Changes | None:
         """Do what is wanted of a call; gives back what goes on in place of its tensors."""
         ran.add(call)
         here = calls.get(call)
         if here is None:
             return None
-        found = dict(leaves(value))
+        found = dict(iterate_tensors(value))
         changes: dict[Path, Tensor] = {}
         for share, edit in here.edits:
             self._edit(share, edit, found, changes)
@@ -245,11 +251,13 @@ class _Collector:
         for place in here.goals:
             self._reach(place, found)
         if not self.pending and not self._goals:
-            raise _Complete
+            raise _StopForward
         self._check_containers(value, changes)
         return changes
 
-    def _take_again(self, calls: Mapping[int, _Here], ran: set[int], call: int, value: object) -> Changes | None:
+    def _on_recompute(
+        self, calls: Mapping[int, _CallActions], ran: set[int], call: int, value: object
+    ) -> Changes | None:
         """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
         if len(ran) > 1:  # segments are computed again last first: nothing tells which call it is
             point = next(iter(calls.values())).point
@@ -257,8 +265,8 @@ class _Collector:
                 f"the model computes {_where(point)} again in its backward, where its calls can't be told apart",
                 hint="ask for a layer that runs once, or load the model without activation checkpointing",
             )
-            raise _Complete
-        found, changes = dict(leaves(value)), dict[Path, Tensor]()
+            raise _StopForward
+        found, changes = dict(iterate_tensors(value)), dict[Path, Tensor]()
         here = next((calls[number] for number in ran if number in calls), None)
         if here is None:
             return None
@@ -266,29 +274,33 @@ class _Collector:
             self._edit(share, edit, found, changes)
         for path in here.anchors:
             if path in found:  # the same steps, and nothing to hold on to
-                changes[path] = Tape().anchored((None, "", 0, path), found[path], ())
+                changes[path] = Tape().anchor((None, "", 0, path), found[path], ())
         return changes
 
     def _check_containers(self, value: object, changes: Changes) -> None:
         """Leave the forward where tensors can't be put into what holds them."""
         try:
-            for path, tensor in changes.items() if not isinstance(value, Named) else ():
-                with_leaf(value, path, tensor)
+            for path, tensor in changes.items() if not isinstance(value, TensorsByPath) else ():
+                replace_tensor(value, path, tensor)
         except InputError as error:
             self._misfit = error
-            raise _Complete from error
+            raise _StopForward from error
 
-    def _edit(self, share: Share, edit: Edit, found: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:
+    def _edit(
+        self, share: RequestSlice, edit: ResolvedIntervention, found: dict[Path, Tensor], changes: dict[Path, Tensor]
+    ) -> None:
         tensor = found.get(edit.point.path)
         if tensor is not None:
             self._fit(tensor, edit.leaf, edit.point)
-            found[edit.point.path] = changes[edit.point.path] = _changed(share, edit, self._rows, self._real, tensor)
+            found[edit.point.path] = changes[edit.point.path] = _apply_intervention(
+                share, edit, self._rows, self._real, tensor
+            )
 
-    def _anchored(self, anchor: _Anchor, tensor: Tensor) -> Tensor:
+    def _anchored(self, anchor: _GradientPoint, tensor: Tensor) -> Tensor:
         self._fit(tensor, anchor.leaf, anchor.point)
         self._differentiable(anchor.point)
-        changers = [partial(_changed, *each, self._rows, self._real) for each in reversed(anchor.edits)]
-        return self._tape.anchored(self._key(anchor.point), tensor, changers)
+        changers = [partial(_apply_intervention, *each, self._rows, self._real) for each in reversed(anchor.edits)]
+        return self._tape.anchor(self._key(anchor.point), tensor, changers)
 
     def _capture(self, capture: Capture, found: dict[Path, Tensor]) -> None:
         tensor = found.get(capture.point.path)
@@ -299,7 +311,7 @@ class _Collector:
             self._reduce(capture, span, tensor.detach())
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
-        part = rows_of(tensor, capture.leaf, span, self._rows)
+        part = select_span_rows(tensor, capture.leaf, span, self._rows)
         real = _real_of(self._real, span)
         self.results[capture, span] = reduce(part, capture.leaf, capture.reduction, real, capture.length)
 
@@ -310,15 +322,15 @@ class _Collector:
             self._fit(tensor, goal.leaf, goal.point)
             self._differentiable(goal.point)
             span = self._shares[place].span
-            part, real = rows_of(tensor, goal.leaf, span, self._rows), _real_of(self._real, span)
-            self._tape.add(goal.point, objectives.total(part, goal.leaf, goal.objective, real))
+            part, real = select_span_rows(tensor, goal.leaf, span, self._rows), _real_of(self._real, span)
+            self._tape.add(goal.point, objectives.compute_objective(part, goal.leaf, goal.objective, real))
             del self._goals[place]
 
-    def _fit(self, tensor: Tensor, leaf: Leaf, point: HookPoint) -> None:
+    def _fit(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> None:
         """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
         self._misfit = _misfit(tensor, leaf, point, self._rows)
         if self._misfit is not None:
-            raise _Complete
+            raise _StopForward
 
     def _differentiable(self, point: HookPoint) -> None:
         """Leave the forward where the model itself keeps no graph: zero would be no answer."""
@@ -327,17 +339,19 @@ class _Collector:
                 f"the model computes {_where(point)} without gradients",
                 hint="ask for one outside the model's own torch.no_grad()",
             )
-            raise _Complete
+            raise _StopForward
 
 
 # Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
-def _changed(share: Share, edit: Edit, rows: int, real: Tensor | None, value: Tensor) -> Tensor:
+def _apply_intervention(
+    share: RequestSlice, edit: ResolvedIntervention, rows: int, real: Tensor | None, value: Tensor
+) -> Tensor:
     """A tensor of so many rows in which those of one request are changed."""
-    part = rows_of(value, edit.leaf, share.span, rows)
-    own = interventions.changed(part, edit.leaf, edit.operation, share.first, _real_of(real, share.span))
+    part = select_span_rows(value, edit.leaf, share.span, rows)
+    own = interventions.apply_operation(part, edit.leaf, edit.operation, share.first, _real_of(real, share.span))
     if own.shape == value.shape:
         return own
-    axis, each = edit.leaf.row_axis or 0, edit.leaf.per_row
+    axis, each = edit.leaf.row_axis or 0, edit.leaf.entries_per_row
     before = value.narrow(axis, 0, share.start * each)
     after = value.narrow(axis, share.stop * each, value.shape[axis] - share.stop * each)
     return torch.cat([before, own, after], dim=axis)
@@ -347,7 +361,7 @@ def _real_of(real: Tensor | None, span: Span) -> Tensor | None:
     return None if real is None else real[slice(*span)]
 
 
-def _misfit(tensor: Tensor, leaf: Leaf, point: HookPoint, rows: int) -> InputError | None:
+def _misfit(tensor: Tensor, leaf: TensorInfo, point: HookPoint, rows: int) -> InputError | None:
     shape = tuple(tensor.shape)
     if shape == leaf.shape_for(rows) and dtype_name(tensor.dtype) == leaf.dtype:
         return None
@@ -357,4 +371,4 @@ def _misfit(tensor: Tensor, leaf: Leaf, point: HookPoint, rows: int) -> InputErr
 
 
 def _where(point: HookPoint) -> str:
-    return quoted(point.text)
+    return escape(point.text)

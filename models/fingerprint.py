@@ -19,18 +19,18 @@ from typing import Any
 
 from torch import nn
 
-from layertap.models.edits import Edit, Goal
+from layertap.models.edits import ResolvedIntervention, ResolvedObjective
 from layertap.models.points import HookPoint, Reduction
 from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 LATER = frozenset({"stats"})  # options younger than the recipe: where nobody asks for one, digests are as before it
 SURVEYED = frozenset({"values", "longest", "long_axis"})
-UNTOLD = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
+LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
-def architecture(module: nn.Module, source: str, settings: str = "") -> str:
+def digest_architecture(module: nn.Module, source: str, settings: str = "") -> str:
     """A digest of a module tree: source, and for each module its name, class, printed settings and plain attributes.
 
     The attributes because not every module prints what matters: a MultiheadAttention hides how many heads it has.
@@ -43,7 +43,7 @@ def architecture(module: nn.Module, source: str, settings: str = "") -> str:
     return _digest([source, tree, *([settings] if settings else [])])
 
 
-def of_model(
+def digest_model(
     weights: str,
     structure: str,
     precision: str,
@@ -61,7 +61,7 @@ def of_model(
     return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
 
 
-def of_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None) -> str:
+def digest_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None) -> str:
     """The model's part for rows that it did not make as it is configured to; as it is where it did.
 
     ``shapes``: of one row, input by input, where they are not the configured ones.
@@ -69,41 +69,41 @@ def of_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, 
     return _digest([model, preprocessed, shapes]) if preprocessed else model
 
 
-def of_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
+def digest_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
     """The fingerprint of one result, from the model's part and that of the changes that it hangs on, if any."""
-    return _digest([model, _told(point), _told(reduction), *([changes] if changes else [])])
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *([changes] if changes else [])])
 
 
-def of_explanation(method: str, results: Iterable[str]) -> str:
+def digest_explanation(method: str, results: Iterable[str]) -> str:
     """The fingerprint of a map that a method makes of results."""
     return _digest([RECIPE, method, sorted(results)])
 
 
-def of_changes(changes: Iterable[Edit | Goal], start: str = "") -> str | None:
+def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], start: str = "") -> str | None:
     """The part of a fingerprint that edits, a goal, and a layer to go on from make; None where there are none.
 
     What they found in a catalogue is left out: it hangs on the shape of the input, as no other fingerprint does. That
     a tensor has tokens is told: what pads a text was once changed and counted as they are.
     """
-    told: list[object] = [_made(each) for each in changes]
+    told: list[object] = [_describe_change(each) for each in changes]
     if start:
         told.append({"resume": start})
     return _digest(told) if told else None
 
 
-def of_batch(result: str) -> str:
+def digest_batch(result: str) -> str:
     """The fingerprint of a result of which each row depends on those that it ran with."""
     return _digest([RECIPE, "batch", result])
 
 
-def of_reply(results: Iterable[str]) -> str:
+def digest_reply(results: Iterable[str]) -> str:
     """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
     several = sorted(set(results))
     return several[0] if len(several) == 1 else _digest(several)
 
 
-def _made(change: Edit | Goal) -> dict[str, Any]:
-    told = {name: value for name, value in _told(change).items() if name != "leaf"}
+def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
+    told = {name: value for name, value in _to_plain_data(change).items() if name != "leaf"}
     return told | ({"tokens": "own"} if change.leaf.token_axes else {})
 
 
@@ -117,7 +117,7 @@ def _meaning(spec: InputSpec) -> dict[str, Any]:
     return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
 
 
-def _told(value: object) -> dict[str, Any]:
+def _to_plain_data(value: object) -> dict[str, Any]:
     """A dataclass as plain data, with everything in it."""
     return asdict(value, dict_factory=_asked_for)  # type: ignore[call-overload,no-any-return]
 
@@ -130,7 +130,7 @@ def _settings(part: nn.Module) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(part).items()
-        if _is_plain(value) and name not in UNTOLD and not name.startswith("_")
+        if _is_plain(value) and name not in LEFT_OUT and not name.startswith("_")
     }
 
 

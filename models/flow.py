@@ -12,15 +12,15 @@ from torch import nn
 
 from layertap.models.hooks import ATTACH, Changes
 from layertap.models.points import HookPoint
-from layertap.models.structure import leaves
-from layertap.models.warmup import is_of_device
+from layertap.models.structure import iterate_tensors
+from layertap.models.warmup import is_device_error
 
 
-class _Told(BaseException):
+class _StopForward(BaseException):
     """Everything has been seen: leave the forward."""
 
 
-def cut(
+def find_unreachable(
     forward: Callable[[], object], modules: Mapping[str, nn.Module], points: Collection[HookPoint]
 ) -> list[HookPoint]:
     """Those of some outputs that no graph leads to, though one began at the model's input, or where it looks up tables.
@@ -35,18 +35,20 @@ def cut(
 
     def begin(call: int, value: object) -> Changes:
         # In a mode of the model's own nothing would come of it.
-        found = {path: leaf for path, leaf in leaves(value) if torch.is_grad_enabled() and not leaf.requires_grad}
+        found = {
+            path: leaf for path, leaf in iterate_tensors(value) if torch.is_grad_enabled() and not leaf.requires_grad
+        }
         fit = {path: leaf for path, leaf in found.items() if leaf.is_floating_point() or leaf.is_complex()}
         begun.extend(True for _ in fit)
         return {path: leaf.detach().clone().requires_grad_().clone() for path, leaf in fit.items()}
 
     def look(wanted: Collection[HookPoint], call: int, value: object) -> None:
-        given = dict(leaves(value))
+        given = dict(iterate_tensors(value))
         linked.update(
             (point, given[point.path].requires_grad) for point in wanted if point.call == call and point.path in given
         )
         if len(linked) == len(points):
-            raise _Told
+            raise _StopForward
 
     wanted: dict[nn.Module, list[HookPoint]] = defaultdict(list)
     for point in points:
@@ -58,10 +60,10 @@ def cut(
         for module, looked_at in wanted.items():
             ATTACH["output"](stack, module, partial(look, looked_at))
         try:
-            with suppress(_Told), torch.enable_grad():
+            with suppress(_StopForward), torch.enable_grad():
                 forward()
         except RuntimeError as error:
-            if is_of_device(error):
+            if is_device_error(error):
                 raise
             return list(points)  # what can't be computed with a graph is computed without one
     return [point for point, is_linked in linked.items() if begun and not is_linked]

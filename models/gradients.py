@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from layertap.models.errors import InputError
 from layertap.models.structure import Path
-from layertap.models.warmup import is_of_device
+from layertap.models.warmup import is_device_error
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf
 
@@ -27,7 +27,7 @@ class Tape:
         self._anchors: dict[Key, Tensor] = {}
         self._totals: dict[Any, Tensor] = {}
 
-    def anchored(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
+    def anchor(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
         """Hold on to a value; what is returned goes on in its place.
 
         ``changes`` are made to its gradient, the last one first.
@@ -46,7 +46,7 @@ class Tape:
         """Differentiate this too; ``where`` tells the tensor that it looks at."""
         self._totals[where] = self._totals[where] + objective if where in self._totals else objective
 
-    def leads(self, where: object, anchors: Collection[Key]) -> bool:
+    def reaches(self, where: object, anchors: Collection[Key]) -> bool:
         """Whether a graph leads from what was differentiated there to the earliest call that is anchored so."""
         first = next(key for key in self._anchors if key in anchors)[:3]
         ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
@@ -64,7 +64,7 @@ class Tape:
         try:
             found = torch.autograd.grad(totals, anchors, allow_unused=True)
         except RuntimeError as error:
-            if is_of_device(error):
+            if is_device_error(error):
                 raise
             raise InputError(
                 f"the model can't be differentiated there ({type(error).__name__})",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from layertap.models.errors import LoadError, near, of_kind, quoted
+from layertap.models.errors import LoadError, escape, label_failures, suggest
 
 KINDS = ("torchvision", "timm", "transformers", "python")
 CHECKPOINTS = (".safetensors", ".pth", ".pt")
@@ -19,7 +19,7 @@ OPTIONAL = ("timm", "transformers")  # libraries that are installed with an extr
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightsSource:
     """Where weights come from: a seed, a checkpoint, or, with neither, a name that the source knows.
 
     ``label`` is for people: it never holds a directory.
@@ -30,27 +30,27 @@ class Origin:
     path: Path | None = None
 
 
-@of_kind("weights")
-def origin(text: str) -> Origin:
+@label_failures("weights")
+def parse_weights(text: str) -> WeightsSource:
     """What a configuration's ``weights`` means.
 
     Raises LoadError for a seed that is no whole number and for a file of a kind that is not read.
     """
     kind, _, rest = text.partition(":")
     if kind == "random":
-        return Origin(text, seed=_seed(rest))
+        return WeightsSource(text, seed=_seed(rest))
     if Path(text).suffix.lower() in CHECKPOINTS:
-        return Origin(base_name(text), path=Path(text))
-    if base_name(text) != text:
-        raise LoadError(f"weights {quoted(base_name(text))} are of a kind that is not read", hint=CHECKPOINT_HINT)
-    return Origin(text)
+        return WeightsSource(get_base_name(text), path=Path(text))
+    if get_base_name(text) != text:
+        raise LoadError(f"weights {escape(get_base_name(text))} are of a kind that is not read", hint=CHECKPOINT_HINT)
+    return WeightsSource(text)
 
 
 def parse_device(name: str) -> tuple[str, int]:
     """The kind of device and its number; LoadError where it is no device's name. ``auto`` is a kind."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
-        raise LoadError(f"{quoted(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
+        raise LoadError(f"{escape(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
     return kind, int(index or 0)
 
 
@@ -62,28 +62,30 @@ def parse_factory(ident: str) -> tuple[str, str]:
     return name, factory
 
 
-def base_name(text: str) -> str:
+def get_base_name(text: str) -> str:
     """The last part of a path of either kind, or the text itself."""
     return PureWindowsPath(text).name
 
 
-def unknown_source(kind: str, ident: str) -> LoadError:
+def unknown_source_error(kind: str, ident: str) -> LoadError:
     """The refusal of a source that is not KIND:NAME with a kind that there is."""
     if not ident:
-        shown = quoted(base_name(kind))
+        shown = escape(get_base_name(kind))
         return LoadError(f"source {shown} has no KIND: in front of a name", hint=SOURCE_HINT)
-    matches = tuple(f"{name}:{base_name(ident)}" for name in difflib.get_close_matches(kind, KINDS, n=1))
-    return LoadError(f"sources of kind {quoted(base_name(kind))} are not known", hint=near(matches) or SOURCE_HINT)
+    matches = tuple(f"{name}:{get_base_name(ident)}" for name in difflib.get_close_matches(kind, KINDS, n=1))
+    return LoadError(
+        f"sources of kind {escape(get_base_name(kind))} are not known", hint=suggest(matches) or SOURCE_HINT
+    )
 
 
-def unknown_name(kind: str, ident: str, names: Iterable[str]) -> LoadError:
+def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError:
     """The refusal of an architecture that a source does not have, with the exact strings of near matches."""
-    shown = base_name(ident)
+    shown = get_base_name(ident)
     matches = tuple(f"{kind}:{name}" for name in difflib.get_close_matches(shown, names, n=3))
-    return LoadError(f"{kind} has no architecture {quoted(shown)}", hint=near(matches))
+    return LoadError(f"{kind} has no architecture {escape(shown)}", hint=suggest(matches))
 
 
-def not_installed(library: str) -> LoadError:
+def not_installed_error(library: str) -> LoadError:
     """The refusal of a source whose library is not here."""
     return LoadError(f"{library} is not installed here", hint=f'type pip install "layertap[{library}]"')
 

@@ -19,14 +19,21 @@ from torch import Tensor, nn
 from layertap.models import attention
 from layertap.models.errors import InputError
 from layertap.models.points import Side
-from layertap.models.structure import Named, Path, call_value, call_with, leaves, with_leaf
+from layertap.models.structure import (
+    Path,
+    TensorsByPath,
+    iterate_tensors,
+    pack_arguments,
+    replace_arguments,
+    replace_tensor,
+)
 
 Changes = Mapping[Path, Tensor]
-Take = Callable[[int, object], Changes | None]
-Attach = Callable[[ExitStack, nn.Module, Take], None]
+OnCall = Callable[[int, object], Changes | None]
+Attach = Callable[[ExitStack, nn.Module, OnCall], None]
 
 
-def _on_output(stack: ExitStack, module: nn.Module, take: Take) -> None:
+def _on_output(stack: ExitStack, module: nn.Module, take: OnCall) -> None:
     calls, running = numbers(), list[int]()
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -37,7 +44,7 @@ def _on_output(stack: ExitStack, module: nn.Module, take: Take) -> None:
         if not changes:
             return None
         for path, tensor in changes.items():
-            output = with_leaf(output, path, tensor)
+            output = replace_tensor(output, path, tensor)
         return output
 
     stack.callback(module.register_forward_pre_hook(begin).remove)
@@ -53,20 +60,20 @@ def _is_collected(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", None) == COLLECTORS for hook in module._forward_hooks.values())
 
 
-def _on_input(stack: ExitStack, module: nn.Module, take: Take) -> None:
-    calls, running = numbers(), list[_Handed]()
+def _on_input(stack: ExitStack, module: nn.Module, take: OnCall) -> None:
+    calls, running = numbers(), list[_CallTensors]()
 
     # A pre-hook: after an in-place module its input is already its output.
     def begin(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        running.append(_Handed({}))
-        changes = take(next(calls), call_value(args, kwargs))
+        running.append(_CallTensors({}))
+        changes = take(next(calls), pack_arguments(args, kwargs))
         if not changes:
             return None
-        came = dict(leaves(call_value(args, kwargs)))
-        running[-1] = _Handed({path: (came[path], tensor, _version(tensor)) for path, tensor in changes.items()})
-        return call_with(args, kwargs, changes)
+        came = dict(iterate_tensors(pack_arguments(args, kwargs)))
+        running[-1] = _CallTensors({path: (came[path], tensor, _version(tensor)) for path, tensor in changes.items()})
+        return replace_arguments(args, kwargs, changes)
 
     # Whoever called it may rely on what it does to its input.
     def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
@@ -79,7 +86,7 @@ def _on_input(stack: ExitStack, module: nn.Module, take: Take) -> None:
 
 
 @dataclass(frozen=True)
-class _Handed:
+class _CallTensors:
     """What one call got in place of its tensors: the one that came, its stand-in, the latter's version."""
 
     tensors: Mapping[Path, tuple[Tensor, Tensor, int]]
@@ -91,7 +98,7 @@ def _version(tensor: Tensor) -> int:
 
 
 @dataclass
-class _Running:
+class _RunningCall:
     """A call of a module whose attention is wanted; ``inside`` counts the parts with attention of their own."""
 
     number: int
@@ -101,10 +108,10 @@ class _Running:
     error: InputError | None = None
 
 
-def _on_attention(stack: ExitStack, module: nn.Module, take: Take) -> None:
-    def watched(call: _Running) -> attention.Watch:
-        def see(sight: attention.Sight) -> None:
-            shape = attention.unfolded(sight.shape, module)
+def _on_attention(stack: ExitStack, module: nn.Module, take: OnCall) -> None:
+    def watched(call: _RunningCall) -> attention.AttentionObserver:
+        def see(sight: attention.AttentionEvent) -> None:
+            shape = attention.unfold_weights(sight.shape, module)
             if call.inside or call.error or shape is None:
                 return
             try:
@@ -112,12 +119,12 @@ def _on_attention(stack: ExitStack, module: nn.Module, take: Take) -> None:
             except InputError as error:  # not through the model, which may catch it
                 call.error = error
 
-        return attention.Watch(see)
+        return attention.AttentionObserver(see)
 
-    def done(call: _Running) -> None:
+    def done(call: _RunningCall) -> None:
         if call.error is not None:
             raise call.error
-        tensors = Named()
+        tensors = TensorsByPath()
         for place, weights in enumerate(call.found):
             tensors |= _placed(place, weights)
         take(call.number, tensors)
@@ -125,37 +132,37 @@ def _on_attention(stack: ExitStack, module: nn.Module, take: Take) -> None:
     _around(stack, module, watched, done)
 
 
-def _on_unfused(stack: ExitStack, module: nn.Module, take: Take) -> None:
-    def unfused(call: _Running) -> attention.Unfused:
+def _on_unfused(stack: ExitStack, module: nn.Module, take: OnCall) -> None:
+    def unfused(call: _RunningCall) -> attention.UnfusedAttention:
         def anchor(weights: Tensor) -> Tensor:
-            shape = attention.unfolded(tuple(weights.shape), module)
+            shape = attention.unfold_weights(tuple(weights.shape), module)
             if shape is None:
                 return weights
             call.found.append(weights.reshape(shape))
             changes = take(call.number, _placed(len(call.found) - 1, call.found[-1]))
             return next(iter(changes.values())).reshape(weights.shape) if changes else weights
 
-        return attention.Unfused(anchor, lambda: call.inside > 0)
+        return attention.UnfusedAttention(anchor, lambda: call.inside > 0)
 
     _around(stack, module, unfused, lambda call: None)
 
 
-def _placed(place: int, weights: Tensor) -> Named:
+def _placed(place: int, weights: Tensor) -> TensorsByPath:
     """One attention of a call by path: its number, the first also none, as it is where a call has only one."""
-    return Named({(str(place),): weights} if place else {(): weights, ("0",): weights})
+    return TensorsByPath({(str(place),): weights} if place else {(): weights, ("0",): weights})
 
 
 def _around(
     stack: ExitStack,
     module: nn.Module,
-    mode: Callable[[_Running], AbstractContextManager[object]],
-    done: Callable[[_Running], None],
+    mode: Callable[[_RunningCall], AbstractContextManager[object]],
+    done: Callable[[_RunningCall], None],
 ) -> None:
     """Put a mode around a module's own forward, and nothing else."""
-    calls, running = numbers(), list[_Running]()
+    calls, running = numbers(), list[_RunningCall]()
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
-        call = _Running(next(calls))
+        call = _RunningCall(next(calls))
         # A forward that is left midway must find modes closed in the order in which they were opened.
         stack.callback(call.mode.close)
         call.mode.enter_context(mode(call))
@@ -178,12 +185,12 @@ def _around(
 
     stack.callback(module.register_forward_pre_hook(begin).remove)
     stack.callback(module.register_forward_hook(end, always_call=True).remove)
-    for part in attention.others(module):
+    for part in attention.find_nested_attention(module):
         stack.callback(part.register_forward_pre_hook(into).remove)
         stack.callback(part.register_forward_hook(out_of, always_call=True).remove)
 
 
-def count(module: nn.Module) -> int:
+def count_hooks(module: nn.Module) -> int:
     """How many hooks of any kind are on a module and everything in it."""
     return sum(
         len(hooks)

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layertap.models.catalog import Leaf
-from layertap.models.padding import is_padded, own_positions, row_of
-from layertap.models.points import Operation, Values
+from layertap.models.catalog import TensorInfo
+from layertap.models.padding import find_own_positions, is_padded, select_row
+from layertap.models.points import Operation, TensorData
 
 
-def changed(rows: Tensor, leaf: Leaf, how: Operation, first: int, real: Tensor | None = None) -> Tensor:
+def apply_operation(rows: Tensor, leaf: TensorInfo, how: Operation, first: int, real: Tensor | None = None) -> Tensor:
     """A request's rows of a tensor after an operation, in memory of their own; differentiable.
 
     ``rows`` is the part of a leaf's tensor that holds them, the first of them being row ``first`` of its request: noise
@@ -24,17 +24,17 @@ def changed(rows: Tensor, leaf: Leaf, how: Operation, first: int, real: Tensor |
     ``real`` (rows, tokens) is False where a token only pads its row: nothing is changed there.
     """
     if real is None or not is_padded(leaf, real):
-        where = Rows(leaf.row_axis or 0, first, len_of(rows, leaf))
-        return _within(rows, list(_chosen(leaf, how)), lambda part: OPERATIONS[how.op](part, how, where))
+        where = RowRange(leaf.row_axis or 0, first, count_rows(rows, leaf))
+        return _change_part(rows, list(_find_indices(leaf, how)), lambda part: OPERATIONS[how.op](part, how, where))
     done = []
-    for place, positions in enumerate(own_positions(leaf, real)):
-        own = leaf.of_length(len(positions[0][1]))
-        change = partial(changed, leaf=own, how=how, first=first + place)
-        done.append(_within(row_of(rows, leaf, place), positions, change))
+    for place, positions in enumerate(find_own_positions(leaf, real)):
+        own = leaf.with_length(len(positions[0][1]))
+        change = partial(apply_operation, leaf=own, how=how, first=first + place)
+        done.append(_change_part(select_row(rows, leaf, place), positions, change))
     return torch.cat(done, dim=leaf.row_axis or 0)
 
 
-def _within(
+def _change_part(
     value: Tensor, chosen: Sequence[tuple[int, Sequence[int] | Tensor]], change: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Change what lies at chosen indices of chosen axes."""
@@ -42,10 +42,10 @@ def _within(
         return change(value)
     (axis, indices), *rest = chosen
     index = torch.as_tensor(indices, device=value.device)
-    return value.index_copy(axis, index, _within(value.index_select(axis, index), rest, change))
+    return value.index_copy(axis, index, _change_part(value.index_select(axis, index), rest, change))
 
 
-def _chosen(leaf: Leaf, how: Operation) -> Iterator[tuple[int, Sequence[int]]]:
+def _find_indices(leaf: TensorInfo, how: Operation) -> Iterator[tuple[int, Sequence[int]]]:
     """Axes of a leaf that are narrowed, and to which indices."""
     top, left, bottom, right = how.region or (0, 0, 0, 0)
     ranges = {"H": range(top, bottom), "W": range(left, right)} if how.region is not None else {}
@@ -54,33 +54,33 @@ def _chosen(leaf: Leaf, how: Operation) -> Iterator[tuple[int, Sequence[int]]]:
             yield (leaf.layout or "").index(letter), indices
 
 
-def part_shape(leaf: Leaf, how: Operation) -> tuple[int, ...]:
+def compute_part_shape(leaf: TensorInfo, how: Operation) -> tuple[int, ...]:
     """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
     shape = list(leaf.shape)
-    for axis, indices in _chosen(leaf, how):
+    for axis, indices in _find_indices(leaf, how):
         shape[axis] = len(indices)
-    return tuple(size for axis, size in enumerate(shape) if axis != leaf.row_axis or leaf.per_row > 1)
+    return tuple(size for axis, size in enumerate(shape) if axis != leaf.row_axis or leaf.entries_per_row > 1)
 
 
-def len_of(rows: Tensor, leaf: Leaf) -> int:
+def count_rows(rows: Tensor, leaf: TensorInfo) -> int:
     """How many rows a tensor of a leaf holds."""
-    return 1 if leaf.row_axis is None else rows.shape[leaf.row_axis] // leaf.per_row
+    return 1 if leaf.row_axis is None else rows.shape[leaf.row_axis] // leaf.entries_per_row
 
 
-def tensor_of(values: Values) -> Tensor:
+def to_tensor(values: TensorData) -> Tensor:
     """A tensor from outside as one of the host's own."""
     return torch.from_numpy(np.frombuffer(values.data, "<f4").reshape(values.shape).astype(np.float32, copy=True))
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Which rows of a request a tensor holds: ``count`` of them from ``first`` on, along ``axis``."""
 
     axis: int
     first: int
     count: int
 
-    def repeated(self, row: Tensor, like: Tensor) -> Tensor:
+    def repeat(self, row: Tensor, like: Tensor) -> Tensor:
         """One row's part, for each row."""
         row = row.to(like.device, like.dtype)
         if row.ndim < like.ndim:
@@ -88,44 +88,44 @@ class Rows:
         return torch.cat([row] * self.count, dim=self.axis)
 
 
-def _zero(part: Tensor, how: Operation, rows: Rows) -> Tensor:
+def _zero(part: Tensor, how: Operation, rows: RowRange) -> Tensor:
     return torch.zeros_like(part)
 
 
-def _scale(part: Tensor, how: Operation, rows: Rows) -> Tensor:
+def _scale(part: Tensor, how: Operation, rows: RowRange) -> Tensor:
     return part * (1.0 if how.by is None else how.by)
 
 
-def _add(part: Tensor, how: Operation, rows: Rows) -> Tensor:
+def _add(part: Tensor, how: Operation, rows: RowRange) -> Tensor:
     if how.tensor is not None:
-        return part + rows.repeated(tensor_of(how.tensor), part)
+        return part + rows.repeat(to_tensor(how.tensor), part)
     return part + (how.value or 0.0)
 
 
-def _clamp(part: Tensor, how: Operation, rows: Rows) -> Tensor:
+def _clamp(part: Tensor, how: Operation, rows: RowRange) -> Tensor:
     return part.clamp(how.min, how.max)
 
 
-def _replace(part: Tensor, how: Operation, rows: Rows) -> Tensor:
+def _replace(part: Tensor, how: Operation, rows: RowRange) -> Tensor:
     if how.tensor is not None:
-        return rows.repeated(tensor_of(how.tensor), part)
+        return rows.repeat(to_tensor(how.tensor), part)
     return torch.full_like(part, how.value or 0.0)
 
 
-def _noise(part: Tensor, how: Operation, rows: Rows) -> Tensor:
+def _noise(part: Tensor, how: Operation, rows: RowRange) -> Tensor:
     shape = list(part.shape)
     shape[rows.axis] = shape[rows.axis] // rows.count
-    drawn = [_drawn(shape, (how.seed or 0) + rows.first + number) for number in range(rows.count)]
+    drawn = [_draw_noise(shape, (how.seed or 0) + rows.first + number) for number in range(rows.count)]
     noise = torch.cat(drawn, dim=rows.axis) if prod(shape) else part.new_zeros(part.shape)
     return part + noise.to(part.device, part.dtype) * (1.0 if how.std is None else how.std)
 
 
-def _drawn(shape: list[int], seed: int) -> Tensor:
+def _draw_noise(shape: list[int], seed: int) -> Tensor:
     """Standard normal numbers; on the CPU, so that every device gets the same."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-OPERATIONS: dict[str, Callable[[Tensor, Operation, Rows], Tensor]] = {
+OPERATIONS: dict[str, Callable[[Tensor, Operation, RowRange], Tensor]] = {
     "zero": _zero,
     "scale": _scale,
     "add": _add,

@@ -13,26 +13,26 @@ FIRST = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCTHW"}
 LAST = {2: "NC", 3: "NTC", 4: "NHWC", 5: "NTHWC"}
 
 
-def plain(shape: Shape, row_axis: int | None) -> bool:
+def is_plain(shape: Shape, row_axis: int | None) -> bool:
     """Whether the axes need no guessing: rows are not first, or nothing but channels follows them."""
     return row_axis != 0 or len(shape) <= 2
 
 
-def of_plain(shape: Shape, row_axis: int | None) -> str | None:
+def get_plain_layout(shape: Shape, row_axis: int | None) -> str | None:
     """The layout of a ``plain`` tensor."""
     if row_axis == 0:
         return "NC"[: len(shape)]
     return "TNC" if row_axis == 1 and len(shape) == 3 else None
 
 
-def of_result(module: nn.Module, shape: Shape, before: Evidence) -> str | None:
+def infer_result_layout(module: nn.Module, shape: Shape, before: Evidence) -> str | None:
     """The layout that a module's type gives to what it returns, or None; ``before`` is what went in."""
     if isinstance(module, Permute) and before[1] is not None and len(before[1]) == len(module.dims):
         return "".join(before[1][axis] for axis in module.dims)
-    return of_argument(module, shape)
+    return infer_argument_layout(module, shape)
 
 
-def of_argument(module: nn.Module, shape: Shape) -> str | None:
+def infer_argument_layout(module: nn.Module, shape: Shape) -> str | None:
     """The layout that a module's type demands of what it takes, or None."""
     rank = len(shape)
     if isinstance(module, nn.LayerNorm):
@@ -46,7 +46,7 @@ def of_argument(module: nn.Module, shape: Shape) -> str | None:
     return None
 
 
-def of_unnamed(shape: Shape, evidence: Iterable[Evidence]) -> str | None:
+def infer_from_evidence(shape: Shape, evidence: Iterable[Evidence]) -> str | None:
     """The likely layout of a tensor that no module's type tells about, from others, the nearest first.
 
     Functions seldom turn axes round; where one did, the same sizes stand in another order.
@@ -55,26 +55,26 @@ def of_unnamed(shape: Shape, evidence: Iterable[Evidence]) -> str | None:
     for known, name in same_rank:
         if name is not None and (known == shape or sorted(known) != sorted(shape)):
             return name
-    return by_shape(shape) or ("NTC" if len(shape) == 3 and not same_rank else None)
+    return infer_from_shape(shape) or ("NTC" if len(shape) == 3 and not same_rank else None)
 
 
-def of_rearranged(shape: Shape, before: Evidence) -> str | None:
+def infer_rearranged_layout(shape: Shape, before: Evidence) -> str | None:
     """The likely layout of what a part without parameters made of ``before``: it seldom makes more or fewer channels.
 
     None where the sizes speak for one layout and the number of channels for another.
     """
     known, name = before
-    likely = of_unnamed(shape, [before])
+    likely = infer_from_evidence(shape, [before])
     if likely is None or name is None or len(known) != len(shape):
         return likely
     channels = known[name.index("C")]
     layouts = [each for each in (FIRST[len(shape)], LAST[len(shape)]) if shape[each.index("C")] == channels]
     if len(layouts) != 1 or likely in layouts:
         return likely
-    return layouts[0] if by_shape(shape) in (None, layouts[0]) else None
+    return layouts[0] if infer_from_shape(shape) in (None, layouts[0]) else None
 
 
-def by_shape(shape: Shape) -> str | None:
+def infer_from_shape(shape: Shape) -> str | None:
     """The layout if two equal neighbours can only be height and width."""
     if len(shape) == 4:
         _, a, b, c = shape
@@ -91,9 +91,9 @@ def by_shape(shape: Shape) -> str | None:
     return None
 
 
-def of_model_input(shape: Shape) -> str | None:
+def infer_input_layout(shape: Shape) -> str | None:
     """The layout of what a model takes: pictures and video come channels first."""
-    return by_shape(shape) or {3: "NTC", 4: "NCHW", 5: "NCTHW"}.get(len(shape))
+    return infer_from_shape(shape) or {3: "NTC", 4: "NCHW", 5: "NCTHW"}.get(len(shape))
 
 
 CHANNELS_FIRST = (

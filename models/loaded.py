@@ -14,27 +14,27 @@ from torch import Tensor, nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import devices, fingerprint, ondevice, replica, sources, transfer, verification, warmup, weights
-from layertap.models.catalog import Catalog, Costs, Leaf
-from layertap.models.compiled import Compiled
-from layertap.models.dryrun import noise, same_course, survey
+from layertap.models.catalog import Catalog, Costs, TensorInfo
+from layertap.models.compiled import CompiledPlan
+from layertap.models.dryrun import has_same_calls, make_noise, survey
 from layertap.models.dtypes import DTYPES
-from layertap.models.edits import Goal
+from layertap.models.edits import ResolvedObjective
 from layertap.models.embedding import default_embedding, find_embedding
-from layertap.models.errors import InputError, LoadError, OutOfMemoryError, RequestError, SelectorError, of_kind
-from layertap.models.explanations import maps
+from layertap.models.errors import InputError, LoadError, OutOfMemoryError, RequestError, SelectorError, label_failures
+from layertap.models.explanations import find_map_layers
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.ondevice import Decoder
+from layertap.models.ondevice import DeviceDecoder
 from layertap.models.plan import Capture, Plan
 from layertap.models.points import HookPoint, Selector
-from layertap.models.pooling import Reduced
+from layertap.models.pooling import ReducedTensor
 from layertap.models.replica import Replica
-from layertap.models.resuming import Resumption, refusal
-from layertap.models.sensitivity import Spot, last_sensitive
+from layertap.models.resuming import Resumption, not_resumable_error
+from layertap.models.sensitivity import PointInfo, find_last_sensitive
 from layertap.models.spec import DType, InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.structure import leaves
-from layertap.models.text import Text
-from layertap.models.trial import prove
-from layertap.models.union import Share, Taken, joined, part_of
+from layertap.models.structure import iterate_tensors
+from layertap.models.text import TextSpec
+from layertap.models.trial import verify_resumable
+from layertap.models.union import BatchActivations, RequestSlice, join_parts, select_rows
 
 Rows = Mapping[str, Tensor]
 Shapes = tuple[tuple[int, ...], ...]
@@ -64,12 +64,12 @@ class LoadedModel:
     digest: str
     identity: str
     threads: int = 1
-    text: Text | None = None
+    text: TextSpec | None = None
     catalogs: OrderedDict[Shapes, Catalog] = field(default_factory=OrderedDict)
     resumptions: OrderedDict[tuple[HookPoint, Shapes], Resumption | None] = field(default_factory=OrderedDict)
-    grad_cam_layers: OrderedDict[Goal, Spot] = field(default_factory=OrderedDict)
-    compiled: tuple[Compiled | None, ...] = ()
-    decoder: Decoder | None = None
+    grad_cam_layers: OrderedDict[ResolvedObjective, PointInfo] = field(default_factory=OrderedDict)
+    compiled: tuple[CompiledPlan | None, ...] = ()
+    decoder: DeviceDecoder | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -129,7 +129,7 @@ class LoadedModel:
             self.catalogs.move_to_end(shapes)
         return self.catalogs[shapes]
 
-    def resumption(self, point: HookPoint, leaf: Leaf, shapes: Shapes | None = None) -> Resumption:
+    def resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes | None = None) -> Resumption:
         """Forwards that go on from a point, tried out when first asked for; of rows of the configured shape or another.
 
         SelectorError where the model has none, OutOfMemoryError.
@@ -143,17 +143,17 @@ class LoadedModel:
         self.resumptions.move_to_end(key)
         known = self.resumptions[key]
         if known is None:
-            raise refusal(point)
+            raise not_resumable_error(point)
         return known
 
-    def grad_cam_layer(self, goal: Goal) -> Spot:
+    def grad_cam_layer(self, goal: ResolvedObjective) -> PointInfo:
         """The last layer of maps that a goal depends on, tried out when first asked for; OutOfMemoryError.
 
         The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
         where there is no map.
         """
         if goal not in self.grad_cam_layers:
-            spots = maps(self.catalog, goal.point)
+            spots = find_map_layers(self.catalog, goal.point)
             found = self._sensitive(spots, goal) or spots[0]
             while len(self.grad_cam_layers) >= MAX_GRAD_CAM_LAYERS:
                 self.grad_cam_layers.popitem(last=False)
@@ -161,33 +161,33 @@ class LoadedModel:
         self.grad_cam_layers.move_to_end(goal)
         return self.grad_cam_layers[goal]
 
-    def _sensitive(self, spots: Sequence[Spot], goal: Goal) -> Spot | None:
-        row = {name: value[:1] for name, value in noise(self.inputs, self.device, self.dtype).items()}
+    def _sensitive(self, spots: Sequence[PointInfo], goal: ResolvedObjective) -> PointInfo | None:
+        row = {name: value[:1] for name, value in make_noise(self.inputs, self.device, self.dtype).items()}
         try:
-            with warmup.threads(self.threads):
-                return last_sensitive(
+            with warmup.use_threads(self.threads):
+                return find_last_sensitive(
                     self.extractor, lambda: self.forward({k: v.clone() for k, v in row.items()}), spots, goal
                 )
         except RuntimeError as error:
             if not warmup.is_out_of_memory(error):
                 raise
-        raise out_of_memory(1)
+        raise out_of_memory_error(1)
 
-    def _proven(self, point: HookPoint, leaf: Leaf, shapes: Shapes) -> Resumption | None:
+    def _proven(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption | None:
         """None where the model has none: kept too, or who asks again and again would have it tried each time."""
         inputs, catalog = self._of(shapes), self.catalog_for(shapes)
-        rows = noise(inputs, self.device, self.dtype)
+        rows = make_noise(inputs, self.device, self.dtype)
         try:
-            with warmup.threads(self.threads):
-                return prove(self.module, (point, leaf), catalog, inputs, self.forward, rows, self.dtype)
+            with warmup.use_threads(self.threads):
+                return verify_resumable(self.module, (point, leaf), catalog, inputs, self.forward, rows, self.dtype)
         except SelectorError:
             return None
         except RuntimeError as error:
             if not warmup.is_out_of_memory(error):
                 raise
-        raise out_of_memory(len(next(iter(rows.values()))))
+        raise out_of_memory_error(len(next(iter(rows.values()))))
 
-    def taking(self, given: InputSpec) -> LoadedModel:
+    def with_inputs(self, given: InputSpec) -> LoadedModel:
         """The model as one that takes something else than it was configured for: the output of a layer of its own."""
         floating = DTYPES[given.dtype].is_floating_point
         spec = replace(self.spec, dtype=cast("DType", given.dtype)) if floating else self.spec
@@ -203,15 +203,15 @@ class LoadedModel:
         return tuple(replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True))
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
-        with warmup.threads(self.threads):  # a new thread has as many as any other set last
+        with warmup.use_threads(self.threads):  # a new thread has as many as any other set last
             return self._seen(shapes)
 
     def _seen(self, shapes: Shapes) -> Catalog:
         inputs = self._of(shapes)
         catalog = survey(self.module, inputs, self.forward, self.device, self.prefix_tokens, self.dtype)
-        row = {name: value[:1] for name, value in noise(inputs, self.device, self.dtype).items()}
+        row = {name: value[:1] for name, value in make_noise(inputs, self.device, self.dtype).items()}
         if shapes == self.shapes:
-            costs = warmup.measure(self.forward, row, self.module, self.device, catalog.rowwise, self.threads)
+            costs = warmup.measure_costs(self.forward, row, self.module, self.device, catalog.rowwise, self.threads)
         else:
             costs = self._scaled(catalog.seconds, row)
         return replace(catalog, costs=costs)
@@ -220,26 +220,26 @@ class LoadedModel:
         """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
         known = self.catalog
         with torch.no_grad():
-            memory = warmup.peak_bytes(self.forward, row, self.module, self.device)
+            memory = warmup.measure_peak_bytes(self.forward, row, self.module, self.device)
         per_row = known.costs.per_row * seconds / known.seconds
         return replace(known.costs, per_row=per_row, row_bytes=memory)
 
-    def steady(self, rows: int) -> bool:
+    def is_batch_invariant(self, rows: int) -> bool:
         """Whether a row gives the same bits at each place in a batch of so many, as far as a few places tell.
 
         Raises whatever a forward of so many rows does.
         """
         if not self.catalog.rowwise:
             return True
-        batch = noise(self.inputs, self.device, self.dtype)
-        whole = self.catalog.layers["."].calls[0].output.leaves
+        batch = make_noise(self.inputs, self.device, self.dtype)
+        whole = self.catalog.layers["."].calls[0].output.tensors
         known = {leaf.path: leaf for leaf in whole if leaf.row_axis is not None}
         found = []
-        with torch.no_grad(), warmup.threads(1):
+        with torch.no_grad(), warmup.use_threads(1):
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
-                turned = {name: _turned(value, rows, place) for name, value in batch.items()}
-                given = [(known[path], value) for path, value in leaves(self.forward(turned)) if path in known]
-                found.append([part_of(value, leaf, (place, place + 1)).clone() for leaf, value in given])
+                turned = {name: _rotate_rows(value, rows, place) for name, value in batch.items()}
+                given = [(known[path], value) for path, value in iterate_tensors(self.forward(turned)) if path in known]
+                found.append([select_rows(value, leaf, (place, place + 1)).clone() for leaf, value in given])
         return all(torch.equal(one, other) for each in found for one, other in zip(each, found[0], strict=True))
 
     @property
@@ -254,29 +254,31 @@ class LoadedModel:
             return run(*rows.values())
         return run(**rows)
 
-    def extract(self, rows: Rows, plan: Plan, catalog: Catalog, max_rows: int) -> dict[Capture, Reduced]:
+    def extract(self, rows: Rows, plan: Plan, catalog: Catalog, max_rows: int) -> dict[Capture, ReducedTensor]:
         """The plan's captures for a batch of rows, on the device.
 
         Rows beyond ``max_rows`` run in further forwards; a model whose rows affect each other runs them one at a time.
         """
         total = len(next(iter(rows.values())))
-        size = check_together(plan, catalog, total, max_rows)
+        size = check_rows_fit(plan, catalog, total, max_rows)
         parts = []
         for at in range(0, total, size):
             part = {name: value[at : at + size] for name, value in rows.items()}
-            share = Share(0, min(size, total - at), plan.captures, plan.edits, plan.goal, at)
-            parts.append(self.run(self.replicas[0], [part], [share]).of(share))
-        return {capture: joined(capture, [part[capture] for part in parts]) for capture in plan.captures}
+            share = RequestSlice(
+                0, min(size, total - at), plan.captures, plan.resolved_interventions, plan.objective, at
+            )
+            parts.append(self.run(self.replicas[0], [part], [share]).select(share))
+        return {capture: join_parts(capture, [part[capture] for part in parts]) for capture in plan.captures}
 
     def run(
         self,
         own: Replica,
         pieces: Sequence[Rows],
-        shares: Sequence[Share],
+        shares: Sequence[RequestSlice],
         padded: int | None = None,
         resumption: Resumption | None = None,
-        compiled: Compiled | None = None,
-    ) -> Taken:
+        compiled: CompiledPlan | None = None,
+    ) -> BatchActivations:
         """One forward of a replica for the requests that share it, row after row; results are on the device.
 
         With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. With ``resumption``
@@ -288,10 +290,10 @@ class LoadedModel:
         rows = max(count, padded or 0)
         try:
             if compiled is not None:
-                rows = compiled.size(rows, own)
-                return compiled.taken(self._assembled(pieces, rows - count, None), rows, own)
+                rows = compiled.get_padded_rows(rows, own)
+                return compiled.run(self._assembled(pieces, rows - count, None), rows, own)
             # Anew for each forward: a model may write to its input.
-            return own.extractor.shared(
+            return own.extractor.extract_slices(
                 lambda: self._forward(own, self._assembled(pieces, rows - count, resumption), resumption),
                 shares,
                 rows,
@@ -302,40 +304,40 @@ class LoadedModel:
         except RuntimeError as error:
             if not warmup.is_out_of_memory(error):
                 raise
-        raise out_of_memory(count)
+        raise out_of_memory_error(count)
 
-    def verified(
+    def run_verified(
         self,
         own: Replica,
         piece: Rows,
-        share: Share,
+        share: RequestSlice,
         plan: Plan,
         catalog: Catalog,
         padded: int | None = None,
         resumption: Resumption | None = None,
-    ) -> Taken:
+    ) -> BatchActivations:
         """As ``run`` for a single request; RequestError where its outputs, put back, do not give the model's again."""
         count = share.stop - share.start
         rows = max(count, padded or 0)
-        whole = Share(0, rows, verification.wanted(plan, catalog))
+        whole = RequestSlice(0, rows, verification.list_extra_captures(plan, catalog))
         taken = self.run(own, [piece], [share, whole], padded, resumption)
 
         def again(values: verification.Values) -> verification.Values:
             batch = self._assembled([piece], rows - count, resumption)  # anew: a model may have written to it
-            return own.extractor.replaced(lambda: self._forward(own, batch, resumption), values)
+            return own.extractor.run_with_replacements(lambda: self._forward(own, batch, resumption), values)
 
-        kept = {capture.point: reduced.values for capture, reduced in taken.of(whole).items()}
-        verification.check(plan, catalog, kept, again)
-        return Taken({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
+        kept = {capture.point: reduced.values for capture, reduced in taken.select(whole).items()}
+        verification.check_outputs(plan, catalog, kept, again)
+        return BatchActivations({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
 
-    def trouble(self, own: Replica) -> BaseException | None:
+    def probe(self, own: Replica) -> BaseException | None:
         """What a forward of noise, which went well when the model was loaded, raises now; None where it runs.
 
         Memory that has run out is no trouble: less may fit.
         """
         try:
             with torch.no_grad():
-                row = {name: value[:1] for name, value in noise(self.inputs, self.device, self.dtype).items()}
+                row = {name: value[:1] for name, value in make_noise(self.inputs, self.device, self.dtype).items()}
                 self.forward(row, own.module)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
@@ -379,16 +381,16 @@ class LoadedModel:
         return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)
 
 
-def out_of_memory(rows: int) -> OutOfMemoryError:
+def out_of_memory_error(rows: int) -> OutOfMemoryError:
     """The refusal of so many rows."""
     hint = "send fewer or smaller inputs at once" if rows > 1 else "send a smaller input"
     return OutOfMemoryError(f"there is no memory for {rows} row{'s' if rows > 1 else ''}", hint=hint)
 
 
-def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
+def check_rows_fit(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> int:
     """How many rows a forward may have; InputError where the plan's must all share one and do not fit."""
     size = max_rows if catalog.rowwise else 1
-    if total > size and not plan.splits:
+    if total > size and not plan.may_split:
         batch = ', or add "isolated": true, which makes them one batch'
         raise InputError(
             f"a layer asked for mixes its rows, so they must share one forward, which holds {size} here",
@@ -397,7 +399,7 @@ def check_together(plan: Plan, catalog: Catalog, total: int, max_rows: int) -> i
     return size
 
 
-def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams: int = 1) -> LoadedModel:
+def load_model(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams: int = 1) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
     On a CPU it gets so many replicas, or one where its module can't be had twice, and surveys use so many threads:
@@ -406,19 +408,19 @@ def load(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams
     """
     alone = _loading.acquire(timeout=PATIENCE_S)
     try:
-        return _loaded(spec, replicas, warmup.cores() if threads is None else threads, streams)
+        return _loaded(spec, replicas, warmup.count_cores() if threads is None else threads, streams)
     finally:
         if alone:
             _loading.release()
 
 
 def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedModel:
-    device = devices.placed(spec.device)
+    device = devices.resolve_device(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
-    built = sources.build(spec)
-    digest = weights.digest(built.module)
-    structure = fingerprint.architecture(built.module, built.architecture, built.settings)
+    built = sources.build_model(spec)
+    digest = weights.digest_weights(built.module)
+    structure = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
     # Not ``to(dtype)``, which makes complex buffers real.
     module = CASTS[spec.dtype](built.module.to(device))
     if spec.memory_format == "channels_last":
@@ -426,12 +428,12 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> Loade
         convert_conv2d_weight_memory_format(module, torch.channels_last)
     module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
     tokenizer = built.text.digest if built.text else ""
-    identity = fingerprint.of_model(
+    identity = fingerprint.digest_model(
         digest, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
     )
     model = LoadedModel(
         spec=spec,
-        replicas=(replica.of(module),),
+        replicas=(replica.create_replica(module),),
         device=device,
         inputs=built.inputs,
         preprocess=built.preprocess,
@@ -441,7 +443,7 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> Loade
         identity=identity,
         threads=threads,
         text=built.text,
-        decoder=ondevice.decoder_for(spec, built.preprocess, device),
+        decoder=ondevice.create_device_decoder(spec, built.preprocess, device),
     )
     try:
         model.catalog_for(model.shapes)
@@ -451,11 +453,11 @@ def _loaded(spec: ModelSpec, replicas: int, threads: int, streams: int) -> Loade
         raise refusal from error
     _check_embedding(model)
     # Counted again: a model may put hooks of its own on its parts when it first runs.
-    model = replace(model, replicas=(replica.of(module),))
-    return _replicated(model, replicas if device.type == "cpu" else streams)
+    model = replace(model, replicas=(replica.create_replica(module),))
+    return _add_replicas(model, replicas if device.type == "cpu" else streams)
 
 
-@of_kind("embedding")
+@label_failures("embedding")
 def _check_embedding(model: LoadedModel) -> None:
     try:
         _ = model.embedding_selector
@@ -463,21 +465,21 @@ def _check_embedding(model: LoadedModel) -> None:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
-def _replicated(model: LoadedModel, count: int) -> LoadedModel:
+def _add_replicas(model: LoadedModel, count: int) -> LoadedModel:
     """The model with more replicas, where a copy's forward is seen to run in the copy, as the original's does."""
     if count < 2:
         return model
-    row = noise(model.inputs, model.device, model.dtype)
+    row = make_noise(model.inputs, model.device, model.dtype)
     found = list(model.replicas)
     while len(found) < count:
-        twin = replica.copied(model.module)
-        if twin is None or not same_course(model.module, twin, model.forward, row):
+        twin = replica.copy_module(model.module)
+        if twin is None or not has_same_calls(model.module, twin, model.forward, row):
             return model
-        found.append(replica.of(twin))
+        found.append(replica.create_replica(twin))
     return replace(model, replicas=tuple(found))
 
 
-def _turned(value: Tensor, rows: int, place: int) -> Tensor:
+def _rotate_rows(value: Tensor, rows: int, place: int) -> Tensor:
     """A batch whose row at a place is always the same, among copies of another."""
     batch = value[:1].repeat(rows, *[1] * (value.ndim - 1))
     batch[place] = value[1]

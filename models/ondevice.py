@@ -34,7 +34,7 @@ class _Picture:
     settled: bool = False
 
 
-class Decoder:
+class DeviceDecoder:
     """One for a model on a GPU. Any thread may ask; whoever has its turn decodes for all that wait.
 
     On a CPU torchvision's other decoder does the same, so that all but the GPU itself can be tested there.
@@ -43,11 +43,11 @@ class Decoder:
     def __init__(self, device: torch.device, how: PreprocessSpec) -> None:
         self._device = device
         self._how = how
-        self._stream = transfer.stream(device) if device.type == "cuda" else None
+        self._stream = transfer.create_stream(device) if device.type == "cuda" else None
         self._waiting: deque[_Picture] = deque()
         self._queue, self._turn = Lock(), Lock()
 
-    def row(self, data: bytes, size: tuple[int, int]) -> Tensor | None:
+    def decode_row(self, data: bytes, size: tuple[int, int]) -> Tensor | None:
         """A JPEG of that width and height as the model's row, on the device and there when this returns.
 
         None where it can't be decoded there, whatever the reason.
@@ -93,28 +93,28 @@ class Decoder:
             self._try([each])
 
     def _rows(self, group: Sequence[_Picture]) -> list[Tensor]:
-        with torch.no_grad(), _alone(self._stream):
-            decoded = _decoded([each.data for each in group], self._device)
+        with torch.no_grad(), _use_new_stream(self._stream):
+            decoded = _decode([each.data for each in group], self._device)
             for each, pixels in zip(group, decoded, strict=True):
                 if tuple(pixels.shape) != (3, each.size[1], each.size[0]):
                     raise ValueError("a picture has another size than its header says")
             return [preprocess_pixels(pixels, self._how) for pixels in decoded]
 
 
-def decoder_for(spec: ModelSpec, how: PreprocessSpec | None, device: torch.device) -> Decoder | None:
+def create_device_decoder(spec: ModelSpec, how: PreprocessSpec | None, device: torch.device) -> DeviceDecoder | None:
     """What decodes for a model on its device; None where the CPU does: one line says why, where it was asked for."""
     if spec.decode != "device" or how is None:
         return None
     reason = _obstacle(how, device)
-    decoder = None if reason else Decoder(device, how)
-    if decoder is not None and not agrees(decoder, how):
+    decoder = None if reason else DeviceDecoder(device, how)
+    if decoder is not None and not matches_cpu(decoder, how):
         reason, decoder = "what it decodes there is no picture, or another one", None
     if reason:
         log.warning("pictures are decoded on the CPU", extra={"fields": {"model": spec.name, "reason": reason}})
     return decoder
 
 
-def agrees(decoder: Decoder, how: PreprocessSpec) -> bool:
+def matches_cpu(decoder: DeviceDecoder, how: PreprocessSpec) -> bool:
     """Whether a small picture, in colours and in gray, comes out nearly as it does on the CPU."""
     scale = torch.tensor(how.std).abs().view(3, 1, 1)
     colours = Image.merge("RGB", [_gradient(turn) for turn in (0, 90, 180)])
@@ -123,7 +123,7 @@ def agrees(decoder: Decoder, how: PreprocessSpec) -> bool:
         picture.save(stream, "JPEG", quality=95)
         with Image.open(stream) as image:
             wanted = preprocess(image.convert("RGB"), how)
-        found = decoder.row(stream.getvalue(), TRIAL)
+        found = decoder.decode_row(stream.getvalue(), TRIAL)
         if found is None or found.shape != wanted.shape:
             return False
         if not float(((found.cpu() - wanted) * scale).abs().mean()) <= ALIKE:
@@ -141,7 +141,7 @@ def _obstacle(how: PreprocessSpec, device: torch.device) -> str:
     return "" if how.placeable else f"tensors can't be resized as pictures are by {how.interpolation}"
 
 
-def _decoded(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
+def _decode(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
     """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder does."""
     # Here, not above: later versions of torchvision may have none, and nobody else needs one.
     from torchvision.io import ImageReadMode, decode_jpeg
@@ -152,11 +152,11 @@ def _decoded(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
 
 
 @contextmanager
-def _alone(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def _use_new_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """On a stream of one's own, where there is a GPU, until all is done that was begun there."""
     if stream is None:
         yield
         return
     with torch.cuda.stream(stream):
         yield
-        transfer.wait(stream.device)
+        transfer.synchronize_stream(stream.device)

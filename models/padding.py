@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from layertap.models.catalog import Leaf
-from layertap.models.text import Text
+from layertap.models.catalog import TensorInfo
+from layertap.models.text import TextSpec
 
 
 @dataclass(frozen=True)
-class Lengths:
+class TextLengths:
     """How many tokens the texts of a request have: ``fewest`` to ``most`` that the mask keeps.
 
     ``longest`` counts those of the longest text up to the last that is kept, with what the mask leaves out before it;
@@ -42,53 +42,57 @@ class Lengths:
         return self.longest if self.known else self.fewest
 
 
-def lengths_of(rows: Mapping[str, Tensor], text: Text) -> Lengths:
+def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
     """Those of rows as a model takes them, by their mask."""
     if text.mask is None:
         tokens = rows[text.ids].shape[1 + text.axis]
-        return Lengths(tokens, tokens, tokens, tokens)
+        return TextLengths(tokens, tokens, tokens, tokens)
     mask = rows[text.mask].bool()
     kept, places = mask.sum(1), mask.any(0).nonzero()
-    return Lengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
+    return TextLengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
 
 
-def is_padded(leaf: Leaf, real: Tensor | None) -> bool:
+def is_padded(leaf: TensorInfo, real: Tensor | None) -> bool:
     """Whether a tensor has positions that only pad its rows."""
     return real is not None and bool(leaf.token_axes) and not bool(real.all())
 
 
-def own_rows(value: Tensor, leaf: Leaf, real: Tensor) -> Iterator[tuple[Tensor, Leaf]]:
+def strip_padding(value: Tensor, leaf: TensorInfo, real: Tensor) -> Iterator[tuple[Tensor, TensorInfo]]:
     """Row by row what belongs to it, as it would be without padding; differentiable."""
-    for place, axes in enumerate(own_positions(leaf, real)):
-        row = row_of(value, leaf, place)
+    for place, axes in enumerate(find_own_positions(leaf, real)):
+        row = select_row(value, leaf, place)
         for axis, positions in axes:
             row = row.index_select(axis, positions.to(value.device))
         yield row, replace(leaf, shape=tuple(row.shape))
 
 
-def own_positions(leaf: Leaf, real: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
+def find_own_positions(leaf: TensorInfo, real: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
     """For each row the axes that have tokens, and which places along them are the row's own."""
     # What is the same for all rows belongs to all of them.
     for tokens in real if leaf.row_axis is not None else real.any(0, keepdim=True):
         yield [(axis, tokens.nonzero().flatten()) for axis in leaf.token_axes]
 
 
-def row_of(value: Tensor, leaf: Leaf, place: int) -> Tensor:
+def select_row(value: Tensor, leaf: TensorInfo, place: int) -> Tensor:
     """A row of a tensor; a view."""
-    return value if leaf.row_axis is None else value.narrow(leaf.row_axis, place * leaf.per_row, leaf.per_row)
+    return (
+        value
+        if leaf.row_axis is None
+        else value.narrow(leaf.row_axis, place * leaf.entries_per_row, leaf.entries_per_row)
+    )
 
 
-def cut(value: Tensor, leaf: Leaf, length: int, real: Tensor) -> tuple[Tensor, Leaf]:
+def truncate(value: Tensor, leaf: TensorInfo, length: int, real: Tensor) -> tuple[Tensor, TensorInfo]:
     """So many tokens of each row, 0 where one of them only pads it."""
     for axis in leaf.token_axes:
         value = _narrowed(value, leaf, axis, length)
     if leaf.row_axis is not None:
         for axis in leaf.token_axes:
             value = _zeroed(value, leaf.row_axis, axis, ~real[:, :length])
-    return value, leaf.of_length(length)
+    return value, leaf.with_length(length)
 
 
-def own_first(value: Tensor, leaf: Leaf, letters: str, real: Tensor) -> Tensor:
+def move_padding_last(value: Tensor, leaf: TensorInfo, letters: str, real: Tensor) -> Tensor:
     """The same with each row's own tokens before what only pads it, along the axes of these letters in the layout."""
     axes = [axis for axis, letter in enumerate(leaf.layout or "") if letter in letters and axis in leaf.token_axes]
     if not axes:
@@ -99,17 +103,17 @@ def own_first(value: Tensor, leaf: Leaf, letters: str, real: Tensor) -> Tensor:
         return value
     rows = []
     for place, positions in enumerate(order):
-        row = row_of(value, leaf, place)
+        row = select_row(value, leaf, place)
         for axis in axes:
             row = row.index_select(axis, positions.to(value.device))
         rows.append(row)
     return torch.cat(rows, dim=leaf.row_axis or 0)
 
 
-def _narrowed(value: Tensor, leaf: Leaf, axis: int, length: int) -> Tensor:
+def _narrowed(value: Tensor, leaf: TensorInfo, axis: int, length: int) -> Tensor:
     if axis != leaf.row_axis:
         return value.narrow(axis, 0, length)
-    apart = value.reshape(*value.shape[:axis], -1, leaf.per_row, *value.shape[axis + 1 :])
+    apart = value.reshape(*value.shape[:axis], -1, leaf.entries_per_row, *value.shape[axis + 1 :])
     return apart.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
 
 

@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from layertap.models.catalog import Catalog, Leaf, Moment, item_bytes
-from layertap.models.edits import FLOATS, Edit, Goal, check_gradient, edits_of, goal_of
-from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, quoted
-from layertap.models.padding import Lengths
-from layertap.models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, path_text
-from layertap.models.pooling import reduced_shape
-from layertap.models.selectors import Found, find
+from layertap.models.catalog import CallBoundary, Catalog, TensorInfo, count_item_bytes
+from layertap.models.edits import (
+    FLOATS,
+    ResolvedIntervention,
+    ResolvedObjective,
+    check_gradient,
+    resolve_intervention,
+    resolve_objective,
+)
+from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
+from layertap.models.padding import TextLengths
+from layertap.models.points import GRADIENTS, HookPoint, Intervention, Objective, Reduction, Selector, format_path
+from layertap.models.pooling import compute_reduced_shape
+from layertap.models.selectors import SelectorMatch, find_matches
 
 CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find
@@ -32,18 +39,18 @@ class Capture:
     """
 
     point: HookPoint
-    leaf: Leaf
+    leaf: TensorInfo
     reduction: Reduction
     length: int | None = None
 
     @property
-    def kept(self) -> Leaf:
+    def unpadded(self) -> TensorInfo:
         """The tensor without what only pads it."""
-        return self.leaf.of_length(self.length)
+        return self.leaf.with_length(self.length)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""
-        return reduced_shape(self.kept, self.reduction, rows)
+        return compute_reduced_shape(self.unpadded, self.reduction, rows)
 
     @property
     def rows_axis(self) -> int:
@@ -70,7 +77,7 @@ class Capture:
         """Bytes of the result as an array, the int8 scale included."""
         shape = self.shape(rows)
         scale = 4 * (shape[0] if shape else 1) if self.is_scaled else 0
-        return prod(shape) * item_bytes(self.dtype) + scale
+        return prod(shape) * count_item_bytes(self.dtype) + scale
 
 
 @dataclass(frozen=True)
@@ -95,20 +102,20 @@ class Plan:
     stops_at: HookPoint
     cost: float
     skipped: tuple[str, ...]
-    interventions: tuple[tuple[Edit, ...], ...] = ()
-    goal: Goal | None = None
+    interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()
+    objective: ResolvedObjective | None = None
 
     @cached_property
-    def edits(self) -> tuple[Edit, ...]:
+    def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
         """All changes in the order in which they are made."""
         return tuple(edit for made in self.interventions for edit in made)
 
     @cached_property
     def scores(self) -> Capture | None:
         """What tells the class of each row, where the objective is of its highest."""
-        if self.goal is None or self.goal.objective.klass != "top":
+        if self.objective is None or self.objective.objective.klass != "top":
             return None
-        return Capture(self.goal.point, self.goal.leaf, Reduction())
+        return Capture(self.objective.point, self.objective.leaf, Reduction())
 
     @cached_property
     def captures(self) -> frozenset[Capture]:
@@ -117,31 +124,35 @@ class Plan:
         return frozenset([*(result.capture for result in self.results), *scores])
 
     @cached_property
-    def splits(self) -> bool:
+    def may_split(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
-        leaves = [capture.leaf for capture in self.captures] + [edit.leaf for edit in self.edits]
-        return not any(leaf.mixed for leaf in (*leaves, *([self.goal.leaf] if self.goal else ())))
+        leaves = [capture.leaf for capture in self.captures] + [edit.leaf for edit in self.resolved_interventions]
+        return not any(leaf.mixed for leaf in (*leaves, *([self.objective.leaf] if self.objective else ())))
 
     @property
-    def changed(self) -> tuple[tuple[str, ...], ...]:
+    def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
         """What each intervention changes, as selectors."""
         return tuple(tuple(edit.point.text for edit in made) for made in self.interventions)
 
     @property
     def has_graph(self) -> bool:
         """Whether a backward follows."""
-        return self.goal is not None
+        return self.objective is not None
 
     @cached_property
-    def shares(self) -> bool:
+    def may_share(self) -> bool:
         """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own.
 
         Where attention is differentiated it runs unfused, and is rounded otherwise for every row.
         """
         unfuses = any(capture.point.site == "attention_grad" for capture in self.captures)
-        return self.splits and not unfuses and all(edit.leaf.row_axis is not None for edit in self.edits)
+        return (
+            self.may_split
+            and not unfuses
+            and all(edit.leaf.row_axis is not None for edit in self.resolved_interventions)
+        )
 
-    def numbers(self, rows: int) -> int:
+    def count_numbers(self, rows: int) -> int:
         """How many numbers all results hold."""
         return self._size(rows)[0]
 
@@ -164,12 +175,12 @@ class Plan:
         return {}
 
 
-def resolve(
+def make_plan(
     selectors: Sequence[Selector],
     catalog: Catalog,
     interventions: Sequence[Intervention] = (),
     objective: Objective | None = None,
-    lengths: Lengths | None = None,
+    lengths: TextLengths | None = None,
 ) -> Plan:
     """The plan for a request's selectors, and for what it changes and differentiates; ``lengths`` are of its texts.
 
@@ -181,19 +192,19 @@ def resolve(
         raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
     faults = _Faults()
     matches: list[_Match] = []
-    edits: list[tuple[Edit, ...]] = []
+    edits: list[tuple[ResolvedIntervention, ...]] = []
     goal = None
     if objective is not None:
-        with faults.at("/objective"):
-            goal = goal_of(objective, catalog, lengths)
-        faults.raised()
+        with faults.collect("/objective"):
+            goal = resolve_objective(objective, catalog, lengths)
+        faults.raise_any()
     for index, selector in enumerate(selectors):
-        with faults.at(f"/layers/{index}"):
-            matches.append(_matched(selector, goal, catalog, lengths))
+        with faults.collect(f"/layers/{index}"):
+            matches.append(_match_selector(selector, goal, catalog, lengths))
     for index, intervention in enumerate(interventions):
-        with faults.at(f"/interventions/{index}"):
-            edits.append(tuple(edits_of(intervention, goal, catalog, lengths)))
-    faults.raised()
+        with faults.collect(f"/interventions/{index}"):
+            edits.append(tuple(resolve_intervention(intervention, goal, catalog, lengths)))
+    faults.raise_any()
     results = tuple(_collect(matches))
     points = [result.capture.point for result in results]
     if goal is not None:
@@ -202,27 +213,29 @@ def resolve(
                 "an objective is given, but no gradient is asked for", hint="add ':grad_output' to a layer"
             )
         points.append(goal.point)
-    last = max(points, key=lambda point: _moment(catalog, point).order)
+    last = max(points, key=lambda point: _get_boundary(catalog, point).order)
     skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
-    return Plan(results, last, _moment(catalog, last).cost, tuple(skipped_names), tuple(edits), goal)
+    return Plan(results, last, _get_boundary(catalog, last).cost, tuple(skipped_names), tuple(edits), goal)
 
 
 @dataclass(frozen=True)
 class _Match:
     selector: Selector
-    found: tuple[Found, ...]
+    found: tuple[SelectorMatch, ...]
     skipped: tuple[str, ...]
     length: int | None
 
-    def capture(self, item: Found) -> Capture:
+    def capture(self, item: SelectorMatch) -> Capture:
         """What is to be taken of one of the tensors that were found."""
         length = self.length if item.leaf.token_axes else None
         return Capture(item.point, item.leaf, self.selector.reduction, length)
 
 
-def _matched(selector: Selector, goal: Goal | None, catalog: Catalog, lengths: Lengths | None) -> _Match:
+def _match_selector(
+    selector: Selector, goal: ResolvedObjective | None, catalog: Catalog, lengths: TextLengths | None
+) -> _Match:
     """What a selector names; of several tensors those that have no gradient are passed over, where it asks for one."""
-    found, skipped = find(selector, catalog)
+    found, skipped = find_matches(selector, catalog)
     if selector.site in GRADIENTS:
         reasons: list[SelectorError] = []
         good = []
@@ -253,7 +266,7 @@ def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
                 continue
             if taken.get(item.key, capture) != capture:
                 raise SelectorError(
-                    f"two different results would both be called {quoted(item.key)}",
+                    f"two different results would both be called {escape(item.key)}",
                     hint='give one of them another name by \'as\', for example "as": "b"; '
                     "results of a pattern are then called b.NAME",
                 )
@@ -269,27 +282,27 @@ class _Faults:
         self._found: list[Fault] = []
 
     @contextmanager
-    def at(self, pointer: str) -> Iterator[None]:
+    def collect(self, pointer: str) -> Iterator[None]:
         """Note what is raised inside as a fault of that place."""
         try:
             yield
         except LayertapError as error:
             self._found.append(Fault(error.detail, error.hint, pointer))
             if len(self._found) == MAX_FAULTS:
-                self.raised()
+                self.raise_any()
 
-    def raised(self) -> None:
+    def raise_any(self) -> None:
         """RequestError where anything was wrong."""
         if self._found:
             raise RequestError(self._found[0].detail, hint=self._found[0].hint, faults=tuple(self._found))
 
 
-def _moment(catalog: Catalog, point: HookPoint) -> Moment:
+def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
     return catalog.layers[point.layer].calls[point.call].at(point.site)
 
 
-def _check(item: Found, how: Reduction, lengths: Lengths | None) -> None:
-    name = quoted(item.point.layer + path_text(item.point.path))
+def _check(item: SelectorMatch, how: Reduction, lengths: TextLengths | None) -> None:
+    name = escape(item.point.layer + format_path(item.point.path))
     if item.leaf.dtype not in CARRIED and item.leaf.dtype not in FLOATS:
         raise SelectorError(f"{name} is of dtype {item.leaf.dtype}, which no reply format carries")
     if how.stats is not None:
@@ -312,18 +325,18 @@ def _check(item: Found, how: Reduction, lengths: Lengths | None) -> None:
             f"{name} has its rows on axis {item.leaf.row_axis}, so int8 would scale them all together",
             hint="add a pool, or ask for 'float16'",
         )
-    own = item.leaf if lengths is None else item.leaf.of_length(lengths.common)
+    own = item.leaf if lengths is None else item.leaf.with_length(lengths.common)
     _check_indices(name, own, "channels", "C", how.channels)
     _check_indices(name, own, "tokens", "T", how.tokens)
 
 
-def _check_stats(name: str, leaf: Leaf, how: Reduction) -> None:
+def _check_stats(name: str, leaf: TensorInfo, how: Reduction) -> None:
     plain = Reduction()
     given = [option for option in ("pool", "normalize", "dtype") if getattr(how, option) != getattr(plain, option)]
     if given:
         raise SelectorError(
-            f"'stats' of {name} contradicts {quoted(given[0])}: statistics are float32, in place of the values",
-            hint=f"leave {' and '.join(map(quoted, given))} out of this entry, or 'stats'",
+            f"'stats' of {name} contradicts {escape(given[0])}: statistics are float32, in place of the values",
+            hint=f"leave {' and '.join(map(escape, given))} out of this entry, or 'stats'",
         )
     if leaf.row_axis is None or leaf.mixed:
         raise SelectorError(
@@ -334,7 +347,7 @@ def _check_stats(name: str, leaf: Leaf, how: Reduction) -> None:
         raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
 
 
-def _check_indices(name: str, leaf: Leaf, option: str, axis: str, chosen: tuple[int, ...] | None) -> None:
+def _check_indices(name: str, leaf: TensorInfo, option: str, axis: str, chosen: tuple[int, ...] | None) -> None:
     if chosen is None:
         return
     if leaf.layout is None or axis not in leaf.layout:

@@ -40,7 +40,7 @@ class HookPoint:
     @property
     def text(self) -> str:
         """The selector that names this and nothing else."""
-        return f"{self.layer}#{self.call}{path_text(self.path)}:{self.site}"
+        return f"{self.layer}#{self.call}{format_path(self.path)}:{self.site}"
 
     @property
     def side(self) -> Side:
@@ -103,7 +103,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Values:
+class TensorData:
     """A tensor from outside: float32, little-endian ``data`` in C order."""
 
     shape: tuple[int, ...]
@@ -125,7 +125,7 @@ class Operation:
     max: float | None = None
     std: float | None = None
     seed: int | None = None
-    tensor: Values | None = None
+    tensor: TensorData | None = None
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
     region: tuple[int, int, int, int] | None = None
@@ -166,6 +166,6 @@ class Explanation:
     discard: float | None = None
 
 
-def path_text(path: tuple[str, ...]) -> str:
+def format_path(path: tuple[str, ...]) -> str:
     """A path as a selector writes it: ``[out][0]``."""
     return "".join(f"[{key}]" for key in path)

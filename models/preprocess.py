@@ -34,11 +34,11 @@ def preprocess(
     ``size`` is the width and height it has in full, and ``box`` the part of ``image`` that is the picture.
     """
     if spec.resize is not None:
-        image = image.resize(resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
+        image = image.resize(compute_resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
     if spec.crop is not None:
         image = tvf.center_crop(image, _sides(spec.crop))
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
-    return _normalised(tvf.pil_to_tensor(image).contiguous(), spec)
+    return _normalize(tvf.pil_to_tensor(image).contiguous(), spec)
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
@@ -47,14 +47,14 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
     For a ``placeable`` spec. Resized in float32 and rounded once, where Pillow rounds between the two directions too.
     """
     if spec.resize is not None:
-        width, height = resized_size(spec, pixels.shape[2], pixels.shape[1])
+        width, height = compute_resized_size(spec, pixels.shape[2], pixels.shape[1])
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
     if spec.crop is not None:
         pixels = tvf.center_crop(pixels, _sides(spec.crop))
-    return _normalised(pixels.contiguous(), spec)
+    return _normalize(pixels.contiguous(), spec)
 
 
-def _normalised(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
+def _normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
     mean, std = _constants(spec.mean, spec.std, pixels.device)
     normalised: Tensor = pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
     return normalised
@@ -71,7 +71,7 @@ def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.de
     return first, second
 
 
-def resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
+def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
     """Width and height of a ``width`` x ``height`` image after the resize step.
 
     A thin image whose short side is made longer grows without bound, so this is worth asking first.
@@ -85,18 +85,18 @@ def resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, in
     return (spec.resize, longer) if width <= height else (longer, spec.resize)
 
 
-def enough(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int] | None:
+def compute_least_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int] | None:
     """The least width and height at which a ``width`` x ``height`` picture may be decoded to be resized then.
 
     None where it is to be decoded in full: nothing is resized, or not smoothly.
     """
     if not spec.reducible:
         return None
-    wide, high = resized_size(spec, width, height)
+    wide, high = compute_resized_size(spec, width, height)
     return ENOUGH * wide, ENOUGH * high
 
 
-def output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
+def compute_output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
     """Height and width of every result, or None where they depend on the image."""
     if spec.crop is not None:
         height, *rest = _sides(spec.crop)

@@ -10,16 +10,16 @@ from threading import current_thread, main_thread
 from typing import Literal
 
 from layertap.models.devices import allow_tf32
-from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, near, quoted
-from layertap.models.loaded import LoadedModel, load
+from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, suggest
+from layertap.models.loaded import LoadedModel, load_model
 from layertap.models.spec import ModelSpec
-from layertap.models.warm.ready import made_ready
+from layertap.models.warm.ready import prepare_warm_plans
 
 State = Literal["available", "loading", "ready", "failed"]
 
 
 @dataclass
-class Entry:
+class ModelEntry:
     """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready."""
 
     spec: ModelSpec
@@ -50,21 +50,21 @@ class Registry:
         self._plans = plans
         self._replicas = replicas
         self._threads = threads
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ModelEntry] = {}
         for spec in specs:
             if spec.name in self._entries:
-                raise LoadError(f"two models are called {quoted(spec.name)}")
-            self._entries[spec.name] = Entry(spec)
+                raise LoadError(f"two models are called {escape(spec.name)}")
+            self._entries[spec.name] = ModelEntry(spec)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._entries.values())
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> ModelEntry:
         """The entry of that name; UnknownModelError with near matches where there is none."""
         entry = self._entries.get(name)
         if entry is None:
-            hint = near(tuple(difflib.get_close_matches(name[:200], self._entries, n=3)))
-            raise UnknownModelError(f"there is no model {quoted(name)}", hint=hint or "GET /models lists every model")
+            hint = suggest(tuple(difflib.get_close_matches(name[:200], self._entries, n=3)))
+            raise UnknownModelError(f"there is no model {escape(name)}", hint=hint or "GET /models lists every model")
         return entry
 
     def load(self, name: str) -> LoadedModel:
@@ -74,8 +74,8 @@ class Registry:
             return entry.model
         entry.state, entry.reason, entry.kind = "loading", "", ""
         try:
-            model = load(entry.spec, self._replicas, self._threads, self._streams)
-            entry.model = made_ready(model, self._plans) if self._plans and entry.spec.warm else model
+            model = load_model(entry.spec, self._replicas, self._threads, self._streams)
+            entry.model = prepare_warm_plans(model, self._plans) if self._plans and entry.spec.warm else model
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
             entry.kind = error.kind or "other"

@@ -21,7 +21,7 @@ class Replayable(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Replay:
+class CudaGraph:
     """A batch of so many rows: the memory it is read from, and that of what comes of it.
 
     ``kept`` is anything else that must stay where it is, the graph's weights for one.
@@ -34,17 +34,17 @@ class Replay:
     kept: object = None
 
 
-class Replays:
+class CudaGraphs:
     """A replica's, by size. What they compute with is the same memory, so that one runs at a time."""
 
-    def __init__(self, known: Iterable[Replay]) -> None:
+    def __init__(self, known: Iterable[CudaGraph]) -> None:
         self._known = {each.rows: each for each in sorted(known, key=lambda each: each.rows)}
         self._lock = Lock()
 
     def __contains__(self, rows: int) -> bool:
         return rows in self._known
 
-    def size(self, rows: int) -> int:
+    def get_padded_rows(self, rows: int) -> int:
         """To how many rows such a batch is filled up; as many as it has where it is larger than all."""
         return next((size for size in self._known if size >= rows), rows)
 

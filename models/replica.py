@@ -26,15 +26,15 @@ class Replica:
     @property
     def hooks(self) -> int:
         """Hooks of ours on it now: 0 when idle."""
-        return hooks.count(self.module) - self.own_hooks
+        return hooks.count_hooks(self.module) - self.own_hooks
 
 
-def of(module: nn.Module) -> Replica:
+def create_replica(module: nn.Module) -> Replica:
     """A replica that is the module itself."""
-    return Replica(module, FeatureExtractor(module), hooks.count(module))
+    return Replica(module, FeatureExtractor(module), hooks.count_hooks(module))
 
 
-def copied(module: nn.Module) -> nn.Module | None:
+def copy_module(module: nn.Module) -> nn.Module | None:
     """Another tree over the same parameters and buffers; None where a module can't be copied like that.
 
     Whether a forward of the copy stays inside the copy is not told by this: a closure may lead back to the original.

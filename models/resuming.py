@@ -16,34 +16,34 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Catalog, Leaf
+from layertap.models.catalog import Catalog, TensorInfo
 from layertap.models.dtypes import DTYPES
-from layertap.models.errors import SelectorError, quoted
-from layertap.models.points import HookPoint, Selector, path_text
-from layertap.models.selectors import find
+from layertap.models.errors import SelectorError, escape
+from layertap.models.points import HookPoint, Selector, format_path
+from layertap.models.selectors import find_matches
 from layertap.models.spec import InputDType, InputSpec
-from layertap.models.structure import leaves, with_leaf
+from layertap.models.structure import iterate_tensors, replace_tensor
 
 Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows, nn.Module], object]
 
 
 @dataclass(frozen=True)
-class Hollow:
+class Placeholder:
     """What a call returned, without the numbers in its tensors."""
 
     value: object
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[TensorInfo, ...]
 
-    def filled(self, rows: int, device: torch.device) -> Any:
+    def fill(self, rows: int, device: torch.device) -> Any:
         """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
-        value, dtypes = self.value, {path: tensor.dtype for path, tensor in leaves(self.value)}
+        value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
         for leaf in self.leaves:
-            value = with_leaf(value, leaf.path, _nothing(leaf.shape_for(rows), dtypes[leaf.path], device))
+            value = replace_tensor(value, leaf.path, _nothing(leaf.shape_for(rows), dtypes[leaf.path], device))
         return value
 
 
-Calls = tuple[Hollow | None, ...]  # of one module, from its first one on; those without a hollow run
+Calls = tuple[Placeholder | None, ...]  # of one module, from its first one on; those without a hollow run
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class Resumption:
     """
 
     point: HookPoint
-    leaf: Leaf
+    leaf: TensorInfo
     catalog: Catalog
     inputs: tuple[InputSpec, ...]
     dtype: torch.dtype
-    still: Mapping[str, Calls]
+    skipped: Mapping[str, Calls]
 
     @property
     def takes(self) -> InputSpec:
         """What a request sends for each row: the layer's output without its axis of rows, of a text of any length."""
-        spec = InputSpec(told(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
+        spec = InputSpec(escape_point(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
         longest = next((each.longest for each in self.inputs if each.longest is not None), None)
         if longest is None or len(self.leaf.token_axes) != 1:
             return spec
@@ -77,8 +77,8 @@ class Resumption:
         ``given`` has its rows on axis 0, and is the model's to write to.
         """
         with ExitStack() as stack:
-            for name, calls in self.still.items():
-                _stand_still(stack, module.get_submodule(name), self._returning(name, calls, given), len(calls))
+            for name, calls in self.skipped.items():
+                _skip_calls(stack, module.get_submodule(name), self._returning(name, calls, given), len(calls))
             return run(self._nothing(given), module)
 
     def _returning(self, name: str, calls: Calls, given: Tensor) -> Callable[[int], Callable[[], Any] | None]:
@@ -89,9 +89,9 @@ class Resumption:
             if hollow is None:
                 return None
             if name != self.point.layer or number < len(calls) - 1:
-                return lambda: hollow.filled(len(given), given.device)
+                return lambda: hollow.fill(len(given), given.device)
             own = _begun(given.to(DTYPES[self.leaf.dtype]))
-            return lambda: with_leaf(hollow.filled(len(given), given.device), self.point.path, own)
+            return lambda: replace_tensor(hollow.fill(len(given), given.device), self.point.path, own)
 
         return returned
 
@@ -104,12 +104,12 @@ class Resumption:
         return {each.name: _nothing((len(given), *each.shape), dtype(each), given.device) for each in self.inputs}
 
 
-def start_of(selector: Selector, catalog: Catalog) -> tuple[HookPoint, Leaf]:
+def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorInfo]:
     """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError where there is no such one."""
-    found, _ = find(selector, catalog)
+    found, _ = find_matches(selector, catalog)
     if len(found) != 1 or found[0].point.site != "output":
         raise SelectorError(
-            f"{quoted(selector.text)} does not name the output of one layer",
+            f"{escape(selector.text)} does not name the output of one layer",
             hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
         )
     point, leaf = found[0].point, found[0].leaf
@@ -117,35 +117,37 @@ def start_of(selector: Selector, catalog: Catalog) -> tuple[HookPoint, Leaf]:
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
     if leaf.dtype not in DTYPES:
         raise SelectorError(
-            f"'{told(point)}' is of dtype {leaf.dtype}, which can't be sent", hint="resume from a layer after it"
+            f"'{escape_point(point)}' is of dtype {leaf.dtype}, which can't be sent",
+            hint="resume from a layer after it",
         )
-    if leaf.row_axis != 0 or leaf.per_row != 1 or leaf.mixed:
+    if leaf.row_axis != 0 or leaf.entries_per_row != 1 or leaf.mixed:
         raise SelectorError(
-            f"'{told(point)}' does not return one entry for each input, so none can be sent",
+            f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
             hint="resume from a layer around it, or after it",
         )
     return point, leaf
 
 
-def refusal(point: HookPoint) -> SelectorError:
+def not_resumable_error(point: HookPoint) -> SelectorError:
     """What is said where a model can't go on from a point."""
     return SelectorError(
-        f"this model's forward can't be resumed from '{told(point)}'", hint="resume from a layer around it, or after it"
+        f"this model's forward can't be resumed from '{escape_point(point)}'",
+        hint="resume from a layer around it, or after it",
     )
 
 
-def spelled(point: HookPoint) -> str:
+def format_point(point: HookPoint) -> str:
     """An output as a request would name it, however long: what tells one from another."""
     call = f"#{point.call}" if point.call else ""
-    return f"{point.layer}{call}{path_text(point.path)}"
+    return f"{point.layer}{call}{format_path(point.path)}"
 
 
-def told(point: HookPoint) -> str:
+def escape_point(point: HookPoint) -> str:
     """The same, safe to show."""
-    return quoted(spelled(point))[1:-1]
+    return escape(format_point(point))[1:-1]
 
 
-def _stand_still(
+def _skip_calls(
     stack: ExitStack, module: nn.Module, returned: Callable[[int], Callable[[], Any] | None], calls: int
 ) -> None:
     """Until the stack ends, some of a module's first calls return something else, and run nothing."""

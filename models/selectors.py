@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from layertap.models.catalog import Catalog, Layer, Leaf
-from layertap.models.errors import SelectorError, UnknownLayerError, near, quoted
-from layertap.models.points import ATTENTION, SIDES, SITES, HookPoint, Selector, Site, path_text
+from layertap.models.catalog import Catalog, Layer, TensorInfo
+from layertap.models.errors import SelectorError, UnknownLayerError, escape, suggest
+from layertap.models.points import ATTENTION, SIDES, SITES, HookPoint, Selector, Site, format_path
 
 MAX_TEXT = 512
 SHOWN = 5  # names in a hint
@@ -21,16 +21,16 @@ EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input'"
 
 
 @dataclass(frozen=True)
-class Found:
+class SelectorMatch:
     """A hook point that a selector named: its leaf in the catalogue and the key it gets in the reply."""
 
     key: str
     point: HookPoint
-    leaf: Leaf
+    leaf: TensorInfo
     module: str
 
 
-def parse(text: str) -> Selector:
+def parse_selector(text: str) -> Selector:
     """A selector from its text; SelectorError where it does not fit the grammar."""
     if not text or len(text) > MAX_TEXT:
         raise SelectorError(f"a layer selector has 1 to {MAX_TEXT} characters, this one has {len(text)}", hint=EXAMPLE)
@@ -38,11 +38,11 @@ def parse(text: str) -> Selector:
     rest, path = _split_path(rest, text)
     name, colon, site_before = rest.rpartition(":")
     if path is not None and colon and site_before in SITES:
-        right = quoted(f"{name}{path_text(path)}:{site_before}", MAX_TEXT)
-        raise SelectorError(f"in {quoted(text)} the site stands before the path", hint=f"write {right}")
+        right = escape(f"{name}{format_path(path)}:{site_before}", MAX_TEXT)
+        raise SelectorError(f"in {escape(text)} the site stands before the path", hint=f"write {right}")
     pattern, call = _split_call(rest, text)
     if not pattern:
-        raise SelectorError(f"{quoted(text)} names no layer", hint=EXAMPLE)
+        raise SelectorError(f"{escape(text)} names no layer", hint=EXAMPLE)
     return Selector(text=text, pattern=pattern, call=call, path=path, site=site)
 
 
@@ -50,7 +50,7 @@ def parse_path(text: str) -> tuple[str, ...]:
     """A path from its text, ``[out][0]``; SelectorError where brackets do not pair."""
     rest, path = _split_path(text, text)
     if rest or path is None:
-        raise SelectorError(f"{quoted(text)} is no path", hint="write a path like '[0]' or '[logits]'")
+        raise SelectorError(f"{escape(text)} is no path", hint="write a path like '[0]' or '[logits]'")
     return path
 
 
@@ -60,7 +60,7 @@ def parse_call(text: str) -> int | Literal["*"]:
         return "*"
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdigit()) or len(digits) > 6:
-        raise SelectorError(f"{quoted(text)} is no call number", hint="write '#0', '#-1' (the last) or '#*' (all)")
+        raise SelectorError(f"{escape(text)} is no call number", hint="write '#0', '#-1' (the last) or '#*' (all)")
     return int(text)
 
 
@@ -68,39 +68,39 @@ def parse_site(text: str) -> Site:
     """A site by its name."""
     if text in SITES:
         return cast("Site", text)
-    raise SelectorError(f"{quoted(text)} is no site", hint=OFFERED)
+    raise SelectorError(f"{escape(text)} is no site", hint=OFFERED)
 
 
-def find(selector: Selector, catalog: Catalog) -> tuple[list[Found], list[str]]:
+def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMatch], list[str]]:
     """The hook points that a selector names, in execution order, and the names a glob passed over.
 
     A glob passes over layers that never run, and over what has no plain memory. Where nothing is left: SelectorError if
     that is a sparse or nested tensor, else UnknownLayerError, with near matches.
     """
     layers, skipped = _layers(selector, catalog)
-    if selector.site in ATTENTION and not any(layer.attends for layer in layers):
+    if selector.site in ATTENTION and not any(layer.has_attention for layer in layers):
         raise _no_attention(selector, catalog)
     found = [found for layer in layers for found in _in_layer(selector, layer, catalog)]
     if not found:
-        reasons = (_refused(selector, layer, call) for layer in layers for call in _calls(selector, layer))
+        reasons = (_explain_refusal(selector, layer, call) for layer in layers for call in _calls(selector, layer))
         raise next(filter(None, reasons), None) or UnknownLayerError(
             f"{_what(selector)} matches {len(layers)} layers, none of which has such a call, path or site",
             hint="GET /models/{model}/layers lists calls and paths",
         )
     if selector.alias is not None:
-        found = _aliased(selector.alias, found)
+        found = _apply_alias(selector.alias, found)
     return found, skipped
 
 
-def type_hint(kind: str | None, catalog: Catalog) -> str:
+def suggest_type(kind: str | None, catalog: Catalog) -> str:
     """What types there are, those first that look like this one; nothing where a layer has it, or none is asked for."""
-    types = catalog.types
+    types = catalog.list_types
     if kind is None or kind in types:
         return ""
-    return " ".join(filter(None, (near(catalog.near_types(kind)), f"types here: {', '.join(types[:20])}")))
+    return " ".join(filter(None, (suggest(catalog.suggest_types(kind)), f"types here: {', '.join(types[:20])}")))
 
 
-def glob_match(pattern: str, name: str) -> bool:
+def matches_glob(pattern: str, name: str) -> bool:
     """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
     at, star, resume = 0, -1, 0
     index = 0
@@ -123,7 +123,7 @@ def _layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str
     matches = [
         layer
         for name, layer in catalog.layers.items()
-        if name != "." and selector.type in (None, layer.type) and glob_match(selector.pattern, name)
+        if name != "." and selector.type in (None, layer.type) and matches_glob(selector.pattern, name)
     ]
     running = [layer for layer in matches if layer.calls]
     if not running:
@@ -134,19 +134,19 @@ def _layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str
 def _literal(name: str, catalog: Catalog) -> Layer:
     layer = catalog.layers.get(name)
     if layer is None:
-        hint = near(catalog.near(name)) or "GET /models/{model}/layers lists every layer"
-        raise UnknownLayerError(f"there is no layer {quoted(name)}", hint=hint)
+        hint = suggest(catalog.suggest_layers(name)) or "GET /models/{model}/layers lists every layer"
+        raise UnknownLayerError(f"there is no layer {escape(name)}", hint=hint)
     if not layer.calls:
         raise UnknownLayerError(
-            f"layer {quoted(name)} never runs in a forward of this model (its parent uses it without calling it)",
-            hint=f"ask for its parent {quoted(name.rpartition('.')[0] or '.')}",
+            f"layer {escape(name)} never runs in a forward of this model (its parent uses it without calling it)",
+            hint=f"ask for its parent {escape(name.rpartition('.')[0] or '.')}",
         )
     return layer
 
 
 def _no_attention(selector: Selector, catalog: Catalog) -> UnknownLayerError:
-    having = [quoted(name) for name, layer in catalog.layers.items() if layer.attends]
-    what = _what(selector) if selector.is_glob else f"layer {quoted(selector.pattern)}"
+    having = [escape(name) for name, layer in catalog.layers.items() if layer.has_attention]
+    what = _what(selector) if selector.is_glob else f"layer {escape(selector.pattern)}"
     return UnknownLayerError(
         f"{what} computes no attention weights of its own",
         hint=f"layers that do: {', '.join(having[:SHOWN])}" if having else "no layer of this model does",
@@ -154,29 +154,29 @@ def _no_attention(selector: Selector, catalog: Catalog) -> UnknownLayerError:
 
 
 def _what(selector: Selector) -> str:
-    kind = f" with type {quoted(selector.type)}" if selector.type is not None else ""
-    return f"the pattern {quoted(selector.pattern)}{kind}"
+    kind = f" with type {escape(selector.type)}" if selector.type is not None else ""
+    return f"the pattern {escape(selector.pattern)}{kind}"
 
 
 def _no_match(selector: Selector, catalog: Catalog, silent: int) -> UnknownLayerError:
     what = _what(selector)
     if silent:
         return UnknownLayerError(f"{what} matches {silent} layers, none of which runs in a forward")
-    hint = type_hint(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
+    hint = suggest_type(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
     return UnknownLayerError(f"{what} matches no layer", hint=hint)
 
 
-def _in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[Found]:
+def _in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
     for call in _calls(selector, layer):
-        leaves = layer.calls[call].at(selector.site).leaves
+        leaves = layer.calls[call].at(selector.site).tensors
         chosen = [leaf for leaf in leaves if selector.path is None or leaf.path[: len(selector.path)] == selector.path]
         if not chosen:
             if selector.is_glob:
                 continue
-            raise _refused(selector, layer, call) or _no_leaf(selector, layer, leaves, catalog)
+            raise _explain_refusal(selector, layer, call) or _no_leaf(selector, layer, leaves, catalog)
         for leaf in chosen:
             point = HookPoint(layer.name, call, leaf.path, selector.site)
-            yield Found(_key(selector, layer, point, len(chosen) > 1), point, leaf, layer.type)
+            yield SelectorMatch(_key(selector, layer, point, len(chosen) > 1), point, leaf, layer.type)
 
 
 def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
@@ -189,21 +189,21 @@ def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
             return ()
         times = "once" if count == 1 else f"{count} times"
         raise UnknownLayerError(
-            f"layer {quoted(layer.name)} runs {times} in a forward, there is no call {call}",
+            f"layer {escape(layer.name)} runs {times} in a forward, there is no call {call}",
             hint=f"use #0 to #{count - 1}, or #* for all",
         )
     return (call % count,)
 
 
-def _refused(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
+def _explain_refusal(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
     """Why a call has nothing to give at a path, where that is for want of plain memory."""
     moment, asked = layer.calls[call].at(selector.site), selector.path or ()
     nearby = (each for each in moment.refused if all(one == other for one, other in zip(each[0], asked, strict=False)))
     path, kind = next(nearby, ((), None))
     if kind is None:
         return None
-    where = f"{_side(selector, layer)} at {quoted(path_text(path))}" if path else _side(selector, layer)
-    others = [path_text(leaf.path) for leaf in moment.leaves]
+    where = f"{_side(selector, layer)} at {escape(format_path(path))}" if path else _side(selector, layer)
+    others = [format_path(leaf.path) for leaf in moment.tensors]
     return SelectorError(
         f"{where} is {kind}: only dense tensors can be had",
         hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
@@ -212,23 +212,23 @@ def _refused(selector: Selector, layer: Layer, call: int) -> SelectorError | Non
 
 def _side(selector: Selector, layer: Layer) -> str:
     side = "attention" if selector.site in ATTENTION else SIDES[selector.site]
-    return f"the {side} of layer {quoted(layer.name)}"
+    return f"the {side} of layer {escape(layer.name)}"
 
 
-def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[Leaf, ...], catalog: Catalog) -> UnknownLayerError:
+def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[TensorInfo, ...], catalog: Catalog) -> UnknownLayerError:
     where = _side(selector, layer)
-    paths = [path_text(leaf.path) for leaf in leaves]
+    paths = [format_path(leaf.path) for leaf in leaves]
     if not paths and catalog.start:
         return UnknownLayerError(
-            f"{where} does not follow from the output of {quoted(catalog.start)} alone",
+            f"{where} does not follow from the output of {escape(catalog.start)} alone",
             hint="ask for a layer that runs later, or send the model's own inputs",
         )
     if not paths:
         return UnknownLayerError(f"{where} holds no tensor")
     if paths == [""]:
         return UnknownLayerError(f"{where} is a single tensor", hint="leave the path out")
-    wrong = path_text(selector.path or ())
-    return UnknownLayerError(f"{where} has nothing at {quoted(wrong)}", hint=f"paths here: {', '.join(paths[:20])}")
+    wrong = format_path(selector.path or ())
+    return UnknownLayerError(f"{where} has nothing at {escape(wrong)}", hint=f"paths here: {', '.join(paths[:20])}")
 
 
 def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> str:
@@ -240,10 +240,10 @@ def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> s
     else:
         call = "" if selector.call is None else f"#{point.call if selector.call == '*' else selector.call}"
     site = "" if selector.site == "output" else f":{selector.site}"
-    return f"{layer.name}{call}{path_text(point.path)}{site}"
+    return f"{layer.name}{call}{format_path(point.path)}{site}"
 
 
-def _aliased(alias: str, found: list[Found]) -> list[Found]:
+def _apply_alias(alias: str, found: list[SelectorMatch]) -> list[SelectorMatch]:
     """A name of the client's own: of the only result, of the only layer, or before the names of several layers."""
     if len(found) == 1:
         return [replace(found[0], key=alias)]
@@ -252,7 +252,7 @@ def _aliased(alias: str, found: list[Found]) -> list[Found]:
     several = len({item.point.call for item in found}) > 1
     calls = [f"#{item.point.call}" if several else "" for item in found]
     return [
-        replace(item, key=alias + call + path_text(item.point.path)) for item, call in zip(found, calls, strict=True)
+        replace(item, key=alias + call + format_path(item.point.path)) for item, call in zip(found, calls, strict=True)
     ]
 
 
@@ -268,10 +268,10 @@ def _split_path(rest: str, text: str) -> tuple[str, tuple[str, ...] | None]:
     if not bracket:
         return rest, None
     if not tail.endswith("]"):
-        raise SelectorError(f"the path in {quoted(text)} is not closed", hint="write a path like '[0]' or '[logits]'")
+        raise SelectorError(f"the path in {escape(text)} is not closed", hint="write a path like '[0]' or '[logits]'")
     keys = tuple(tail[:-1].split("]["))
     if any(not key or "[" in key or "]" in key for key in keys):
-        raise SelectorError(f"the path in {quoted(text)} is malformed", hint="write a path like '[0]' or '[out][0]'")
+        raise SelectorError(f"the path in {escape(text)} is malformed", hint="write a path like '[0]' or '[out][0]'")
     return head, keys
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layertap.models.catalog import Leaf
-from layertap.models.edits import Goal
+from layertap.models.catalog import TensorInfo
+from layertap.models.edits import ResolvedObjective
 from layertap.models.errors import LayertapError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.objectives import OF_CLASSES
+from layertap.models.objectives import CLASS_OBJECTIVES
 from layertap.models.plan import Capture
 from layertap.models.points import HookPoint, Objective, Reduction
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 
-Spot = tuple[HookPoint, Leaf]
+PointInfo = tuple[HookPoint, TensorInfo]
 TOGETHER, MOST = 16, 65  # outputs looked at in one backward, and in all: a block of a transformer returns 14 maps
 
 
-def trial_goal(goal: Goal) -> Goal:
+def make_trial_objective(goal: ResolvedObjective) -> ResolvedObjective:
     """The goal to try in place of one: the same for all classes of a tensor, as noise may saturate some."""
-    return replace(goal, objective=Objective()) if goal.objective.kind in OF_CLASSES else goal
+    return replace(goal, objective=Objective()) if goal.objective.kind in CLASS_OBJECTIVES else goal
 
 
-def last_sensitive(
-    extractor: FeatureExtractor, forward: Callable[[], object], spots: Sequence[Spot], goal: Goal
-) -> Spot | None:
+def find_last_sensitive(
+    extractor: FeatureExtractor, forward: Callable[[], object], spots: Sequence[PointInfo], goal: ResolvedObjective
+) -> PointInfo | None:
     """The first of some maps where the objective has a gradient at any position that is no prefix token's.
 
     ``spots`` begin with what is returned last; ``forward`` runs one row, and more than once. None where the first few
@@ -34,9 +34,9 @@ def last_sensitive(
     starts = range(1, min(len(spots), MOST), TOGETHER)
     for chunk in (spots[:1], *(spots[at : at + TOGETHER] for at in starts)):
         captures = [_extremes(*spot) for spot in chunk]
-        share = Share(0, 1, frozenset(captures), goal=goal)
+        share = RequestSlice(0, 1, frozenset(captures), objective=goal)
         try:
-            found = extractor.shared(forward, [share], 1).of(share)
+            found = extractor.extract_slices(forward, [share], 1).select(share)
         except LayertapError:
             return None
         for spot, capture in zip(chunk, captures, strict=True):
@@ -45,7 +45,7 @@ def last_sensitive(
     return None
 
 
-def _extremes(point: HookPoint, leaf: Leaf) -> Capture:
+def _extremes(point: HookPoint, leaf: TensorInfo) -> Capture:
     """The least and the greatest gradient at a map: both 0 where all are."""
     patches = tuple(range(leaf.prefix, leaf.shape[1])) if leaf.layout == "NTC" else None
     return Capture(replace(point, site="grad_output"), leaf, Reduction(tokens=patches, stats=("min", "max")))

@@ -25,7 +25,7 @@ class Sketch:
     tolerance: float
 
     @classmethod
-    def of(cls, leaf: Tensor) -> Sketch:
+    def from_tensor(cls, leaf: Tensor) -> Sketch:
         """The sketch of a tensor of any dtype; what marks a masked entry counts as zero."""
         real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
         # Of a large tensor every so manieth number: as telling, and a survey stays a few forwards long.
@@ -36,7 +36,7 @@ class Sketch:
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
         return cls(tuple(parts.tolist()), float(values.norm(dtype=torch.float64)), _tolerance(real.dtype))
 
-    def like(self, other: Sketch) -> bool:
+    def matches(self, other: Sketch) -> bool:
         """Whether both are of the same tensor, but for rounding."""
         limit = other.tolerance * max(other.norm, 1e-6) / BINS**0.5
         return all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))

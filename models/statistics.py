@@ -16,7 +16,7 @@ from layertap.models.points import Stat
 BINS = 16
 
 
-def columns(stats: Iterable[Stat]) -> tuple[str, ...]:
+def list_columns(stats: Iterable[Stat]) -> tuple[str, ...]:
     """The name of each column that ``of`` gives: a statistic's own, ``histogram[0]`` and so on for its bins."""
     return tuple(
         column
@@ -25,7 +25,7 @@ def columns(stats: Iterable[Stat]) -> tuple[str, ...]:
     )
 
 
-def of(values: Tensor, stats: Iterable[Stat]) -> Tensor:
+def compute_statistics(values: Tensor, stats: Iterable[Stat]) -> Tensor:
     """Statistics of floating (rows, values of each row, at least one) as float32 (rows, columns)."""
     values = values.contiguous()  # a sum along another axis than the innermost is rounded by how many rows there are
     return torch.cat([STATISTICS[name](values).to(torch.float32).reshape(len(values), -1) for name in stats], dim=1)

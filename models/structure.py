@@ -13,26 +13,26 @@ from typing import Any
 
 import torch
 
-from layertap.models.errors import InputError, quoted
+from layertap.models.errors import InputError, escape
 
 Path = tuple[str, ...]
 
 
-class Named(dict[Path, torch.Tensor]):
+class TensorsByPath(dict[Path, torch.Tensor]):
     """Tensors whose paths are known already."""
 
 
-def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+def iterate_tensors(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Every dense tensor in a value with its path, in the value's own order; anything else is passed over."""
     return ((at, tensor) for at, tensor in _tensors(value, path) if _kind(tensor) == "dense")
 
 
-def refused(value: object) -> Iterator[tuple[Path, str]]:
+def find_refused(value: object) -> Iterator[tuple[Path, str]]:
     """Where a value holds tensors without plain memory, and of what kind they are: "sparse", "nested" or "opaque"."""
     return ((path, _kind(tensor)) for path, tensor in _tensors(value, ()) if _kind(tensor) != "dense")
 
 
-def call_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def pack_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """What a module was called with, as one value: a lone argument stands for itself, several by index and name.
 
     Arguments that hold no tensor (flags, None) do not count, so ``attn(x, mask=None)`` is simply ``x``. A sparse tensor
@@ -45,7 +45,7 @@ def call_value(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     return carrying
 
 
-def call_with(
+def replace_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], changes: Mapping[Path, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with other tensors at paths of their ``call_value``."""
@@ -54,11 +54,11 @@ def call_with(
     lone: Path = tuple(carrying) if len(carrying) == 1 else ()
     for path, tensor in changes.items():
         key, *rest = (*lone, *path)
-        named[key] = with_leaf(named[key], tuple(rest), tensor)
+        named[key] = replace_tensor(named[key], tuple(rest), tensor)
     return tuple(named[str(index)] for index in range(len(args))), {key: named[key] for key in kwargs}
 
 
-def with_leaf(value: Any, path: Path, tensor: torch.Tensor) -> Any:
+def replace_tensor(value: Any, path: Path, tensor: torch.Tensor) -> Any:
     """A value with another tensor at a path; what lies around it is copied, and of the kind it was.
 
     InputError where a container of a model's own can't be made again.
@@ -66,14 +66,14 @@ def with_leaf(value: Any, path: Path, tensor: torch.Tensor) -> Any:
     if not path:
         return tensor
     held = dict(_items(value))
-    held[path[0]] = with_leaf(held[path[0]], path[1:], tensor)
+    held[path[0]] = replace_tensor(held[path[0]], path[1:], tensor)
     try:
         made = _rebuilt(value, path[0], held)
     except Exception:  # a third party's class: whatever its constructor raises
         made = None
     if type(made) is not type(value) or not _same(dict(_items(made)), held):
         raise InputError(
-            f"a {quoted(type(value).__name__)} can't be made again with another tensor in it",
+            f"a {escape(type(value).__name__)} can't be made again with another tensor in it",
             hint="change a layer before it or after it",
         )
     return made
@@ -121,7 +121,7 @@ def _kind(tensor: torch.Tensor) -> str:
 def _tensors(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif isinstance(value, Named):
+    elif isinstance(value, TensorsByPath):
         yield from value.items()
     else:
         for key, item in _items(value):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layertap.models.structure import leaves
+from layertap.models.structure import iterate_tensors
 
 
 class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._read or not self._memory.isdisjoint(_memory([tensor]))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Operations that are none of the model's."""
         self._looking = True
         try:
@@ -60,7 +60,7 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    return (tensor for _, tensor in leaves(value))
+    return (tensor for _, tensor in iterate_tensors(value))
 
 
 def _memory(tensors: Iterable[Tensor]) -> set[int]:

@@ -12,7 +12,7 @@ USUAL = 32  # tokens of the row that a model is surveyed with
 
 
 @dataclass(frozen=True)
-class Text:
+class TextSpec:
     """What a model of texts takes.
 
     ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
@@ -36,7 +36,7 @@ class Text:
         """Whether it takes texts and tokens, and not what a layer made of them."""
         return self.vocabulary > 0
 
-    def bucket(self, tokens: int) -> int:
+    def get_padded_length(self, tokens: int) -> int:
         """The length that so many tokens are padded to: few lengths, so that requests share forwards."""
         if self.mask is None:
             return tokens

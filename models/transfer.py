@@ -17,23 +17,23 @@ from torch import Tensor
 MOST_BYTES = 2**26  # of one batch, or of one batch's results; what is larger goes through other memory
 
 
-def stream(device: torch.device) -> torch.cuda.Stream:
+def create_stream(device: torch.device) -> torch.cuda.Stream:
     """A new stream: what is begun there follows each other, and waits for no other."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def own_stream(device: torch.device) -> None:
+def use_own_stream(device: torch.device) -> None:
     """Let all that this thread does on a GPU follow each other, and wait for no other thread."""
-    torch.cuda.set_stream(stream(device))
+    torch.cuda.set_stream(create_stream(device))
 
 
-def settle(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Let other threads, with streams of their own, use what this one has made, and the memory that it let go."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
 
 
-def wait(device: torch.device) -> None:
+def synchronize_stream(device: torch.device) -> None:
     """Until all that this thread has begun on a GPU is done; raises what went wrong there."""
     torch.cuda.current_stream(device).synchronize()
 
@@ -61,13 +61,13 @@ def _there(part: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     return part.to(device, dtype)
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def join_rows(parts: Sequence[Tensor]) -> Tensor:
     """Rows one after the other; where any is on a GPU all are, and there when this returns."""
     device = next((part.device for part in parts if part.device.type == "cuda"), None)
     if device is None:
         return torch.cat(list(parts))
     found = torch.cat([part.to(device) for part in parts])
-    wait(device)
+    synchronize_stream(device)
     return found
 
 
@@ -75,5 +75,5 @@ def to_host(data: Tensor) -> Tensor:
     """A tensor of a GPU as one of the host, there when this returns."""
     found = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.nbytes <= MOST_BYTES)
     found.copy_(data, non_blocking=True)
-    wait(data.device)
+    synchronize_stream(data.device)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from layertap.models.catalog import Layer
-from layertap.models.errors import quoted
+from layertap.models.errors import escape
 
 ROOT = "."
 HEAD = ("layer", "type", "output", "parameters", "cost", "")
@@ -14,7 +14,7 @@ LONGEST = 512  # characters of a name
 Row = tuple[str, ...]
 
 
-def tree(model: str, layers: Iterable[Layer]) -> str:
+def format_tree(model: str, layers: Iterable[Layer]) -> str:
     """A table of layers beneath a model's name: class, shape for one row, parameters, cost of the forward up to there.
 
     A layer stands beneath the nearest one that it is a part of, in execution order.
@@ -75,11 +75,11 @@ def _facts(layer: Layer | None) -> Row:
     if not layer.calls:
         return _shown(layer.type), "never runs", f"{layer.parameters:,}", "", ""
     last = layer.calls[-1].output
-    shapes = ["×".join(map(str, leaf.shape)) + (f" {leaf.layout}" if leaf.layout else "") for leaf in last.leaves]
+    shapes = ["×".join(map(str, leaf.shape)) + (f" {leaf.layout}" if leaf.layout else "") for leaf in last.tensors]
     more = f" +{len(shapes) - 1}" if len(shapes) > 1 else ""
     calls = f"{len(layer.calls)} calls" if len(layer.calls) > 1 else ""
     return _shown(layer.type), f"{''.join(shapes[:1])}{more}", f"{layer.parameters:,}", f"{last.cost:.0%}", calls
 
 
 def _shown(name: str) -> str:
-    return quoted(name, LONGEST)[1:-1]
+    return escape(name, LONGEST)[1:-1]

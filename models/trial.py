@@ -15,25 +15,25 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.points import HookPoint
-from layertap.models.resuming import Calls, Forward, Hollow, Resumption, Rows, refusal, spelled
+from layertap.models.resuming import Calls, Forward, Placeholder, Resumption, Rows, format_point, not_resumable_error
 from layertap.models.sketch import Sketch
 from layertap.models.spec import InputSpec
-from layertap.models.structure import Path, leaves, with_leaf
+from layertap.models.structure import Path, iterate_tensors, replace_tensor
 from layertap.models.taint import Taint
-from layertap.models.warmup import is_of_device
-from layertap.models.watching import Hooked
+from layertap.models.warmup import is_device_error
+from layertap.models.watching import CallObserver
 
 Side = tuple[nn.Module, int, str]  # of a call of a module: "input" or "output"
-Marks = Mapping[Path, "Mark"]
+Marks = Mapping[Path, "TensorMark"]
 Numbers = tuple[int | None, ...]  # of the calls that are met of a module, None where one runs
 SMALLEST = 1e-4  # of a forward's cost: what is left after its last layer
 
 
-def prove(
+def verify_resumable(
     module: nn.Module,
-    start: tuple[HookPoint, Leaf],
+    start: tuple[HookPoint, TensorInfo],
     catalog: Catalog,
     inputs: tuple[InputSpec, ...],
     run: Forward,
@@ -46,7 +46,7 @@ def prove(
     raises for want of memory, or for good, goes through: it says nothing of the model.
     """
     point, leaf = start
-    numbers = _still(module, point, catalog)
+    numbers = _find_skipped(module, point, catalog)
     first = {name: value[:1].clone() for name, value in rows.items()}
     others = {name: value[1:].clone() if catalog.rowwise else value[1:2].clone() for name, value in rows.items()}
     buffers = [_Buffers.of(part) for part in module.modules()]
@@ -56,22 +56,22 @@ def prove(
             whole.watch(lambda rows: run(rows, module), others)
             shapes = _Shapes(module, numbers, catalog)
             shapes.watch(lambda rows: run(rows, module), first)
-            draft = Resumption(point, leaf, catalog, inputs, dtype, shapes.still)
+            draft = Resumption(point, leaf, catalog, inputs, dtype, shapes.collect_skipped)
             resumed.watch(
                 lambda rows: draft.forward(resumed.followed(run), module, rows["given"]), {"given": whole.given()}
             )
     except Exception as error:  # whatever a model raises where it finds NaN, it means the same
-        if is_of_device(error):
+        if is_device_error(error):
             raise
-        raise refusal(point) from error
+        raise not_resumable_error(point) from error
     finally:
         written = [each for each in buffers if each.restored()]
     if written:
-        raise refusal(point)
+        raise not_resumable_error(point)
     return replace(draft, catalog=_Trial(module, point, numbers, whole.marks, resumed.marks).catalog(catalog))
 
 
-def _still(module: nn.Module, point: HookPoint, catalog: Catalog) -> dict[str, Numbers]:
+def _find_skipped(module: nn.Module, point: HookPoint, catalog: Catalog) -> dict[str, Numbers]:
     """The outermost modules that stand still, and the calls of them that are met; of the layer's own up to the point.
 
     Calls are counted as they are met. Where one that nobody meets is of a module that runs later, what contains it
@@ -84,7 +84,7 @@ def _still(module: nn.Module, point: HookPoint, catalog: Catalog) -> dict[str, N
     late = {target} | {part for part, calls in known.items() if not all(_ended(call, own) for call in calls)}
     counted = [call for part in late for call in known[part]]
     if _hides(own, counted):
-        raise refusal(point)
+        raise not_resumable_error(point)
     chosen = {target: known[target][: point.call + 1]}
 
     def walk(part: nn.Module) -> None:
@@ -120,18 +120,18 @@ def _hides(span: Call, calls: Iterable[Call]) -> bool:
     return any(_inside(call, span) for call in calls)
 
 
-class _Shapes(Hooked):
+class _Shapes(CallObserver):
     """Keeps what calls return, without the numbers."""
 
     def __init__(self, module: nn.Module, numbers: Mapping[str, Numbers], catalog: Catalog) -> None:
         super().__init__(module)
-        self._values: dict[tuple[str, int | None], Hollow] = {}
+        self._values: dict[tuple[str, int | None], Placeholder] = {}
         self._numbers = numbers
         self._names = {module.get_submodule(name): name for name in numbers}
         self._catalog = catalog
 
     @property
-    def still(self) -> dict[str, Calls]:
+    def collect_skipped(self) -> dict[str, Calls]:
         """By module, what the calls that were asked for return."""
         return {
             name: tuple(None if number is None else self._values[name, number] for number in numbers)
@@ -143,13 +143,13 @@ class _Shapes(Hooked):
         name = self._names.get(module)
         if name is None or call not in self._numbers[name]:
             return
-        for path, tensor in leaves(value):
-            value = with_leaf(value, path, tensor.to("meta"))
-        self._values[name, call] = Hollow(value, self._catalog.layers[name].calls[call].output.leaves)
+        for path, tensor in iterate_tensors(value):
+            value = replace_tensor(value, path, tensor.to("meta"))
+        self._values[name, call] = Placeholder(value, self._catalog.layers[name].calls[call].output.tensors)
 
 
 @dataclass(frozen=True)
-class Mark:
+class TensorMark:
     """What tells whether a tensor is the same as another."""
 
     sketch: Sketch
@@ -157,17 +157,17 @@ class Mark:
     hollow: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, hollow: bool = False) -> Mark:
+    def from_tensor(cls, tensor: Tensor, hollow: bool = False) -> TensorMark:
         """The mark of a tensor of any dtype; ``hollow`` is one that hangs on what stands in for a value."""
-        return cls(Sketch.of(tensor), int(tensor.isinf().sum()), hollow or bool(tensor.isnan().any()))
+        return cls(Sketch.from_tensor(tensor), int(tensor.isinf().sum()), hollow or bool(tensor.isnan().any()))
 
-    def like(self, other: Mark) -> bool:
+    def matches(self, other: TensorMark) -> bool:
         """Never where there is a NaN, or what stands in for one: it is what must not show."""
-        same = self.infinite == other.infinite and self.sketch.like(other.sketch)
+        same = self.infinite == other.infinite and self.sketch.matches(other.sketch)
         return same and not self.hollow and not other.hollow
 
 
-class _Marked(Hooked):
+class _Marked(CallObserver):
     """Marks every tensor of every call, and keeps the one that leaves a point."""
 
     def __init__(self, module: nn.Module, point: HookPoint) -> None:
@@ -191,10 +191,10 @@ class _Marked(Hooked):
         """Mark what a call returns."""
         self.marks[module, call, "output"] = self._marks(value)
         if module is self._target and call == self._point.call:
-            self._given = dict(leaves(value))[self._point.path].clone()
+            self._given = dict(iterate_tensors(value))[self._point.path].clone()
 
     def _marks(self, value: object) -> Marks:
-        return {path: Mark.of(tensor) for path, tensor in leaves(value)}
+        return {path: TensorMark.from_tensor(tensor) for path, tensor in iterate_tensors(value)}
 
 
 class _Resumed(_Marked):
@@ -220,12 +220,15 @@ class _Resumed(_Marked):
         met = self._met.get(module, ())
         if call < len(met) and met[call] is not None:
             own = self._point.path if module is self._target and call == len(met) - 1 else None
-            self._taint.mark(tensor for path, tensor in leaves(value) if path != own)
+            self._taint.mark(tensor for path, tensor in iterate_tensors(value) if path != own)
         super().leave(module, call, value)
 
     def _marks(self, value: object) -> Marks:
-        with self._taint.aside():
-            return {path: Mark.of(tensor, self._taint.reaches(tensor)) for path, tensor in leaves(value)}
+        with self._taint.pause():
+            return {
+                path: TensorMark.from_tensor(tensor, self._taint.reaches(tensor))
+                for path, tensor in iterate_tensors(value)
+            }
 
 
 @dataclass(frozen=True)
@@ -243,10 +246,10 @@ class _Trial:
         spent = known.layers[self.point.layer].calls[self.point.call].output.cost
         left = max(1.0 - spent, SMALLEST)
 
-        def part(moment: Moment, paths: Iterable[Path]) -> Moment:
+        def part(moment: CallBoundary, paths: Iterable[Path]) -> CallBoundary:
             chosen = frozenset(paths)
-            kept = tuple(leaf for leaf in moment.leaves if leaf.path in chosen)
-            return replace(moment, cost=round(max(moment.cost - spent, 0.0) / left, 4), leaves=kept)
+            kept = tuple(leaf for leaf in moment.tensors if leaf.path in chosen)
+            return replace(moment, cost=round(max(moment.cost - spent, 0.0) / left, 4), tensors=kept)
 
         def call(module: nn.Module, number: int, call: Call) -> Call:
             before = part(call.input, self._same((module, number, "input")))
@@ -262,7 +265,7 @@ class _Trial:
 
         costs = replace(known.costs, base=known.costs.base * left, per_row=known.costs.per_row * left)
         layers = {name: layer(each) for name, each in known.layers.items()}
-        return replace(known, layers=layers, seconds=known.seconds * left, costs=costs, start=spelled(self.point))
+        return replace(known, layers=layers, seconds=known.seconds * left, costs=costs, start=format_point(self.point))
 
     @cached_property
     def _stood(self) -> set[tuple[nn.Module, int | None]]:
@@ -277,11 +280,11 @@ class _Trial:
 
     def _same(self, side: Side) -> Iterator[Path]:
         marks = self.resumed.get(side, {})
-        return (path for path, mark in self.whole.get(side, {}).items() if path in marks and mark.like(marks[path]))
+        return (path for path, mark in self.whole.get(side, {}).items() if path in marks and mark.matches(marks[path]))
 
     @staticmethod
-    def _all(found: Moment, known: Moment) -> bool:
-        return len(found.leaves) == len(known.leaves)
+    def _all(found: CallBoundary, known: CallBoundary) -> bool:
+        return len(found.tensors) == len(known.tensors)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from layertap.models import transfer
-from layertap.models.catalog import Leaf
-from layertap.models.edits import Edit, Goal
+from layertap.models.catalog import TensorInfo
+from layertap.models.edits import ResolvedIntervention, ResolvedObjective
 from layertap.models.plan import Capture
-from layertap.models.pooling import Reduced
+from layertap.models.pooling import ReducedTensor
 
 EXACT = frozenset({"none", "cls", "flatten"})  # not max: which of two zeros or NaNs it gives hangs on their places
 Span = tuple[int, int]  # rows from one up to, not including, the other
 
 
 @dataclass(frozen=True)
-class Share:
+class RequestSlice:
     """One request's part of a forward: rows ``start`` to ``stop``, what it wants of them, what it changes there.
 
     ``goal`` is what it differentiates, where it wants gradients; ``first`` is its first row's number in the request.
@@ -30,8 +30,8 @@ class Share:
     start: int
     stop: int
     captures: frozenset[Capture]
-    edits: tuple[Edit, ...] = ()
-    goal: Goal | None = None
+    interventions: tuple[ResolvedIntervention, ...] = ()
+    objective: ResolvedObjective | None = None
     first: int = 0
 
     @property
@@ -40,7 +40,7 @@ class Share:
         return self.start, self.stop
 
 
-def spans_of(shares: Iterable[Share], rows: int) -> dict[Capture, tuple[Span, ...]]:
+def find_spans(shares: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple[Span, ...]]:
     """The rows that each capture is wanted for.
 
     Neighbours that want the same are taken in one piece where that makes no other bits: sums and powers of several rows
@@ -60,32 +60,32 @@ def spans_of(shares: Iterable[Share], rows: int) -> dict[Capture, tuple[Span, ..
     return {capture: tuple(spans) for capture, spans in found.items()}
 
 
-def rows_of(value: Tensor, leaf: Leaf, span: Span, rows: int) -> Tensor:
+def select_span_rows(value: Tensor, leaf: TensorInfo, span: Span, rows: int) -> Tensor:
     """The part of a tensor that belongs to a span of a forward's rows; a view."""
-    return value if span == (0, rows) else part_of(value, leaf, span)
+    return value if span == (0, rows) else select_rows(value, leaf, span)
 
 
-def part_of(value: Tensor, leaf: Leaf, span: Span) -> Tensor:
+def select_rows(value: Tensor, leaf: TensorInfo, span: Span) -> Tensor:
     """So many rows of a tensor that a catalogue knows; a view, all of it where it is the same for all rows."""
     if leaf.row_axis is None:
         return value
-    return value.narrow(leaf.row_axis, span[0] * leaf.per_row, (span[1] - span[0]) * leaf.per_row)
+    return value.narrow(leaf.row_axis, span[0] * leaf.entries_per_row, (span[1] - span[0]) * leaf.entries_per_row)
 
 
 @dataclass(frozen=True)
-class Taken:
+class BatchActivations:
     """What the hooks of one forward took: each capture reduced, span by span."""
 
-    pieces: Mapping[tuple[Capture, Span], Reduced]
+    pieces: Mapping[tuple[Capture, Span], ReducedTensor]
 
     @cached_property
-    def _by_capture(self) -> Mapping[Capture, Sequence[tuple[Span, Reduced]]]:
-        found: dict[Capture, list[tuple[Span, Reduced]]] = {}
+    def _by_capture(self) -> Mapping[Capture, Sequence[tuple[Span, ReducedTensor]]]:
+        found: dict[Capture, list[tuple[Span, ReducedTensor]]] = {}
         for (capture, span), reduced in sorted(self.pieces.items(), key=lambda item: item[0][1]):
             found.setdefault(capture, []).append((span, reduced))
         return found
 
-    def of(self, share: Share) -> dict[Capture, Reduced]:
+    def select(self, share: RequestSlice) -> dict[Capture, ReducedTensor]:
         """One request's results; they may be views of memory that neighbours share, and nobody writes to it."""
         found = {}
         for capture in share.captures:
@@ -94,13 +94,13 @@ class Taken:
             found[capture] = _cut(spans[at][1], capture, spans[at][0], share)
         return found
 
-    def on_host(self) -> Taken:
+    def to_host(self) -> BatchActivations:
         """The same in the host's memory: from another device all of it comes in one copy."""
         tensors = [part for reduced in self.pieces.values() for part in (reduced.values, reduced.scale)]
-        host = iter(packed_copy([tensor for tensor in tensors if tensor is not None]))
-        return Taken(
+        host = iter(copy_packed([tensor for tensor in tensors if tensor is not None]))
+        return BatchActivations(
             {
-                key: Reduced(next(host), next(host) if reduced.scale is not None else None)
+                key: ReducedTensor(next(host), next(host) if reduced.scale is not None else None)
                 for key, reduced in self.pieces.items()
             }
         )
@@ -109,14 +109,14 @@ class Taken:
 ALIGNMENT = 16  # bytes: any dtype may begin at a multiple of it
 
 
-def packed_copy(tensors: list[Tensor]) -> list[Tensor]:
+def copy_packed(tensors: list[Tensor]) -> list[Tensor]:
     """Tensors of one device as tensors of the host: one copy for all of them, none where they are there already."""
     if not tensors or tensors[0].device.type == "cpu":
         return tensors
-    return unpacked(transfer.to_host(packed(tensors)), tensors)
+    return unpack(transfer.to_host(pack(tensors)), tensors)
 
 
-def packed(tensors: list[Tensor]) -> Tensor:
+def pack(tensors: list[Tensor]) -> Tensor:
     """The bytes of all tensors in one, each begun at a multiple of ``ALIGNMENT``."""
     parts = []
     for tensor in tensors:
@@ -125,7 +125,7 @@ def packed(tensors: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def unpacked(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
+def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     """The inverse of ``packed``: views of its bytes in the shapes and dtypes of the tensors given."""
     found, at = [], 0
     for tensor in like:
@@ -134,13 +134,13 @@ def unpacked(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def joined(capture: Capture, parts: list[Reduced]) -> Reduced:
+def join_parts(capture: Capture, parts: list[ReducedTensor]) -> ReducedTensor:
     """A request's rows from several forwards as those of one; what is the same for all rows is there once."""
     if len(parts) == 1 or capture.leaf.row_axis is None:
         return parts[0]
     values = torch.cat([part.values for part in parts], dim=capture.rows_axis)
     scales = [scale for part in parts if (scale := part.scale) is not None]
-    return Reduced(values, torch.cat(scales) if scales else None)
+    return ReducedTensor(values, torch.cat(scales) if scales else None)
 
 
 def _is_exact(capture: Capture) -> bool:
@@ -153,10 +153,10 @@ def _by_row(capture: Capture) -> bool:
     return capture.leaf.row_axis is not None and not capture.leaf.mixed
 
 
-def _cut(reduced: Reduced, capture: Capture, span: Span, share: Share) -> Reduced:
+def _cut(reduced: ReducedTensor, capture: Capture, span: Span, share: RequestSlice) -> ReducedTensor:
     if not _by_row(capture) or span == (share.start, share.stop):
         return reduced
-    each = 1 if capture.reduction.is_by_row else capture.kept.per_row
+    each = 1 if capture.reduction.is_by_row else capture.unpadded.entries_per_row
     start, length = (share.start - span[0]) * each, (share.stop - share.start) * each
     values = reduced.values.narrow(capture.rows_axis, start, length).contiguous()
     scale = reduced.scale.narrow(0, start, length) if reduced.scale is not None else None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from layertap.models.catalog import Catalog
-from layertap.models.errors import Fault, RequestError, quoted
+from layertap.models.errors import Fault, RequestError, escape
 from layertap.models.plan import Capture, Plan
-from layertap.models.points import HookPoint, Reduction, path_text
+from layertap.models.points import HookPoint, Reduction, format_path
 
 TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
 MAX_SEARCH = 16  # forwards to find out which layer it was
@@ -26,21 +26,23 @@ Again = Callable[[Values], Values]  # a whole forward with values in place of it
 
 def check_possible(plan: Plan, catalog: Catalog) -> None:
     """RequestError where there is nothing to put back or nothing to compare."""
-    if plan.edits or plan.goal is not None:
-        raise refusal("'verify' is not offered beside interventions or gradients", "ask for it without them")
+    if plan.resolved_interventions or plan.objective is not None:
+        raise not_verified_error("'verify' is not offered beside interventions or gradients", "ask for it without them")
     if not any(capture.point.site == "output" for capture in plan.captures):
-        raise refusal("'verify' puts outputs back, and no layer's output is asked for", "ask for one, or leave it out")
+        raise not_verified_error(
+            "'verify' puts outputs back, and no layer's output is asked for", "ask for one, or leave it out"
+        )
     if not _output(catalog):
-        raise refusal("this model's output holds no tensor to compare", "leave 'verify' out")
+        raise not_verified_error("this model's output holds no tensor to compare", "leave 'verify' out")
 
 
-def wanted(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
+def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
     """What a forward must take beside the plan's own captures: each output as it is, and the model's own."""
     raw = {Capture(each.point, each.leaf, Reduction()) for each in plan.captures if each.point.site == "output"}
     return frozenset(raw) | _output(catalog)
 
 
-def check(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> None:
+def check_outputs(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> None:
     """RequestError where outputs that a forward gave, put back in another, do not give the model's output again.
 
     ``taken`` holds what is ``wanted``, for all rows.
@@ -52,21 +54,23 @@ def check(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> None:
     if found is None:
         return
     if _difference(output, again({})) is not None:
-        raise refusal(
+        raise not_verified_error(
             "not verified: this model's output differs from one forward to the next", "leave 'verify' out of it"
         )
     for point, value in list(taken.items())[:MAX_SEARCH]:
         alone = _difference(output | {point: value}, again({point: value}))
         if alone is not None:
-            name = quoted(f"{point.layer}#{point.call}{path_text(point.path)}")
-            raise refusal(
+            name = escape(f"{point.layer}#{point.call}{format_path(point.path)}")
+            raise not_verified_error(
                 f"not verified: with what left {name} put back in its place a forward differs by {alone:.1e}",
                 "something may write to this output later under another name: ask for a layer after it",
             )
-    raise refusal(f"not verified: with all layers put back a forward differs by {found:.1e}", "ask for fewer layers")
+    raise not_verified_error(
+        f"not verified: with all layers put back a forward differs by {found:.1e}", "ask for fewer layers"
+    )
 
 
-def refusal(detail: str, hint: str) -> RequestError:
+def not_verified_error(detail: str, hint: str) -> RequestError:
     """What is said where a request is not verified."""
     return RequestError(detail, hint=hint, faults=(Fault(detail, hint, "/verify"),))
 
@@ -74,7 +78,7 @@ def refusal(detail: str, hint: str) -> RequestError:
 def _output(catalog: Catalog) -> frozenset[Capture]:
     return frozenset(
         Capture(HookPoint(".", 0, leaf.path, "output"), leaf, Reduction())
-        for leaf in catalog.layers["."].calls[0].output.leaves
+        for leaf in catalog.layers["."].calls[0].output.tensors
         if not leaf.dtype.startswith("complex")
     )
 

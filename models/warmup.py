@@ -31,15 +31,17 @@ LEAST_S = 0.005  # a quicker forward has too little to share out
 WORTH = 1.15  # all threads must be that much quicker than one, or one does
 
 
-def measure(forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool, most: int) -> Costs:
+def measure_costs(
+    forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool, most: int
+) -> Costs:
     """What a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
 
     Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
     one with so many threads as there may be at ``most``, in turn. Of each the quickest counts: whatever disturbs a
     machine only adds.
     """
-    with torch.no_grad(), threads(1):
-        memory = peak_bytes(forward, row, module, device)
+    with torch.no_grad(), use_threads(1):
+        memory = measure_peak_bytes(forward, row, module, device)
         one = _seconds(forward, row, device)
         kinds = {"one": (row, 1)}
         if rowwise and one * SEVERAL <= PATIENCE_S:
@@ -62,7 +64,7 @@ def _quickest(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: t
         early = time.perf_counter() - begun < ENOUGH_S
         for name, (rows, count) in kinds.items():
             if early or number < fewest[name]:
-                with threads(count):
+                with use_threads(count):
                     found[name].append(_seconds(forward, rows, device))
     return {name: min(seconds) for name, seconds in found.items()}
 
@@ -73,18 +75,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or told
 
 
-def is_of_device(error: BaseException) -> bool:
+def is_device_error(error: BaseException) -> bool:
     """Whether an error says something of the device, and nothing of the model that ran there."""
     return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def use_threads(count: int) -> Iterator[None]:
     """Let operations of this thread use so many threads, and as many as before afterwards."""
     before = torch.get_num_threads()
     if count != before:
@@ -109,7 +111,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: torch.device) -> int:
+def measure_peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: torch.device) -> int:
     """The most memory that a forward's inputs and intermediate values take at one time, weights not counted."""
     batch = {name: value.clone() for name, value in rows.items()}
     own = sum(value.nbytes for value in batch.values())
@@ -164,7 +166,7 @@ def _has_storage(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def available_bytes(device: torch.device) -> int:
+def measure_available_bytes(device: torch.device) -> int:
     """Memory that is free now, on a GPU or, within what this process's group may have, on this machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -15,7 +15,7 @@ from layertap.models.hooks import ATTACH
 Run = Callable[[Mapping[str, Tensor]], object]
 
 
-class Hooked:
+class CallObserver:
     """Calls ``enter`` and ``leave`` around every call of every module while ``watch`` runs one forward."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -42,7 +42,7 @@ class Hooked:
         """A call ends."""
 
 
-class Clock(Hooked):
+class CallTimer(CallObserver):
     """Seconds since the start at which each call began and ended."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:

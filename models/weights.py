@@ -16,22 +16,22 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import is_lazy
 
-from layertap.models.errors import LoadError, of_kind, quoted
-from layertap.models.grammar import CHECKPOINT_HINT, base_name
-from layertap.models.grammar import origin as origin
+from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.grammar import CHECKPOINT_HINT, get_base_name
+from layertap.models.grammar import parse_weights as parse_weights
 
 SHOWN_KEYS = 3
 PREFIX = "module."  # of a model that several GPUs trained
 
 
-@of_kind("weights")
+@label_failures("weights")
 def read_checkpoint(path: Path | str) -> dict[str, Tensor]:
     """The tensors of a .safetensors, .pth or .pt file by name, on the CPU; code in it is never run.
 
     ``{"state_dict": …}`` and ``{"model": …}`` are unwrapped, a ``module.`` before every name is dropped.
     Raises LoadError, which names the file without its directory.
     """
-    shown = quoted(base_name(str(path)))
+    shown = escape(get_base_name(str(path)))
     read = READERS.get(Path(path).suffix.lower())
     if read is None:
         raise LoadError(f"checkpoint {shown} is of a kind that is not read", hint=CHECKPOINT_HINT)
@@ -45,7 +45,7 @@ def read_checkpoint(path: Path | str) -> dict[str, Tensor]:
     return _state(loaded, shown)
 
 
-@of_kind("weights")
+@label_failures("weights")
 def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: int = 0) -> None:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
@@ -56,7 +56,7 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: 
     try:
         _load(module, whole)
     except (RuntimeError, ValueError) as error:
-        detail = f"weights {quoted(label)} do not fit the architecture: {_differences(module, whole)}"
+        detail = f"weights {escape(label)} do not fit the architecture: {_differences(module, whole)}"
         raise LoadError(detail, hint=FIT_HINT) from error
     own, others = module.state_dict(), tuple(_loaded_otherwise(module))
     held = {
@@ -64,29 +64,29 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], label: str, bits: 
         for name, value in own.items()
         if name in whole and isinstance(value, Tensor) and not name.startswith(others)
     }
-    kept = (name for name, value in held.items() if _bits(value) >= bits and same(value, whole[name]))
+    kept = (name for name, value in held.items() if _bits(value) >= bits and has_same_values(value, whole[name]))
     wrong = sorted(held.keys() - kept)
     for name, other in _tied(held, wrong):
-        if not same(whole[name], whole[other]):
-            detail = f"the model has one tensor for {quoted(name)} and {quoted(other)}, {quoted(label)} has two"
+        if not has_same_values(whole[name], whole[other]):
+            detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
             raise LoadError(detail, hint=TIE_HINT)
-    check_equal(wrong, quoted(label))
+    check_equal(wrong, escape(label))
 
 
 def check_equal(names: list[str], shown: str) -> None:
     """LoadError where there are names of tensors that are not as the file has them."""
     if names:
-        detail = f"the model does not hold the weights of {shown}: {few([quoted(name) for name in names])}"
+        detail = f"the model does not hold the weights of {shown}: {format_names([escape(name) for name in names])}"
         raise LoadError(detail, hint="load it again")
 
 
-def same(held: Tensor, given: Tensor) -> bool:
+def has_same_values(held: Tensor, given: Tensor) -> bool:
     """Whether a tensor has exactly the values that were given for it, in its own dtype."""
     wanted = given.to(held.device, held.dtype)
     return held.shape == wanted.shape and torch.equal(*(_flat(value).view(torch.uint8) for value in (held, wanted)))
 
 
-def digest(module: nn.Module) -> str:
+def digest_weights(module: nn.Module) -> str:
     """SHA-256, in hex, of all parameters and buffers: name, dtype, shape and little-endian bytes of each, by name.
 
     Equal on every machine for equal weights, whatever device they are on and however they came there.
@@ -203,19 +203,19 @@ def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _differences(module: nn.Module, state: Mapping[str, Tensor]) -> str:
     own = module.state_dict()
     shapes = [
-        f"{quoted(name)} is {tuple(state[name].shape)}, not {tuple(own[name].shape)}"
+        f"{escape(name)} is {tuple(state[name].shape)}, not {tuple(own[name].shape)}"
         for name in own
         if name in state and state[name].shape != own[name].shape
     ]
     kinds = {
-        "missing": [quoted(name) for name in own if name not in state],
-        "unexpected": [quoted(name) for name in state if name not in own],
+        "missing": [escape(name) for name in own if name not in state],
+        "unexpected": [escape(name) for name in state if name not in own],
         "of another shape": shapes,
     }
-    return "; ".join(f"{kind}: {few(names)}" for kind, names in kinds.items() if names)
+    return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds.items() if names)
 
 
-def few(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first of many names, and how many more there are."""
     more = len(names) - SHOWN_KEYS
     return ", ".join(names[:SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")

@@ -14,11 +14,11 @@ from layertap.models.sources import python
 from layertap.service import config
 from layertap.service.config import Configuration
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.fleet import Fleet
+from layertap.service.engine.fleet import ModelManager
 from layertap.service.fetching.fetcher import Fetcher
 from layertap.service.http import docs, errors, explain, extract, health, metrics, models, openapi
 from layertap.service.http.direct import Direct
-from layertap.service.http.outermost import Outermost
+from layertap.service.http.outermost import RequestContextMiddleware
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import version
@@ -28,7 +28,7 @@ def create_app(
     settings: Settings | None = None,
     configuration: Configuration | None = None,
     fetcher: Fetcher | None = None,
-    on_settled: Callable[[Fleet], None] | None = None,
+    on_settled: Callable[[ModelManager], None] | None = None,
 ) -> FastAPI:
     """The application; its models begin to load when it starts. ConfigError where the configuration makes no sense.
 
@@ -39,8 +39,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.fleet.start()
-        report = asyncio.create_task(_report(engine.fleet, on_settled)) if on_settled else None
+        engine.manager.start()
+        report = asyncio.create_task(_report(engine.manager, on_settled)) if on_settled else None
         yield
         if report:
             report.cancel()
@@ -63,7 +63,7 @@ def create_app(
     openapi.install(app, settings.root_path)
     docs.install(app)
     app.add_middleware(Direct, routes=(*extract.router.routes, *explain.router.routes))
-    app.add_middleware(Outermost, settings=settings, metrics=engine.metrics)
+    app.add_middleware(RequestContextMiddleware, settings=settings, metrics=engine.metrics)
     return app
 
 
@@ -80,10 +80,10 @@ def create_engine(
     """
     if configuration is None:
         configuration = config.read(settings.config) if settings.config else config.embedded()
-    python.search((*([configuration.folder] if configuration.folder else []), Path.cwd()))
+    python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     figures = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
-    fleet = Fleet(
+    fleet = ModelManager(
         Registry(configuration.models, settings.replicas, settings.cpu_threads, plans, settings.gpu_streams),
         configuration.default,
         settings,
@@ -93,6 +93,6 @@ def create_engine(
     return Engine(fleet, fetcher or Fetcher(settings), settings, figures)
 
 
-async def _report(fleet: Fleet, on_settled: Callable[[Fleet], None]) -> None:
-    await fleet.settled()
+async def _report(fleet: ModelManager, on_settled: Callable[[ModelManager], None]) -> None:
+    await fleet.wait_until_loaded()
     on_settled(fleet)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need th
     from layertap.models.registry import Registry
     from layertap.service.config import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
-    from layertap.service.engine.job import Ask
+    from layertap.service.engine.job import ExtractRequest
     from layertap.service.features import Features
     from layertap.service.fetching.fetcher import Fetcher
     from layertap.service.inputs import ImageItem
@@ -118,7 +118,7 @@ def serve(
 
     from layertap.service import allocator
     from layertap.service.app import create_app
-    from layertap.service.http.listening import options
+    from layertap.service.http.listening import make_server_options
 
     allocator.keep_large_blocks()
     summary = terminal.Summary(notes, listeners[0].getsockname(), settings.guarded)
@@ -128,8 +128,8 @@ def serve(
     fleet = asgi.state.engine.fleet
     delay = settings.drain_delay_s
     if delay is None:
-        delay = 0.0 if terminal.interactive() else DRAIN_DELAY_S
-    chosen = uvicorn.Config(asgi, **options(settings))
+        delay = 0.0 if terminal.is_interactive() else DRAIN_DELAY_S
+    chosen = uvicorn.Config(asgi, **make_server_options(settings))
     process.Server(chosen, lambda: fleet.alive, fleet.hurry, fleet.leave, delay).work(listeners)
 
 
@@ -144,7 +144,7 @@ def check(config: Config = None) -> None:
     from layertap.service import terminal
     from layertap.service.app import create_engine
 
-    registry = create_engine(settings, configuration, fetcher, warm=False).fleet.registry
+    registry = create_engine(settings, configuration, fetcher, warm=False).manager.registry
     left = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
     failed = False
     for spec in [entry.spec for entry in registry if entry.spec.name not in left]:
@@ -158,18 +158,18 @@ def check(config: Config = None) -> None:
         registry.unload(name)
     if left:
         state = "not loaded, for weights would be downloaded"
-        out.print(f"{terminal.listed(left, 'models')}: {state}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{terminal.format_list(left, 'models')}: {state}", markup=False, highlight=False, soft_wrap=True)
     if failed:
         raise typer.Exit(2)
 
 
 def _tried(registry: Registry, name: str) -> str:
     """What a model is once it is loaded; LayertapError where it can't be, or a warm plan names what is not there."""
-    from layertap.models.warm.ready import plan_of
+    from layertap.models.warm.ready import make_warm_plan
 
     model = registry.load(name)
     for warm in model.spec.warm:
-        plan_of(model, warm)
+        make_warm_plan(model, warm)
     return f"ready on {model.device}, {model.spec.precision}, {len(model.catalog.layers)} layers"
 
 
@@ -178,9 +178,9 @@ def models(config: Config = None) -> None:
     """List the configured models."""
     engine = _engine(config)
     table = Table("model", "source", "weights", "device", "dtype", "load")
-    for entry in engine.fleet.registry:
+    for entry in engine.manager.registry:
         spec = entry.spec
-        name = f"{spec.name} (default)" if spec.name == engine.fleet.default else spec.name
+        name = f"{spec.name} (default)" if spec.name == engine.manager.default else spec.name
         table.add_row(name, spec.shown_source, Path(spec.weights).name, spec.device, spec.dtype, spec.load)
     out.print(table)
 
@@ -188,13 +188,13 @@ def models(config: Config = None) -> None:
 @app.command()
 def layers(model: Annotated[str, typer.Argument(help="Model name.")], config: Config = None) -> None:
     """Show a model's layers as a tree, with the shapes that one row has."""
-    from layertap.models.tree import tree
+    from layertap.models.tree import format_tree
 
     engine = _engine(config)
-    loaded = engine.fleet.registry
+    loaded = engine.manager.registry
     with _loading(model):
         found = loaded.load(model)
-    text = tree(model, found.catalog.layers.values())
+    text = format_tree(model, found.catalog.layers.values())
     out.print(text, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
@@ -203,10 +203,10 @@ def plan(config: Config = None) -> None:
     """Compile the warm plans of all configured models now, so that a server finds them; minutes for each new one."""
     engine = _engine(config, warm=True)
     table = Table("model", "layers", "answered by", "ms a row", "with hooks")
-    for entry in engine.fleet.registry:
+    for entry in engine.manager.registry:
         if entry.spec.warm:
             with _loading(entry.spec.name, "compiling"):
-                model = engine.fleet.registry.load(entry.spec.name)
+                model = engine.manager.registry.load(entry.spec.name)
             for warm, made in zip(entry.spec.warm, model.compiled, strict=True):
                 costs = made.costs if made else model.catalog.costs
                 figures = (f"{each.seconds(1) * 1000:.1f}" for each in (costs, model.catalog.costs))
@@ -280,12 +280,12 @@ def _engine(config: Path | None, *, warm: bool = False) -> Engine:
 
 
 def _selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
-    from layertap.models.selectors import parse
+    from layertap.models.selectors import parse_selector
 
     if pool not in POOLS.split(", "):
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
     reduction = Reduction(pool=pool, normalize=normalize)  # type: ignore[arg-type]  # checked above
-    return tuple(replace(parse(name), reduction=reduction) for name in layers.split(",") if name)
+    return tuple(replace(parse_selector(name), reduction=reduction) for name in layers.split(",") if name)
 
 
 async def _extract(
@@ -296,9 +296,9 @@ async def _extract(
     reserved: frozenset[str],
 ) -> Features:
     """All pictures that can be read, a batch at a time, with a bar where it takes long; the others are named."""
-    from layertap.service.engine.job import Ask
-    from layertap.service.engine.rows import picture_steps
-    from layertap.service.features import joined
+    from layertap.service.engine.job import ExtractRequest
+    from layertap.service.engine.rows import get_preprocessing
+    from layertap.service.features import join_features
     from layertap.service.wire import check_names
 
     def fits(plan: Plan, rows: int) -> None:
@@ -311,13 +311,13 @@ async def _extract(
     left_out: list[Fault] = []
     try:
         with _waiting("loading the model"):
-            picture_steps(await engine.fleet.model(model, float("inf")))
+            get_preprocessing(await engine.manager.get_model(model, float("inf")))
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
             bar = progress.add_task("extracting", total=len(images))
             for at in range(0, len(images), size):
                 places = range(at, min(at + size, len(images)))
                 items, faults = _read(images, places)
-                ask = Ask(
+                ask = ExtractRequest(
                     model,
                     items,
                     selectors,
@@ -336,7 +336,7 @@ async def _extract(
         await engine.close()
     if not parts:
         raise LayertapError("nothing could be extracted")
-    whole = replace(joined(parts), errors=tuple(left_out))
+    whole = replace(join_features(parts), errors=tuple(left_out))
     return replace(whole, files=tuple(_shown(path) for at, path in enumerate(images) if at not in whole.skipped))
 
 
@@ -354,7 +354,7 @@ def _read(images: Sequence[Path], places: Iterable[int]) -> tuple[tuple[tuple[in
 
 
 async def _batch(
-    engine: Engine, ask: Ask, fits: SizeCheck, first: Features | None
+    engine: Engine, ask: ExtractRequest, fits: SizeCheck, first: Features | None
 ) -> tuple[Features | None, tuple[Fault, ...]]:
     """The features of a batch, None where not one of its pictures can be used, and the faults of those that can't."""
     if not ask.items:

@@ -79,9 +79,9 @@ def load(path: Path) -> Configuration:
 def embedded() -> Configuration:
     """Without a file: the embedded ``digits``, and torchvision's classifiers, loaded when first asked for."""
     from layertap.models.digits import spec
-    from layertap.models.sources import listed_architectures
+    from layertap.models.sources import list_default_architectures
 
-    listed = (ModelSpec(name=arch, source=f"torchvision:{arch}", load="lazy") for arch in listed_architectures())
+    listed = (ModelSpec(name=arch, source=f"torchvision:{arch}", load="lazy") for arch in list_default_architectures())
     return Configuration((spec(), *listed), "digits")
 
 

@@ -96,15 +96,15 @@ class Features:
     @property
     def skipped(self) -> tuple[int, ...]:
         """The places in the request of the inputs that were left out."""
-        return skipped(self.errors)
+        return list_skipped(self.errors)
 
 
-def skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
+def list_skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
     """The places in a request of the inputs that faults are of."""
     return tuple(sorted({fault.input for fault in faults if fault.input is not None}))
 
 
-def joined(parts: Sequence[Features]) -> Features:
+def join_features(parts: Sequence[Features]) -> Features:
     """The features of several requests for the same layers of one model as those of one, rows in order."""
     first = parts[0]
     if len(parts) == 1:

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layertap.service.terms import Why
+from layertap.service.terms import BatchReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
@@ -67,7 +67,9 @@ class Metrics:
             if milliseconds is not None:
                 observed.observe(milliseconds / 1000)
 
-    def batch(self, model: str, rows: int, ceiling: int, requests: int, depth: float, seconds: float, why: Why) -> None:
+    def batch(
+        self, model: str, rows: int, ceiling: int, requests: int, depth: float, seconds: float, why: BatchReason
+    ) -> None:
         """A batch that has ended: its rows, the most that it might have had (at least 1), how many requests'.
 
         ``depth`` is the share of the model's cost before it stopped, 0 to 1; ``why`` tells why just these requests
@@ -210,7 +212,7 @@ class _Route:
 
 @dataclass(frozen=True)
 class _Model:
-    batches: dict[Why, Counter]
+    batches: dict[BatchReason, Counter]
     rows: Histogram
     fill: Histogram
     requests: Histogram
@@ -225,7 +227,7 @@ class _Model:
     @classmethod
     def of(cls, families: _Families, model: str) -> _Model:
         return cls(
-            batches={why: families.batches.labels(model, why) for why in get_args(Why)},
+            batches={why: families.batches.labels(model, why) for why in get_args(BatchReason)},
             rows=families.batch_rows.labels(model),
             fill=families.batch_fill.labels(model),
             requests=families.batch_requests.labels(model),

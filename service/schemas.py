@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, near, quoted
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, escape, suggest
 from layertap.models.points import (
     STATS,
     Embedding,
@@ -27,10 +27,10 @@ from layertap.models.points import (
     ReplyDType,
     Selector,
     Stat,
-    Values,
+    TensorData,
 )
-from layertap.models.selectors import MAX_TEXT, parse, parse_path, parse_site
-from layertap.service.inputs import ArraysItem, Given, ImageItem, TextItem, TokensItem, UrlItem
+from layertap.models.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
+from layertap.service.inputs import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor, require_finite
 from layertap.service.terms import Priority
 
@@ -132,7 +132,7 @@ class InputBody(_Strict):
     text: str | None = Field(None, examples=["a cat sat on the mat"])
     tokens: Tokens = None
 
-    def item(self) -> Given:
+    def item(self) -> InputItem:
         """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""
         kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens)
         if sum(given is not None for given in kinds) != 1:
@@ -158,7 +158,7 @@ def _named(name: str, body: TensorBody) -> Array:
     try:
         return _array(body)
     except InputError as error:
-        raise InputError(f"tensor {quoted(name)}: {error.detail}", hint=error.hint) from None
+        raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from None
 
 
 class PlaceBody(_Strict):
@@ -174,7 +174,7 @@ class PlaceBody(_Strict):
         """The selector, with nothing said of what is done there; SelectorError where it makes no sense."""
         if self.layer is None and self.type is None:
             raise SelectorError("an entry needs 'layer' or 'type'")
-        parsed = parse(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
+        parsed = parse_selector(self.layer) if self.layer is not None else Selector(text="*", pattern="*")
         return replace(
             parsed,
             call=self._one("call", parsed.call, self.call),
@@ -285,13 +285,13 @@ class ObjectiveBody(_Strict):
             self.kind,
             self.klass,
             tuple(self.target) if self.target is not None else None,
-            parse(self.layer) if self.layer is not None else None,
+            parse_selector(self.layer) if self.layer is not None else None,
             self.channel,
         )
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LayerRequest:
     """What a body asks of a model's layers: which are wanted, what is changed, the objective, where forwards begin.
 
     ``verify``: outputs are put back in a second forward. ``embedding`` is wanted where no layers are.
@@ -317,9 +317,9 @@ class RequestBody(_Strict):
     priority: Priority = "interactive"
 
     @cached_property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> LayerRequest:
         """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
-        return Wanted((), (), self._goal(), None, verify=False)
+        return LayerRequest((), (), self._goal(), None, verify=False)
 
     def _goal(self) -> Objective | None:
         return _at("/objective", lambda: self.objective.objective() if self.objective is not None else None)
@@ -338,13 +338,13 @@ class ExtractBody(RequestBody):
     resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
 
     @cached_property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> LayerRequest:
         """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
-        return Wanted(
+        return LayerRequest(
             tuple(_good(self.layers, "layers", lambda each: each.selector(self.pool, self.normalize, self.dtype))),
             tuple(_good(self.interventions, "interventions", InterventionBody.intervention)),
             self._goal(),
-            _at("/resume", lambda: parse(self.resume) if self.resume is not None else None),
+            _at("/resume", lambda: parse_selector(self.resume) if self.resume is not None else None),
             self.verify,
             None if self.layers else self._embedding(),
         )
@@ -362,7 +362,7 @@ class ExplainBody(RequestBody):
 
     def explanation(self) -> Explanation:
         """What is asked for; SelectorError where the layer is no selector."""
-        selector = parse(self.layer) if self.layer is not None else None
+        selector = parse_selector(self.layer) if self.layer is not None else None
         return Explanation(self.method, selector, self.discard_ratio)
 
 
@@ -392,15 +392,15 @@ def _box(sides: list[int]) -> tuple[int, int, int, int]:
     return top, left, bottom, right
 
 
-def _values(body: TensorBody) -> Values:
+def _values(body: TensorBody) -> TensorData:
     array = _array(body)
     require_finite(array)
-    return Values(tuple(body.shape), array.astype("<f4").tobytes())
+    return TensorData(tuple(body.shape), array.astype("<f4").tobytes())
 
 
-def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Given]], list[Fault]]:
+def parse_inputs(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, InputItem]], list[Fault]]:
     """The inputs with their places, and the faults of those that can't be read; RequestError for these without skip."""
-    good: list[tuple[int, Given]] = []
+    good: list[tuple[int, InputItem]] = []
     faults: list[Fault] = []
     for index, body in enumerate(inputs):
         try:
@@ -412,7 +412,7 @@ def items(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, Give
     return good, faults
 
 
-def faults_of(errors: Iterable[Any]) -> tuple[Fault, ...]:
+def convert_errors(errors: Iterable[Any]) -> tuple[Fault, ...]:
     """Pydantic's complaints as faults: where and what, never the input."""
     return tuple(Fault(_message(each), _hint(each), _pointer(each["loc"])) for each in errors)
 
@@ -421,18 +421,18 @@ def _hint(error: Any) -> str:
     loc = [part for part in error["loc"] if isinstance(part, str)]
     if error["type"] == "extra_forbidden":
         # Known elsewhere, perhaps, but refused in this place.
-        return near(tuple(get_close_matches(loc[-1][:100], sorted(KNOWN - {loc[-1]}), n=1))) if loc else ""
+        return suggest(tuple(get_close_matches(loc[-1][:100], sorted(KNOWN - {loc[-1]}), n=1))) if loc else ""
     return HINTS.get(loc[-1], "") if loc else HINTS.get("", "")
 
 
 def _message(error: Any) -> str:
     if error["type"] == "extra_forbidden":
-        return f"there is no field {quoted(str(error['loc'][-1]))}"
+        return f"there is no field {escape(str(error['loc'][-1]))}"
     return "Input should be an object" if error["type"] == "model_type" else str(error["msg"])[:200]
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:
-    parts = [quoted(str(part))[1:-1].replace("~", "~0").replace("/", "~1") for part in loc]
+    parts = [escape(str(part))[1:-1].replace("~", "~0").replace("/", "~1") for part in loc]
     return "".join(f"/{part}" for part in parts)[:200]
 
 

@@ -21,8 +21,8 @@ from layertap.service.version import version
 
 if TYPE_CHECKING:  # what is told first is told before torch is imported
     from layertap.models.loaded import LoadedModel
-    from layertap.models.registry import Entry
-    from layertap.service.engine.fleet import Fleet
+    from layertap.models.registry import ModelEntry
+    from layertap.service.engine.fleet import ModelManager
 
 MOST_NAMES = 3
 COLOURS = {"ready": "green", "failed": "red"}
@@ -33,7 +33,7 @@ DIGIT = (
 )
 
 
-def interactive() -> bool:
+def is_interactive() -> bool:
     """Whether a person sits before this process."""
     return any(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
@@ -48,13 +48,13 @@ def tell_start(console: Console, configuration: Configuration | None) -> None:
     startup, lazy = ["digits"], "torchvision's classifiers"
     if configuration is not None:
         startup = [spec.name for spec in configuration.models if spec.load == "startup"]
-        lazy = listed([spec.name for spec in configuration.models if spec.load == "lazy"], "models")
-    what = ", then ".join(filter(None, ["torch", listed(startup, "models")]))
+        lazy = format_list([spec.name for spec in configuration.models if spec.load == "lazy"], "models")
+    what = ", then ".join(filter(None, ["torch", format_list(startup, "models")]))
     later = f" ({lazy} when first asked for)" if lazy else ""
     _tell(console, f"[bold]layertap {version()}[/] is loading {escape(what + later)}")
 
 
-def listed(names: Sequence[str], noun: str) -> str:
+def format_list(names: Sequence[str], noun: str) -> str:
     """A few names, or how many there are."""
     return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} {noun}"
 
@@ -67,10 +67,10 @@ class Summary:
     address: Address
     guarded: bool
 
-    def tell(self, fleet: Fleet) -> None:
+    def tell(self, fleet: ModelManager) -> None:
         """Say where the server is, what it has, and what to try."""
         place = url(self.address)
-        state = "is ready" if fleet.ready and not fleet.failures else "is not ready"
+        state = "is ready" if fleet.ready and not fleet.load_failures else "is not ready"
         rows = [
             ("models", [*_models(fleet)]),
             ("keys", [self._keys()]),
@@ -96,7 +96,7 @@ class Summary:
             return "needed; for the line below put one of yours into [bold]KEY[/]"
         return "not needed: only this machine can connect"
 
-    def _trial(self, fleet: Fleet) -> list[str]:
+    def _trial(self, fleet: ModelManager) -> list[str]:
         key = '-H "X-API-Key: $KEY" ' if self.guarded else ""
         body = _body(fleet)
         if body is None:
@@ -106,7 +106,7 @@ class Summary:
         return [_shown(f"{curl} | head -c 300; echo")]
 
 
-def _models(fleet: Fleet) -> Iterable[str]:
+def _models(fleet: ModelManager) -> Iterable[str]:
     entries = list(fleet.registry)
     shown = [entry for entry in entries if entry.state != "available"]
     width = max((len(entry.spec.name) for entry in shown), default=0)
@@ -114,17 +114,17 @@ def _models(fleet: Fleet) -> Iterable[str]:
         yield f"{entry.spec.name:<{width}}  {_state(entry, entry.spec.name == fleet.default)}"
     rest = [entry.spec.name for entry in entries if entry.state == "available"]
     if rest:
-        yield f"{_shown(listed(rest, 'more'))} when first asked for: see GET /models"
+        yield f"{_shown(format_list(rest, 'more'))} when first asked for: see GET /models"
 
 
-def _state(entry: Entry, default: bool) -> str:
+def _state(entry: ModelEntry, default: bool) -> str:
     colour = COLOURS.get(entry.state, "yellow")
     facts = [str(entry.model.device)] if entry.model else [entry.reason] if entry.reason else []
     facts += ["the default"] if default else []
     return f"[{colour}]{entry.state}[/]  {_shown(', '.join(facts))}"
 
 
-def _body(fleet: Fleet) -> str | None:
+def _body(fleet: ModelManager) -> str | None:
     """A request that the default model answers, or another one that is there; None where there is none."""
     models = [entry.model for entry in fleet.registry if entry.model is not None]
     models.sort(key=lambda model: model.spec.name != fleet.default)

@@ -5,4 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 Priority = Literal["interactive", "bulk"]
-Why = Literal["isolated", "single", "same_depth", "sharing_pays", "sharing_costs"]  # why a batch has just these rows
+BatchReason = Literal[
+    "isolated", "single", "same_depth", "sharing_pays", "sharing_costs"
+]  # why a batch has just these rows

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from layertap.models.loaded import LoadedModel, load
+from layertap.models.loaded import LoadedModel, load_model
 from layertap.models.spec import ModelSpec, WarmSpec
 from tests.nets import INPUTS
 
@@ -61,7 +61,7 @@ def load_net(kept: list[LoadedModel]) -> Loader:
     """Loads a module of ``tests.nets`` by its name; fields of its configuration may be given."""
 
     def loaded(factory: str, **fields: object) -> LoadedModel:
-        kept.append(load(net_spec(factory, **fields)))
+        kept.append(load_model(net_spec(factory, **fields)))
         return kept[-1]
 
     return loaded

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.serving.plain import SEED, arguments, read, seeded
 from layertap.models.preprocess import preprocess
-from layertap.models.sources import build
+from layertap.models.sources import build_model
 from layertap.models.spec import ModelSpec
 from layertap.service.allocator import keep_large_blocks
 from layertap.service.inputs.images import decode_image
@@ -51,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         pictures = read(chosen.pictures, Path(folder))
-    how = build(ModelSpec(chosen.model, f"torchvision:{chosen.model}", weights=f"random:{SEED}")).preprocess
+    how = build_model(ModelSpec(chosen.model, f"torchvision:{chosen.model}", weights=f"random:{SEED}")).preprocess
     forward = seeded(chosen.model)
     for layer in chosen.layers:
         forward.get_submodule(layer).register_forward_hook(lambda module, inputs, output: keep(output.clone()))

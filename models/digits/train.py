@@ -23,7 +23,7 @@ from torch.nn import functional
 from layertap.models.digits import PREPROCESS, WEIGHTS
 from layertap.models.digits.architecture import digits
 from layertap.models.preprocess import preprocess
-from layertap.models.weights import digest
+from layertap.models.weights import digest_weights
 
 SEED = 0
 EPOCHS = 30
@@ -119,7 +119,7 @@ def main() -> None:
         "Training pictures": f"{len(training.labels):,}",
         "Held-out pictures": f"{count:,}",
         "Held-out accuracy": f"{hits / count:.4f} ({hits} of {count})",
-        "Weights digest": f"`{digest(model)}`",
+        "Weights digest": f"`{digest_weights(model)}`",
     }
     write_card(figures)
     sys.stdout.write(f"held-out accuracy {figures['Held-out accuracy']}\n")

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from layertap.models.errors import LoadError, of_kind, quoted
-from layertap.models.grammar import unknown_source
-from layertap.models.preprocess import output_size
+from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.grammar import unknown_source_error
+from layertap.models.preprocess import compute_output_size
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.text import Text
+from layertap.models.text import TextSpec
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A module with its weights in, and what is known about it.
 
     ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
@@ -32,32 +32,32 @@ class Built:
     prefix_tokens: int
     weights: str
     settings: str = ""
-    text: Text | None = None
+    text: TextSpec | None = None
 
 
-@of_kind("source")
-def build(spec: ModelSpec) -> Built:
+@label_failures("source")
+def build_model(spec: ModelSpec) -> BuiltModel:
     """The module that a configuration's entry describes, with its weights.
 
     Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
     """
     kind, _, ident = spec.source.partition(":")
     if not ident or kind not in SOURCES:
-        raise unknown_source(kind, ident)
-    built = _configured(SOURCES[kind](ident, spec), spec)
+        raise unknown_source_error(kind, ident)
+    built = _apply_configuration(SOURCES[kind](ident, spec), spec)
     built.module.cpu().eval().requires_grad_(False)
     return built
 
 
-def listed_architectures() -> list[str]:
+def list_default_architectures() -> list[str]:
     """The image classification architectures of torchvision, sorted: what the default configuration lists."""
     from layertap.models.sources import torchvision
 
-    return torchvision.classifiers()
+    return torchvision.list_classifiers()
 
 
 @contextmanager
-def building(what: str, told: str = "") -> Iterator[None]:
+def wrap_build_errors(what: str, told: str = "") -> Iterator[None]:
     """Call a third party's builder inside: whatever it raises becomes a LoadError without its words, and with ours."""
     try:
         yield
@@ -68,7 +68,7 @@ def building(what: str, told: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def downloading(weights: str, what: str) -> Iterator[None]:
+def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
     """Fetch weights inside: whatever goes wrong becomes a LoadError that says what to do instead."""
     try:
         yield
@@ -76,11 +76,11 @@ def downloading(weights: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         fault = "downloaded" if _is_network(error) else "loaded"
-        detail = f"weights {quoted(weights)} of {what} could not be {fault} ({type(error).__name__})"
+        detail = f"weights {escape(weights)} of {what} could not be {fault} ({type(error).__name__})"
         raise LoadError(detail, hint=WEIGHTS_HINT) from error
 
 
-def _configured(built: Built, spec: ModelSpec) -> Built:
+def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
     """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
     if spec.inputs is not None:
         built = replace(built, inputs=spec.inputs)
@@ -88,18 +88,18 @@ def _configured(built: Built, spec: ModelSpec) -> Built:
         return built
     if spec.preprocess == "none":
         return replace(built, preprocess=None)
-    return _preprocessed(built, spec.preprocess, fixed=spec.inputs is not None)
+    return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
 
 
-def _preprocessed(built: Built, wanted: PreprocessSpec, *, fixed: bool) -> Built:
-    first, size = built.inputs[0], output_size(wanted)
+def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
+    first, size = built.inputs[0], compute_output_size(wanted)
     if len(first.shape) != 3:
-        detail = f"preprocess makes images, and input {quoted(first.name)} takes {len(first.shape)} axes an item"
+        detail = f"preprocess makes images, and input {escape(first.name)} takes {len(first.shape)} axes an item"
         raise LoadError(detail, hint="type preprocess: none, and send tensors")
     if size is None or first.shape[1:] == size:
         return replace(built, preprocess=wanted)
     if fixed:
-        detail = f"preprocess makes images of {size}, and input {quoted(first.name)} is {first.shape}"
+        detail = f"preprocess makes images of {size}, and input {escape(first.name)} is {first.shape}"
         raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
     follows = replace(first, shape=(first.shape[0], *size))
     return replace(built, preprocess=wanted, inputs=(follows, *built.inputs[1:]))
@@ -110,25 +110,25 @@ def _is_network(error: Exception) -> bool:
     return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
 
 
-def _torchvision(ident: str, spec: ModelSpec) -> Built:
+def _torchvision(ident: str, spec: ModelSpec) -> BuiltModel:
     from layertap.models.sources import torchvision
 
     return torchvision.build(ident, spec)
 
 
-def _timm(ident: str, spec: ModelSpec) -> Built:
+def _timm(ident: str, spec: ModelSpec) -> BuiltModel:
     from layertap.models.sources import timm
 
     return timm.build(ident, spec)
 
 
-def _transformers(ident: str, spec: ModelSpec) -> Built:
+def _transformers(ident: str, spec: ModelSpec) -> BuiltModel:
     from layertap.models.sources import transformers
 
     return transformers.build(ident, spec)
 
 
-def _python(ident: str, spec: ModelSpec) -> Built:
+def _python(ident: str, spec: ModelSpec) -> BuiltModel:
     from layertap.models.sources import python
 
     return python.build(ident, spec)
@@ -136,7 +136,7 @@ def _python(ident: str, spec: ModelSpec) -> Built:
 
 BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
-SOURCES: dict[str, Callable[[str, ModelSpec], Built]] = {
+SOURCES: dict[str, Callable[[str, ModelSpec], BuiltModel]] = {
     "torchvision": _torchvision,
     "timm": _timm,
     "transformers": _transformers,

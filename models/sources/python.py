@@ -11,15 +11,15 @@ from pathlib import Path
 
 from torch import nn
 
-from layertap.models.construction import seeded
-from layertap.models.errors import IN_THE_LOG, LoadError, near, of_kind, quoted
-from layertap.models.grammar import KINDS, origin, parse_factory
-from layertap.models.sources import Built, building, switches
+from layertap.models.construction import isolate_construction
+from layertap.models.errors import IN_THE_LOG, LoadError, escape, label_failures, suggest
+from layertap.models.grammar import KINDS, parse_factory, parse_weights
+from layertap.models.sources import BuiltModel, switches, wrap_build_errors
 from layertap.models.spec import ModelSpec
 from layertap.models.weights import load_into, read_checkpoint
 
 
-def build(ident: str, spec: ModelSpec) -> Built:
+def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """What ``factory()`` returns; DEFAULT leaves the weights as it made them, and ``inputs`` must be configured.
 
     An attribute ``num_prefix_tokens`` of the module, where there is one, says how many tokens stand before the patches.
@@ -29,14 +29,14 @@ def build(ident: str, spec: ModelSpec) -> Built:
         raise LoadError(
             "source python: can't tell what the model takes", hint="add inputs: name, shape and dtype of each"
         )
-    weights = origin(spec.weights)
+    weights = parse_weights(spec.weights)
     if weights.label != "DEFAULT" and weights.seed is None and weights.path is None:
-        raise LoadError(f"a python: factory has no weights named {quoted(weights.label)}", hint=WEIGHTS_HINT)
+        raise LoadError(f"a python: factory has no weights named {escape(weights.label)}", hint=WEIGHTS_HINT)
     state = read_checkpoint(weights.path) if weights.path else None
-    module = _made(ident, weights.seed)
+    module = _call_factory(ident, weights.seed)
     if state is not None:
         load_into(module, state, weights.label)
-    return Built(
+    return BuiltModel(
         module=module,
         inputs=spec.inputs,
         preprocess=None,
@@ -46,12 +46,12 @@ def build(ident: str, spec: ModelSpec) -> Built:
     )
 
 
-def search(folders: Iterable[Path | str]) -> None:
+def add_search_folders(folders: Iterable[Path | str]) -> None:
     """Have factories found in these folders too, the first of them first, in this process."""
     _FINDER.folders = list(dict.fromkeys((*map(str, folders), *_FINDER.folders)))
 
 
-def search_folders() -> list[str]:
+def list_search_folders() -> list[str]:
     """The folders in which factories are found."""
     return list(_FINDER.folders)
 
@@ -90,18 +90,22 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _made(ident: str, seed: int | None) -> nn.Module:
+def _call_factory(ident: str, seed: int | None) -> nn.Module:
     name, factory = parse_factory(ident)
-    shown = f"the factory {quoted(f'{name}:{factory}')}"
-    with of_kind("code"), building(shown, f": its own code raised this; {IN_THE_LOG}"), seeded(seed):
+    shown = f"the factory {escape(f'{name}:{factory}')}"
+    with (
+        label_failures("code"),
+        wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"),
+        isolate_construction(seed),
+    ):
         switches.isolate_when_imported()
         module = _factory(name, factory)()
     if not isinstance(module, nn.Module):
-        raise LoadError(f"{shown} returned {quoted(type(module).__name__)}, not a torch.nn.Module")
+        raise LoadError(f"{shown} returned {escape(type(module).__name__)}, not a torch.nn.Module")
     compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)
     if compiled is not None:
         raise LoadError(
-            f"{shown} returned a model whose part {quoted(compiled)} is compiled: hooks on what is in it would not run",
+            f"{shown} returned a model whose part {escape(compiled)} is compiled: hooks on what is in it would not run",
             hint="let the factory return it without torch.compile",
         )
     return module
@@ -127,19 +131,19 @@ def _factory(name: str, factory: str) -> type[object]:
     found = getattr(loaded, factory, None)
     if not callable(found):
         matches = difflib.get_close_matches(factory, vars(loaded), n=3)
-        hint = near(tuple(f"python:{name}:{match}" for match in matches))
-        raise LoadError(f"Python module {quoted(name)} has no factory {quoted(factory)}", hint=hint)
+        hint = suggest(tuple(f"python:{name}:{match}" for match in matches))
+        raise LoadError(f"Python module {escape(name)} has no factory {escape(factory)}", hint=hint)
     return found  # type: ignore[no-any-return]
 
 
 def _missing(name: str, missing: str) -> LoadError:
     """The refusal of a module that is not there, or imports one that is not; a note says where it was looked for."""
-    detail = f"there is no Python module {quoted(missing)}"
+    detail = f"there is no Python module {escape(missing)}"
     if name != missing and not name.startswith(f"{missing}."):
-        detail = f"{detail}, which {quoted(name)} imports"
+        detail = f"{detail}, which {escape(name)} imports"
     package = name.partition(".")[0]
     if _FINDER.hides(package):
-        where = f"a package {quoted(package)} that is installed comes before yours"
+        where = f"a package {escape(package)} that is installed comes before yours"
         return LoadError(f"{detail}: {where}", hint="give yours another name")
     error = LoadError(detail, hint="install it, or put it beside the configuration or into the working directory")
     error.add_note(f"looked in {', '.join(dict.fromkeys((*_FINDER.folders, *sys.path)))}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LoadError
-from layertap.models.sources import building
+from layertap.models.sources import wrap_build_errors
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 
@@ -25,11 +25,11 @@ class Tokenizer:
     digest: str
 
 
-def tokenizer_of(library: Any, folder: Path, shown: str, options: dict[str, Any]) -> Tokenizer | None:
+def load_tokenizer(library: Any, folder: Path, shown: str, options: dict[str, Any]) -> Tokenizer | None:
     """The tokenizer in a directory; None where there is none, LoadError where it can't be read or is a slow one."""
     if not any((folder / name).is_file() for name in FILES):
         return None
-    with building(f"the tokenizer of {shown}"):
+    with wrap_build_errors(f"the tokenizer of {shown}"):
         whole = library.AutoTokenizer.from_pretrained(str(folder), **options)
         if not whole.is_fast:
             raise LoadError(f"the tokenizer of {shown} is a slow one", hint="save it with its tokenizer.json")

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
 from torchvision.models.video import MViT
 
-from layertap.models.construction import seeded
-from layertap.models.errors import LoadError, near, quoted
-from layertap.models.grammar import Origin, origin, unknown_name
+from layertap.models.construction import isolate_construction
+from layertap.models.errors import LoadError, escape, suggest
+from layertap.models.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.preprocess import from_torchvision
-from layertap.models.sources import BITS, Built, building, downloading
+from layertap.models.sources import BITS, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights import load_into, read_checkpoint
 
@@ -26,7 +26,7 @@ FRAMES = 16
 State = Mapping[str, Tensor] | None
 
 
-def build(ident: str, spec: ModelSpec) -> Built:
+def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The torchvision model ``ARCH``, as ``get_model`` gives it for the same weights.
 
     Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights is
@@ -34,10 +34,10 @@ def build(ident: str, spec: ModelSpec) -> Built:
     """
     kind = _kind(ident)
     members = get_model_weights(ident).__members__
-    weights = origin(spec.weights)
+    weights = parse_weights(spec.weights)
     released = _released(ident, members, weights)
     state = _state(ident, released, weights)
-    with building(f"torchvision:{ident}"), seeded(weights.seed):
+    with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(weights.seed):
         module = get_model(ident, weights=None, **_options(ident, kind, state, released))
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     if state is not None:
@@ -45,7 +45,7 @@ def build(ident: str, spec: ModelSpec) -> Built:
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
     shape, preset = _fitted(module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms()))
-    return Built(
+    return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
         preprocess=preset,
@@ -55,7 +55,7 @@ def build(ident: str, spec: ModelSpec) -> Built:
     )
 
 
-def classifiers() -> list[str]:
+def list_classifiers() -> list[str]:
     """Architectures for image classification, sorted; those made for quantisation left out."""
     return [name for name in _offered() if _preset(name) == "ImageClassification"]
 
@@ -63,7 +63,7 @@ def classifiers() -> list[str]:
 def _kind(ident: str) -> str:
     """The class name of the architecture's preset, which says what it takes."""
     if ident not in list_models():
-        raise unknown_name("torchvision", ident, _offered())
+        raise unknown_name_error("torchvision", ident, _offered())
     if ident.startswith(QUANTIZED):
         hint = f"type torchvision:{ident.removeprefix(QUANTIZED)}"
         raise LoadError(f"torchvision:{ident} is not offered: it is made for int8 arithmetic", hint=hint)
@@ -81,7 +81,7 @@ def _preset(name: str) -> str:
     return type(get_model_weights(name).__members__["DEFAULT"].transforms()).__name__
 
 
-def _released(ident: str, members: Mapping[str, Any], weights: Origin) -> Any | None:
+def _released(ident: str, members: Mapping[str, Any], weights: WeightsSource) -> Any | None:
     """The weights that torchvision publishes and that are meant, by name or by their file's name."""
     if weights.seed is not None:
         return None
@@ -92,16 +92,16 @@ def _released(ident: str, members: Mapping[str, Any], weights: Origin) -> Any | 
     if (member := members.get(name.removeprefix(prefix))) is not None:
         return member
     names = ", ".join(members)
-    hint = near(tuple(difflib.get_close_matches(name, members, n=1))) or f"type one of {names}"
-    raise LoadError(f"torchvision:{ident} has weights {names}, and none named {quoted(name)}", hint=hint)
+    hint = suggest(tuple(difflib.get_close_matches(name, members, n=1))) or f"type one of {names}"
+    raise LoadError(f"torchvision:{ident} has weights {names}, and none named {escape(name)}", hint=hint)
 
 
-def _state(ident: str, released: Any | None, weights: Origin) -> State:
+def _state(ident: str, released: Any | None, weights: WeightsSource) -> State:
     if weights.path is not None:
         state = read_checkpoint(weights.path)
     elif released is not None:
         # The builders' own download would unpickle whatever lies in torch's cache; this one reads tensors only.
-        with downloading(weights.label, f"torchvision:{ident}"):
+        with wrap_download_errors(weights.label, f"torchvision:{ident}"):
             state = released.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
     else:
         return None

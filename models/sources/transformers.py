@@ -17,18 +17,18 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from layertap.models.construction import seeded
-from layertap.models.errors import LoadError, quoted
-from layertap.models.grammar import Origin, base_name, not_installed, origin
-from layertap.models.preprocess import from_transformers, output_size
-from layertap.models.sources import Built, building, switches
-from layertap.models.sources.tokenizer import Tokenizer, tokenizer_of
+from layertap.models.construction import isolate_construction
+from layertap.models.errors import LoadError, escape
+from layertap.models.grammar import WeightsSource, get_base_name, not_installed_error, parse_weights
+from layertap.models.preprocess import compute_output_size, from_transformers
+from layertap.models.sources import BuiltModel, switches, wrap_build_errors
+from layertap.models.sources.tokenizer import Tokenizer, load_tokenizer
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.text import Text
-from layertap.models.weights import check_equal, few, load_into, read_checkpoint, same
+from layertap.models.text import TextSpec
+from layertap.models.weights import check_equal, format_names, has_same_values, load_into, read_checkpoint
 
 
-def build(ident: str, spec: ModelSpec) -> Built:
+def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The model in the directory ``ident``: config.json, model.safetensors or its shards, tokenizer, preprocessor.
 
     Its class is the first of the configuration's ``architectures`` that transformers has, else AutoModel's. DEFAULT
@@ -36,27 +36,27 @@ def build(ident: str, spec: ModelSpec) -> Built:
     be, weights are missing or do not fit, or what the model takes can't be told from its class.
     """
     library = _library()
-    folder, shown = Path(ident), quoted(f"transformers:{base_name(ident)}")
+    folder, shown = Path(ident), escape(f"transformers:{get_base_name(ident)}")
     if not (folder / "config.json").is_file():
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
-    with building(shown):
+    with wrap_build_errors(shown):
         config = library.AutoConfig.from_pretrained(str(folder), **LOCAL)
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
-    weights = origin(spec.weights)
+    weights = parse_weights(spec.weights)
     module = _with_weights(library, folder, config, weights, shown)
     settings = _settings(config)
     _plain(module)
     tokenizer, text = None, None
     if spec.inputs is None and _takes(module) == TEXT:
-        tokenizer = tokenizer_of(library, folder, shown, LOCAL)
+        tokenizer = load_tokenizer(library, folder, shown, LOCAL)
         text = _text(module, tokenizer)
     preset = _preset(library, folder, shown) if spec.preprocess == "preset" else None
     inputs = spec.inputs or (text.inputs() if text else _inputs(module, preset, shown))
     if any(each.name == MASK for each in inputs):
         _always_masked(library, module)
-    return Built(
+    return BuiltModel(
         module=module,
         inputs=inputs,
         preprocess=preset if len(inputs) == 1 and len(inputs[0].shape) == 3 else None,
@@ -73,7 +73,7 @@ def _library() -> Any:
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
-        raise not_installed("transformers") from error
+        raise not_installed_error("transformers") from error
     logs = importlib.import_module("transformers.utils.logging")
     logs.set_verbosity_error()  # its warnings name directories
     logs.disable_progress_bar()
@@ -81,15 +81,15 @@ def _library() -> Any:
     return library
 
 
-def _with_weights(library: Any, folder: Path, config: Any, weights: Origin, shown: str) -> Any:
+def _with_weights(library: Any, folder: Path, config: Any, weights: WeightsSource, shown: str) -> Any:
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
-        raise LoadError(f"{shown} has no weights named {quoted(weights.label)}", hint=hint)
+        raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
     if named:
         return _saved(library, folder, config, shown)
     state = read_checkpoint(weights.path) if weights.path else None
-    with building(shown), seeded(weights.seed):
+    with wrap_build_errors(shown), isolate_construction(weights.seed):
         made = _class(library, config)
         module = made(config) if made else library.AutoModel.from_config(config, trust_remote_code=False)
     if state is not None:
@@ -103,15 +103,15 @@ def _saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
         raise LoadError(f"{shown} holds no model.safetensors", hint=WEIGHTS_HINT)
     made = _class(library, config) or library.AutoModel
     options = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with building(shown), seeded(None):
+    with wrap_build_errors(shown), isolate_construction(None):
         module, info = made.from_pretrained(str(folder), config=config, **options, **LOCAL)
     tied = _tied(module)
     wrong = {
-        "missing": [quoted(name) for name in sorted(info["missing_keys"]) if name not in tied],
-        "of another shape": [quoted(str(entry[0])) for entry in info["mismatched_keys"]],
-        "unreadable": [quoted(str(entry)) for entry in info["error_msgs"]],
+        "missing": [escape(name) for name in sorted(info["missing_keys"]) if name not in tied],
+        "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
+        "unreadable": [escape(str(entry)) for entry in info["error_msgs"]],
     }
-    said = "; ".join(f"{kind}: {few(names)}" for kind, names in wrong.items() if names)
+    said = "; ".join(f"{kind}: {format_names(names)}" for kind, names in wrong.items() if names)
     if said:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {said}", hint=FIT_HINT)
     _detach(module)
@@ -146,7 +146,7 @@ def _differing(module: Any, folder: Path) -> list[str]:
 def _kept(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> bool:
     """Whether a tensor has a file's values, rounded no further than to its model's dtype."""
     rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
-    return not held.is_meta and not rounded and same(held, given)
+    return not held.is_meta and not rounded and has_same_values(held, given)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -230,12 +230,12 @@ def _takes(module: Any) -> str:
     return OTHER
 
 
-def _text(module: Any, tokenizer: Tokenizer | None) -> Text:
+def _text(module: Any, tokenizer: Tokenizer | None) -> TextSpec:
     vocabulary = _vocabulary(module)
     config = module.config.get_text_config()
     pads = (tokenizer.pad if tokenizer else None, getattr(config, "pad_token_id", None))
     most = min(_positions(module, config), tokenizer.max_tokens if tokenizer else MOST_TOKENS)
-    return Text(
+    return TextSpec(
         ids=IDS,
         mask=MASK if MASK in _arguments(module) else None,
         max_tokens=most,
@@ -275,7 +275,7 @@ def _inputs(module: Any, preset: PreprocessSpec | None, shown: str) -> tuple[Inp
 def _picture(config: Any, preset: PreprocessSpec | None, shown: str) -> tuple[int, ...]:
     sizes = (getattr(config, "vision_config", None), config)
     vision = next((each for each in sizes if getattr(each, "image_size", None) is not None), None)
-    side = output_size(preset) if preset else None
+    side = compute_output_size(preset) if preset else None
     side = side or (vision.image_size if vision is not None else None)
     if isinstance(side, int):
         side = (side, side)
@@ -287,7 +287,7 @@ def _picture(config: Any, preset: PreprocessSpec | None, shown: str) -> tuple[in
 def _preset(library: Any, folder: Path, shown: str) -> PreprocessSpec | None:
     if not (folder / "preprocessor_config.json").is_file():
         return None
-    with building(f"the preprocessing of {shown}"):
+    with wrap_build_errors(f"the preprocessing of {shown}"):
         return from_transformers(library.AutoImageProcessor.from_pretrained(str(folder), **LOCAL))
 
 

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from layertap.models import devices, transfer
-from layertap.models.compiled import Compiled, Graph
-from layertap.models.dryrun import noise
+from layertap.models.compiled import CompiledPlan, Graph
+from layertap.models.dryrun import make_noise
 from layertap.models.errors import LayertapError
 from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Plan
-from layertap.models.replays import Replay, Replays
+from layertap.models.replays import CudaGraph, CudaGraphs
 from layertap.models.replica import Replica
-from layertap.models.warm.checking import check
-from layertap.models.warm.compiling import WarmError, opened
+from layertap.models.warm.checking import check_against_hooks
+from layertap.models.warm.compiling import WarmError, open_graph
 
 log = logging.getLogger("layertap")
 ROUNDS = 3  # forwards before one is captured: what is done once only, tuning and loading, must not be in it
 
 
-def with_replays(
-    model: LoadedModel, plan: Plan, graphs: Compiled, sizes: Sequence[int], paths: Mapping[str, Path]
-) -> Compiled:
+def attach_cuda_graphs(
+    model: LoadedModel, plan: Plan, graphs: CompiledPlan, sizes: Sequence[int], paths: Mapping[str, Path]
+) -> CompiledPlan:
     """Graphs with CUDA graphs for batches of so many rows, for each replica; without them where that fails.
 
     One line says why, then. ``paths`` are the compiled files, of a single row and of several.
@@ -39,11 +39,11 @@ def with_replays(
         # Runners of their own: others ask events whether earlier runs are over, which a stream that captures may not.
         # Their weights are in memory once more.
         runners = {
-            kind: opened(paths[kind], 1, model.device, single=True) for kind in {kind_of(rows) for rows in sizes}
+            kind: open_graph(paths[kind], 1, model.device, single=True) for kind in {get_kind(rows) for rows in sizes}
         }
-        found = replace(graphs, replays=captured(model, graphs, sizes, runners))
+        found = replace(graphs, cuda_graphs=capture_cuda_graphs(model, graphs, sizes, runners))
         for own in model.replicas:
-            check(model, plan, found, own, _counts(sorted(set(sizes))))
+            check_against_hooks(model, plan, found, own, _counts(sorted(set(sizes))))
     except Exception as error:  # a capture may end in anything; graphs run without it as well
         reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
         fields = {"model": model.spec.name, "reason": reason}
@@ -57,34 +57,34 @@ def _counts(sizes: Sequence[int]) -> list[int]:
     return sorted({*sizes, *(below + 1 for below in (0, *sizes[:-1]))})
 
 
-def captured(
-    model: LoadedModel, graphs: Compiled, sizes: Sequence[int], runners: Mapping[str, Graph]
-) -> dict[Replica, Replays]:
+def capture_cuda_graphs(
+    model: LoadedModel, graphs: CompiledPlan, sizes: Sequence[int], runners: Mapping[str, Graph]
+) -> dict[Replica, CudaGraphs]:
     """CUDA graphs of what runners do, of a single row and of several, for each replica; raises what a capture does."""
-    batch = noise(model.inputs, model.device, model.dtype)
+    batch = make_noise(model.inputs, model.device, model.dtype)
     found = {}
-    with devices.chosen(model.device), torch.no_grad():
+    with devices.use_device(model.device), torch.no_grad():
         for own in model.replicas:
-            pool, stream = torch.cuda.graph_pool_handle(), transfer.stream(model.device)
+            pool, stream = torch.cuda.graph_pool_handle(), transfer.create_stream(model.device)
             replays = [
-                _replay(runners[kind_of(rows)], _rows(graphs, batch, rows), pool, stream)
+                _replay(runners[get_kind(rows)], _rows(graphs, batch, rows), pool, stream)
                 for rows in sorted(set(sizes), reverse=True)  # the largest first: others then find memory in the pool
             ]
-            found[own] = Replays(replays)
+            found[own] = CudaGraphs(replays)
     return found
 
 
-def kind_of(rows: int) -> str:
+def get_kind(rows: int) -> str:
     """Which of a plan's graphs takes so many rows."""
     return "one" if rows == 1 else "several"
 
 
-def _rows(graphs: Compiled, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
+def _rows(graphs: CompiledPlan, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
     """So many rows in memory of their own, which every replay will read."""
     return tuple(torch.cat([batch[name]] * -(-rows // len(batch[name])))[:rows].clone() for name in graphs.inputs)
 
 
-def _replay(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> Replay:
+def _replay(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> CudaGraph:
     stream.wait_stream(torch.cuda.current_stream())  # what the inputs were written by
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
@@ -94,4 +94,4 @@ def _replay(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.
         # Other threads go on meanwhile, and may ask the device for memory: that must not end the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = runner.run(list(inputs))
-    return Replay(len(inputs[0]), inputs, tuple(outputs), graph, runner)
+    return CudaGraph(len(inputs[0]), inputs, tuple(outputs), graph, runner)

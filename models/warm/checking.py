@@ -7,29 +7,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from layertap.models.compiled import Compiled
-from layertap.models.dryrun import noise
+from layertap.models.compiled import CompiledPlan
+from layertap.models.dryrun import make_noise
 from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Plan
 from layertap.models.replica import Replica
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from layertap.models.warm.compiling import WarmError
 
 TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
 
 
-def check(model: LoadedModel, plan: Plan, graphs: Compiled, own: Replica, counts: Sequence[int]) -> None:
+def check_against_hooks(
+    model: LoadedModel, plan: Plan, graphs: CompiledPlan, own: Replica, counts: Sequence[int]
+) -> None:
     """WarmError where a graph gives something else than hooks, for batches of so many rows, one after the other."""
-    batch = noise(model.inputs, model.device, model.dtype)
+    batch = make_noise(model.inputs, model.device, model.dtype)
     asked = []
     for rows in counts:
         place = torch.arange(rows, rows * 2, device=model.device)  # each batch begins with another row
         part = {name: value[place % len(value)] for name, value in batch.items()}
-        asked.append((part, Share(0, rows, plan.captures)))
+        asked.append((part, RequestSlice(0, rows, plan.captures)))
     # All graphs first: what one gives must last while others run.
-    found = [model.run(own, [part], [share], compiled=graphs).of(share) for part, share in asked]
+    found = [model.run(own, [part], [share], compiled=graphs).select(share) for part, share in asked]
     for (part, share), given in zip(asked, found, strict=True):
-        wanted = model.run(own, [part], [share]).of(share)
+        wanted = model.run(own, [part], [share]).select(share)
         for capture in plan.captures:
             if not _close(given[capture].values, wanted[capture].values, TOLERANCE[model.spec.precision]):
                 raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")

@@ -33,7 +33,7 @@ class WarmError(LayertapError):
     """A graph can't be had; ``detail`` says why."""
 
 
-def folder(path: Path) -> Path:
+def open_folder(path: Path) -> Path:
     """The folder for graphs, made where it is missing; WarmError where strangers could write to it: what is there runs.
 
     A group that this process is in may write to it: volumes of Kubernetes (``fsGroup``) are shared like that.
@@ -60,7 +60,7 @@ def _exposed(found: os.stat_result) -> str:
     return ""
 
 
-def key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
+def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
     """What a graph is made of, as one digest: weights, captures, shapes, versions, and the kind of processor."""
     told = [
         *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, _processor(model.device)),
@@ -72,7 +72,7 @@ def key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def compiled(program: torch.export.ExportedProgram, path: Path) -> None:
+def compile_graph(program: torch.export.ExportedProgram, path: Path) -> None:
     """Compile a graph into a file, which is there whole or not at all; raises whatever the compiler does."""
     from torch._inductor import aoti_compile_and_package
 
@@ -81,12 +81,12 @@ def compiled(program: torch.export.ExportedProgram, path: Path) -> None:
         Path(made).replace(path)
 
 
-def opened(path: Path, runners: int, device: torch.device, single: bool = False) -> Graph:
+def open_graph(path: Path, runners: int, device: torch.device, single: bool = False) -> Graph:
     """A compiled graph on a device, which so many threads may run at once; WarmError where it does not load.
 
     ``single``: one thread only, and nothing that would keep others apart.
     """
-    library(path.parent)
+    load_runner(path.parent)
     index = -1 if device.index is None else device.index
     try:
         graph: Graph = torch.classes.layertap.Graph(str(path), runners, index, single)
@@ -95,7 +95,7 @@ def opened(path: Path, runners: int, device: torch.device, single: bool = False)
     return graph
 
 
-def library(place: Path) -> None:
+def load_runner(place: Path) -> None:
     """Load what runs graphs, compiled first where it is not there; WarmError. Once a process: it names a class."""
     with _loading:
         if not _is_loaded():
@@ -118,7 +118,7 @@ def _load(place: Path) -> None:
     torch.classes.load_library(str(path))
 
 
-def compiler() -> str:
+def find_compiler() -> str:
     """The C++ compiler; WarmError where there is none."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     if found is None:
@@ -131,7 +131,7 @@ def _build(path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place, path.name)
         command = [
-            *(compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", str(RUNNER), "-o", str(made)),
+            *(find_compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", str(RUNNER), "-o", str(made)),
             *(f"-I{root / 'include' / more}" for more in ("", "torch/csrc/api/include")),
             *(f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
         ]

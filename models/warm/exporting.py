@@ -15,13 +15,13 @@ from layertap.models.hooks import ATTACH
 from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Capture
 from layertap.models.points import Side
-from layertap.models.pooling import Reduced, reduced
-from layertap.models.structure import leaves
+from layertap.models.pooling import ReducedTensor, apply_reduction
+from layertap.models.structure import iterate_tensors
 
 LEAST = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
 
 
-def exported(model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str, Tensor]) -> ExportedProgram:
+def export_graph(model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str, Tensor]) -> ExportedProgram:
     """The graph from a batch to its reduced captures; for any number of rows, or for one where one is given.
 
     Raises whatever the export does: a model may decide by values, or do what can't be exported.
@@ -50,13 +50,13 @@ class _Tapped(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """All captures of a batch, reduced; scales behind their values."""
-        found: dict[Capture, Reduced] = {}
+        found: dict[Capture, ReducedTensor] = {}
         with ExitStack() as stack:
             for (part, side), calls in self._taps().items():
                 ATTACH[side](stack, part, partial(_take, calls, found))
             # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
             self._run(dict(zip(self._names, inputs, strict=True)), self.whole)
-        return list(flat(found[capture] for capture in self._captures))
+        return list(flatten(found[capture] for capture in self._captures))
 
     def _taps(self) -> dict[tuple[nn.Module, Side], dict[int, list[Capture]]]:
         parts = dict(self.whole.named_modules(remove_duplicate=False))
@@ -67,14 +67,16 @@ class _Tapped(nn.Module):
         return taps
 
 
-def _take(calls: Mapping[int, Sequence[Capture]], found: dict[Capture, Reduced], call: int, value: object) -> None:
-    tensors = dict(leaves(value)) if call in calls else {}
+def _take(
+    calls: Mapping[int, Sequence[Capture]], found: dict[Capture, ReducedTensor], call: int, value: object
+) -> None:
+    tensors = dict(iterate_tensors(value)) if call in calls else {}
     for capture in calls.get(call, ()):
         # A copy: what the forward writes there later is another value.
-        found[capture] = reduced(tensors[capture.point.path].clone(), capture.leaf, capture.reduction)
+        found[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.leaf, capture.reduction)
 
 
-def flat(found: Iterable[Reduced]) -> Iterator[Tensor]:
+def flatten(found: Iterable[ReducedTensor]) -> Iterator[Tensor]:
     """The tensors of reduced captures, one after the other."""
     for each in found:
         yield each.values

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from layertap.models import devices, loaded, warmup
 from layertap.models.catalog import Costs
-from layertap.models.compiled import Compiled
-from layertap.models.dryrun import noise
+from layertap.models.compiled import CompiledPlan
+from layertap.models.dryrun import make_noise
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Capture, Plan, resolve
+from layertap.models.plan import Capture, Plan, make_plan
 from layertap.models.points import Reduction
-from layertap.models.selectors import parse
-from layertap.models.sources.python import search, search_folders
+from layertap.models.selectors import parse_selector
+from layertap.models.sources.python import add_search_folders, list_search_folders
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.models.warm.capturing import with_replays
-from layertap.models.warm.checking import check
-from layertap.models.warm.compiling import WarmError, compiled, compiler, folder, key, opened
+from layertap.models.warm.capturing import attach_cuda_graphs
+from layertap.models.warm.checking import check_against_hooks
+from layertap.models.warm.compiling import WarmError, compile_graph, compute_key, find_compiler, open_folder, open_graph
 
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
@@ -38,34 +38,34 @@ TELL_S = 15.0  # between two words on a graph that takes long
 COUNTS = (1, 2, 3)  # rows of the batches that are compared
 
 
-def made_ready(model: LoadedModel, place: Path) -> LoadedModel:
+def prepare_warm_plans(model: LoadedModel, place: Path) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
     LoadError where a plan names what is not there.
     """
-    with devices.chosen(model.device):
-        return replace(model, compiled=tuple(_made_ready(model, warm, place) for warm in model.spec.warm))
+    with devices.use_device(model.device):
+        return replace(model, compiled=tuple(_prepare_warm_plan(model, warm, place) for warm in model.spec.warm))
 
 
-def _made_ready(model: LoadedModel, warm: WarmSpec, place: Path) -> Compiled | None:
+def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, place: Path) -> CompiledPlan | None:
     try:
-        plan = plan_of(model, warm)
+        plan = make_warm_plan(model, warm)
     except RequestError as error:
         raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
     if not warm.compile:
         return None
     try:
-        return _ready(model, plan, warm, folder(place))
+        return _ready(model, plan, warm, open_folder(place))
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
         reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
         log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
         return None
 
 
-def plan_of(model: LoadedModel, warm: WarmSpec) -> Plan:
+def make_warm_plan(model: LoadedModel, warm: WarmSpec) -> Plan:
     """The plan that an entry means; RequestError where there is no such layer."""
     how = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
-    return resolve([replace(parse(text), reduction=how) for text in warm.layers], model.catalog)
+    return make_plan([replace(parse_selector(text), reduction=how) for text in warm.layers], model.catalog)
 
 
 def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
@@ -76,7 +76,7 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_build_and_tell, args=(theirs, spec, place, threads, search_folders()), daemon=True
+        target=_build_and_tell, args=(theirs, spec, place, threads, list_search_folders()), daemon=True
     )
     process.start()
     theirs.close()
@@ -115,9 +115,9 @@ def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: i
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    search(folders)
+    add_search_folders(folders)
     try:
-        build(spec, place, threads, lambda number, count: theirs.send((number, count)))
+        compile_warm_plans(spec, place, threads, lambda number, count: theirs.send((number, count)))
     except LayertapError as error:
         theirs.send(error.detail)
     except Exception as error:
@@ -126,42 +126,44 @@ def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: i
         theirs.send("")
 
 
-def build(spec: ModelSpec, place: Path, threads: int, tell: Callable[[int, int], None]) -> None:
+def compile_warm_plans(spec: ModelSpec, place: Path, threads: int, tell: Callable[[int, int], None]) -> None:
     """Compile all graphs of a model that are not there yet; raises whatever an export or a compiler does.
 
     ``tell`` is called before each graph with its number and how many there are.
     """
-    model = loaded.load(spec, 1, threads)
+    model = loaded.load_model(spec, 1, threads)
     plans = []
     for warm in (warm for warm in spec.warm if warm.compile):
         with suppress(WarmError):  # of a plan that is told when its turn comes; the others are compiled
-            plans.append(_captures(model, plan_of(model, warm)))
-    paths = {(captures, kind): place / f"{key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS}
+            plans.append(_captures(model, make_warm_plan(model, warm)))
+    paths = {
+        (captures, kind): place / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
+    }
     missing = {each: path for each, path in paths.items() if not path.exists()}
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):
         tell(number, len(missing))
         _compile(model, captures, kind, path)
 
 
-def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> Compiled:
+def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> CompiledPlan:
     captures = _captures(model, plan)
-    paths = {kind: place / f"{key(model, captures, kind)}.pt2" for kind in KINDS}
+    paths = {kind: place / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
     if not all(path.exists() for path in paths.values()):
-        compiler()
+        find_compiler()
         _build_elsewhere(model.spec, place, model.threads)
-    one, several = (opened(path, len(model.replicas), model.device) for path in paths.values())
-    graphs = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
-    check(model, plan, graphs, model.replicas[0], COUNTS)
+    one, several = (open_graph(path, len(model.replicas), model.device) for path in paths.values())
+    graphs = CompiledPlan(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
+    check_against_hooks(model, plan, graphs, model.replicas[0], COUNTS)
     graphs = replace(graphs, costs=_costs(model, graphs))
-    return with_replays(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
+    return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
 def _compile(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
-    from layertap.models.warm.exporting import exported
+    from layertap.models.warm.exporting import export_graph
 
-    batch = noise(model.inputs, model.device, model.dtype)
+    batch = make_noise(model.inputs, model.device, model.dtype)
     rows = {name: value[:1] for name, value in batch.items()} if kind == "one" else batch
-    compiled(exported(model, captures, rows), path)
+    compile_graph(export_graph(model, captures, rows), path)
 
 
 def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
@@ -176,12 +178,12 @@ def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     return tuple(dict.fromkeys(result.capture for result in plan.results))
 
 
-def _costs(model: LoadedModel, graphs: Compiled) -> Costs:
+def _costs(model: LoadedModel, graphs: CompiledPlan) -> Costs:
     """What graphs take in time, measured; their memory is taken for that of the whole forward, which is no less."""
-    row = {name: value[:1] for name, value in noise(model.inputs, model.device, model.dtype).items()}
+    row = {name: value[:1] for name, value in make_noise(model.inputs, model.device, model.dtype).items()}
 
     def forward(rows: Mapping[str, Tensor]) -> object:
-        return graphs.taken(rows, len(next(iter(rows.values()))))
+        return graphs.run(rows, len(next(iter(rows.values()))))
 
-    found = warmup.measure(forward, row, model.module, model.device, True, model.threads)
+    found = warmup.measure_costs(forward, row, model.module, model.device, True, model.threads)
     return replace(found, row_bytes=model.catalog.costs.row_bytes)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 LONGEST_S = 86_400.0  # a timer takes no infinity
 
 
-async def within(deadline: float, awaited: Awaitable[T]) -> T:
+async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
     """Await until a moment on the monotonic clock; DeadlineError then."""
     try:
         async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
@@ -22,7 +22,7 @@ async def within(deadline: float, awaited: Awaitable[T]) -> T:
         raise _passed() from None
 
 
-def ending(answer: asyncio.Future[Any], deadline: float) -> asyncio.TimerHandle:
+def set_deadline(answer: asyncio.Future[Any], deadline: float) -> asyncio.TimerHandle:
     """Have a future raise DeadlineError at a moment on the monotonic clock, unless it is done or the timer cancelled.
 
     For a future that nobody else sees this is what ``within`` does, in a third of the time.

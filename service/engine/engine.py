@@ -15,38 +15,38 @@ from torch import Tensor
 
 from layertap.models import fingerprint, verification
 from layertap.models.catalog import Catalog
-from layertap.models.compiled import Compiled, graph_for
+from layertap.models.compiled import CompiledPlan, find_compiled_plan
 from layertap.models.dtypes import DTYPES
 from layertap.models.embedding import reduce_embedding
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.loaded import LoadedModel, Shapes, check_together
-from layertap.models.padding import Lengths, lengths_of
+from layertap.models.loaded import LoadedModel, Shapes, check_rows_fit
+from layertap.models.padding import TextLengths, measure_lengths
 from layertap.models.plan import Plan
-from layertap.models.resuming import Resumption, start_of
+from layertap.models.resuming import Resumption, find_start
 from layertap.models.spec import InputSpec, Preprocessed
-from layertap.service.engine.deadline import within
-from layertap.service.engine.fetching import fetched
-from layertap.service.engine.fleet import Fleet
-from layertap.service.engine.job import Ask, Job
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.fetching import fetch_inputs
+from layertap.service.engine.fleet import ModelManager
+from layertap.service.engine.job import ExtractRequest, Job
 from layertap.service.engine.limits import check_batch, check_count, check_graph, check_survey, show_shapes
-from layertap.service.engine.planning import Planned, planned, scaled
-from layertap.service.engine.policy import Lane, Work
-from layertap.service.engine.receipts import features_of
+from layertap.service.engine.planning import FingerprintedPlan, make_fingerprinted_plan, scale_plan
+from layertap.service.engine.policy import BatchQueue, QueuedRequest
+from layertap.service.engine.receipts import collect_features
 from layertap.service.engine.rows import (
     Attempt,
     Fetched,
     Items,
     Rows,
     count_rows,
-    expected,
-    joined,
-    padded,
-    preprocessed_by,
-    reshaped,
-    rows_of,
-    shape_of,
+    decode_item,
+    find_preprocessed_by,
+    get_row_shapes,
+    is_reshaped,
+    join_rows,
+    pad_texts,
+    predict_shapes,
 )
-from layertap.service.engine.worker import lone
+from layertap.service.engine.worker import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetching.fetcher import Fetcher
 from layertap.service.metrics import Metrics
@@ -67,12 +67,12 @@ class _PlannedRequest:
     model's part of the fingerprints.
     """
 
-    ask: Ask
+    ask: ExtractRequest
     model: LoadedModel
     takes: LoadedModel
     resumption: Resumption | None
     catalog: Catalog
-    plan: Planned
+    plan: FingerprintedPlan
     identity: str
     preprocessed: Preprocessed
     shapes: Shapes
@@ -82,32 +82,32 @@ class _PlannedRequest:
 class Engine:
     """Requests to features. Used on the event loop, which it never blocks."""
 
-    def __init__(self, fleet: Fleet, fetcher: Fetcher, settings: Settings, metrics: Metrics) -> None:
-        self.fleet = fleet
+    def __init__(self, fleet: ModelManager, fetcher: Fetcher, settings: Settings, metrics: Metrics) -> None:
+        self.manager = fleet
         self.fetcher = fetcher
         self.settings = settings
         self.metrics = metrics
-        self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=lone)
+        self.pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
 
     async def close(self) -> None:
         """Finish what was submitted, then end all threads."""
-        await self.fleet.close()
+        await self.manager.close()
         self.pool.shutdown(wait=False, cancel_futures=True)
 
-    async def off_loop(self, run: Callable[[], T], deadline: float) -> T:
+    async def run_in_thread(self, run: Callable[[], T], deadline: float) -> T:
         """Run something that computes, but no pictures and no forwards, in a pool of threads."""
-        return await within(deadline, asyncio.get_running_loop().run_in_executor(self.pool, run))
+        return await wait_until(deadline, asyncio.get_running_loop().run_in_executor(self.pool, run))
 
-    async def extract(self, ask: Ask, fits: SizeCheck) -> Features:
+    async def extract(self, ask: ExtractRequest, fits: SizeCheck) -> Features:
         """The features of a request: what ``prepare`` and ``run`` do, with a place in the queue; QueueFullError."""
-        model = await self.fleet.model(ask.model, ask.deadline)
-        with self.fleet.admitted(model, len(ask.items), ask.deadline) as hold:
+        model = await self.manager.get_model(ask.model, ask.deadline)
+        with self.manager.admit(model, len(ask.items), ask.deadline) as hold:
             job = await self.prepare(ask, fits, model, hold)
             hold(job.rows)
             return await self.run(job)
 
     async def prepare(
-        self, ask: Ask, fits: SizeCheck, model: LoadedModel | None = None, hold: Hold = lambda rows: None
+        self, ask: ExtractRequest, fits: SizeCheck, model: LoadedModel | None = None, hold: Hold = lambda rows: None
     ) -> Job:
         """Everything before the forward, the cheapest first: names, sizes, what is elsewhere, then pixels.
 
@@ -115,11 +115,11 @@ class Engine:
         when the rows are there; ``model`` is given where a place in its queue is held, and ``hold``, which makes it one
         for another number of rows. RequestError, TooLargeError, UnavailableError, DeadlineError.
         """
-        model = model or await self.fleet.model(ask.model, ask.deadline)
+        model = model or await self.manager.get_model(ask.model, ask.deadline)
         request = await self._plan_sent(_with_embedding(ask, model), model)
         likely = await self._likely(request)
         fits(likely, request.rows)
-        items = await fetched(request.ask, request.takes, self.fetcher, hold)
+        items = await fetch_inputs(request.ask, request.takes, self.fetcher, hold)
         reserved = likely.nbytes(request.rows) + request.rows * _row_bytes(request.takes.inputs, request.shapes)
         ask.reserve(reserved)
         if not ask.items:
@@ -133,29 +133,31 @@ class Engine:
 
     async def run(self, job: Job) -> Features:
         """Run a job with others that take the same shape; DeadlineError, LayerNotReachedError."""
-        parts = await self.fleet.scheduler.run(self._work(job), job)
+        parts = await self.manager.scheduler.run(self._work(job), job)
         self.metrics.answered(job.model.spec.name, job.rows)
         if len(parts) == 1:
-            return features_of(job, parts)
-        return await self.off_loop(lambda: features_of(job, parts), job.deadline)
+            return collect_features(job, parts)
+        return await self.run_in_thread(lambda: collect_features(job, parts), job.deadline)
 
-    def _work(self, job: Job) -> Work:
-        resident = self.fleet.resident(job.model)
-        extra = verification.wanted(job.plan, job.catalog) if job.verify else frozenset()
-        return Work(
-            lane=self._lane(job),
+    def _work(self, job: Job) -> QueuedRequest:
+        resident = self.manager.get_worker(job.model)
+        extra = verification.list_extra_captures(job.plan, job.catalog) if job.verify else frozenset()
+        return QueuedRequest(
+            queue=self._lane(job),
             rows=job.rows,
             depth=1.0 if job.verify or job.compiled else job.plan.cost,
             row_bytes=_kept_bytes(job) + 2 * sum(each.nbytes(1) for each in extra),
             priority=job.priority,
             deadline=job.deadline,
-            alone=job.isolated or job.verify or resident.apart or not job.plan.shares,
-            whole=job.together or not job.plan.splits,
+            requires_isolation=job.isolated or job.verify or resident.requires_isolation or not job.plan.may_share,
+            unsplittable=job.together or not job.plan.may_split,
         )
 
-    def _lane(self, job: Job) -> Lane:
-        resident = self.fleet.resident(job.model)
-        return resident.lane(job.catalog, shape_of(job.inputs), job.plan.has_graph, job.compiled, job.together)
+    def _lane(self, job: Job) -> BatchQueue:
+        resident = self.manager.get_worker(job.model)
+        return resident.get_queue(
+            job.catalog, get_row_shapes(job.inputs), job.plan.has_graph, job.compiled, job.together
+        )
 
     def _check_forward(self, job: Job) -> None:
         """TooLargeError, InputError where the rows that must share a forward are more than one may have."""
@@ -164,16 +166,16 @@ class Engine:
         if job.together:
             check_batch(job.rows, lane)
         else:
-            check_together(job.plan, job.catalog, job.rows, lane.ceiling)
+            check_rows_fit(job.plan, job.catalog, job.rows, lane.max_rows)
 
-    async def _plan_sent(self, ask: Ask, model: LoadedModel) -> _PlannedRequest:
+    async def _plan_sent(self, ask: ExtractRequest, model: LoadedModel) -> _PlannedRequest:
         """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
         resumption = await self._resumption(ask, model, model.shapes, model.catalog)
-        takes = model if resumption is None else model.taking(resumption.takes)
+        takes = model if resumption is None else model.with_inputs(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
         given = [item for _, item in ask.items]
-        shapes, rows = expected(given, takes)
-        preprocessed = preprocessed_by(given, takes, shapes)
+        shapes, rows = predict_shapes(given, takes)
+        preprocessed = find_preprocessed_by(given, takes, shapes)
         identity = _identity(takes, preprocessed, shapes)
         plan = await self._planned(ask, model, catalog, identity, _unknown(takes) if ask.items else None)
         if ask.verify:
@@ -186,14 +188,14 @@ class Engine:
     ) -> _PlannedRequest:
         """The plan for rows that are there: of another shape, length or origin than was expected they have another."""
         ask, model, takes, plan = request.ask, request.model, request.takes, request.plan
-        rows, shapes = len(next(iter(inputs.values()))), shape_of(inputs)
-        preprocessed = preprocessed_by(sent, takes, shapes)
+        rows, shapes = len(next(iter(inputs.values()))), get_row_shapes(inputs)
+        preprocessed = find_preprocessed_by(sent, takes, shapes)
         identity = _identity(takes, preprocessed, shapes)
         lengths = await self._lengths(inputs, takes, ask.deadline)
         resumption, catalog = request.resumption, request.catalog
         if shapes != takes.shapes:
             if lengths is None:
-                fits(scaled(plan.plan, shapes, model.shapes), rows)
+                fits(scale_plan(plan.plan, shapes, model.shapes), rows)
             whole = _shapes_of(inputs, model, takes)
             catalog = await self._catalog(model, whole, ask.deadline)
             resumption = await self._resumption(ask, model, whole, catalog)
@@ -203,21 +205,25 @@ class Engine:
         fits(plan.plan, rows)
         return _PlannedRequest(ask, model, takes, resumption, catalog, plan, identity, preprocessed, shapes, rows)
 
-    async def _lengths(self, rows: Rows, takes: LoadedModel, deadline: float) -> Lengths | None:
+    async def _lengths(self, rows: Rows, takes: LoadedModel, deadline: float) -> TextLengths | None:
         """How many tokens the texts of rows have; None of a model that takes none."""
         if takes.text is None:
             return None
-        measure = partial(lengths_of, rows, takes.text)
+        measure = partial(measure_lengths, rows, takes.text)
         small = sum(value.numel() for value in rows.values()) <= FEW_NUMBERS
-        return measure() if small else await self.off_loop(measure, deadline)
+        return measure() if small else await self.run_in_thread(measure, deadline)
 
-    async def _resumption(self, ask: Ask, model: LoadedModel, shapes: Shapes, catalog: Catalog) -> Resumption | None:
+    async def _resumption(
+        self, ask: ExtractRequest, model: LoadedModel, shapes: Shapes, catalog: Catalog
+    ) -> Resumption | None:
         """How the request's forwards of rows of a shape go on from a layer, where they do; RequestError."""
         if ask.resume is None:
             return None
         try:
-            start = await self.off_loop(partial(start_of, ask.resume, catalog), ask.deadline)  # a glob may take long
-            return model.resumptions.get((start[0], shapes)) or await self.fleet.call(
+            start = await self.run_in_thread(
+                partial(find_start, ask.resume, catalog), ask.deadline
+            )  # a glob may take long
+            return model.resumptions.get((start[0], shapes)) or await self.manager.call_model(
                 model, lambda loaded: loaded.resumption(*start, shapes), ask.deadline
             )
         except RequestError as error:
@@ -226,15 +232,16 @@ class Engine:
             ) from None
 
     async def _planned(
-        self, ask: Ask, model: LoadedModel, catalog: Catalog, identity: str, lengths: Lengths | None
-    ) -> Planned:
-        plans = self.fleet.resident(model).plans
-        known = plans.known(catalog, identity, ask, lengths)
+        self, ask: ExtractRequest, model: LoadedModel, catalog: Catalog, identity: str, lengths: TextLengths | None
+    ) -> FingerprintedPlan:
+        plans = self.manager.get_worker(model).plans
+        known = plans.get(catalog, identity, ask, lengths)
         if known is None:
-            known = await self.off_loop(
-                lambda: planned(ask, identity, catalog, self.settings.max_results, lengths), ask.deadline
+            known = await self.run_in_thread(
+                lambda: make_fingerprinted_plan(ask, identity, catalog, self.settings.max_results, lengths),
+                ask.deadline,
             )
-            plans.remember(ask, identity, known, lengths)
+            plans.put(ask, identity, known, lengths)
         return known
 
     async def _likely(self, request: _PlannedRequest) -> Plan:
@@ -243,10 +250,10 @@ class Engine:
         if ask.resume is not None or shapes == model.shapes:
             return plan
         if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
-            return scaled(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
+            return scale_plan(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
         known = model.catalogs.get(shapes)
         if known is None:
-            return scaled(plan, shapes, model.shapes)
+            return scale_plan(plan, shapes, model.shapes)
         return (await self._planned(ask, model, known, request.identity, None)).plan
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
@@ -255,22 +262,22 @@ class Engine:
             return known
         check_survey(model, shapes, self.settings)
         try:
-            return await self.fleet.call(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+            return await self.manager.call_model(model, lambda loaded: loaded.catalog_for(shapes), deadline)
         except InputError as error:
             fields = {"model": model.spec.name, "shape": show_shapes(shapes)}
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             raise
 
     async def _decode(
-        self, ask: Ask, items: Items, model: LoadedModel
+        self, ask: ExtractRequest, items: Items, model: LoadedModel
     ) -> tuple[dict[str, Tensor], tuple[Fault, ...], list[Fetched]]:
         """The rows of all good items and the faults of all others, in the order of the inputs; the good ones."""
         with ask.timings.step("decode"):
             tries = [self._try(item, model, ask) for _, item in items]
             attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
             if model.text is not None:
-                even = partial(padded, items, attempts, model.text)
-                attempts = even() if len(tries) == 1 else await self.off_loop(even, ask.deadline)
+                even = partial(pad_texts, items, attempts, model.text)
+                attempts = even() if len(tries) == 1 else await self.run_in_thread(even, ask.deadline)
         parts: list[Rows] = []
         sent: list[Fetched] = []
         faults = list(ask.faults)
@@ -279,11 +286,10 @@ class Engine:
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
                     raise TooLargeError(attempt.detail, hint=attempt.hint, faults=(faults[-1],))
-            elif ask.resume is not None and model.text is None and shape_of(attempt) != model.shapes:
+            elif ask.resume is not None and model.text is None and get_row_shapes(attempt) != model.shapes:
                 faults.append(_misfit(attempt, model, place))
-            elif parts and shape_of(attempt) != shape_of(parts[0]):
-                shapes = f"{show_shapes(shape_of(attempt))}, the first good one {show_shapes(shape_of(parts[0]))}"
-                faults.append(Fault(f"this input has shape {shapes}", "send one shape a request", input=place))
+            elif parts and get_row_shapes(attempt) != get_row_shapes(parts[0]):
+                faults.append(_mismatch(attempt, parts[0], place))
             else:
                 parts.append(attempt)
                 sent.append(item)
@@ -291,15 +297,15 @@ class Engine:
         if faults and (ask.on_error == "fail" or not parts):
             raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
         if len(parts) == 1:
-            return joined(parts), tuple(faults), sent
-        return await self.off_loop(lambda: joined(parts), ask.deadline), tuple(faults), sent
+            return join_rows(parts), tuple(faults), sent
+        return await self.run_in_thread(lambda: join_rows(parts), ask.deadline), tuple(faults), sent
 
-    async def _try(self, item: Fetched, model: LoadedModel, ask: Ask) -> Sequence[Attempt]:
+    async def _try(self, item: Fetched, model: LoadedModel, ask: ExtractRequest) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
             return [item]
-        run = partial(rows_of, item, model, self.settings)
+        run = partial(decode_item, item, model, self.settings)
         try:
-            return await self.fleet.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
+            return await self.manager.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
         except (InputError, TooLargeError) as error:
             return [error]
 
@@ -307,7 +313,9 @@ class Engine:
 def _job(request: _PlannedRequest, inputs: dict[str, Tensor], faults: tuple[Fault, ...]) -> Job:
     ask, plan, catalog = request.ask, request.plan, request.catalog
     together = ask.isolated and catalog.batches and not catalog.rowwise and request.rows > 1
-    fingerprints = {key: fingerprint.of_batch(each) for key, each in plan.fingerprints.items()} if together else None
+    fingerprints = (
+        {key: fingerprint.digest_batch(each) for key, each in plan.fingerprints.items()} if together else None
+    )
     return Job(
         request.model,
         catalog,
@@ -328,23 +336,23 @@ def _job(request: _PlannedRequest, inputs: dict[str, Tensor], faults: tuple[Faul
     )
 
 
-def _unknown(takes: LoadedModel) -> Lengths | None:
+def _unknown(takes: LoadedModel) -> TextLengths | None:
     """How many tokens texts may have that nobody looked at yet."""
     if takes.text is None:
         return None
     most = takes.text.max_tokens
-    return Lengths(1, most, most, most, known=False)
+    return TextLengths(1, most, most, most, known=False)
 
 
 def _shapes_of(rows: Rows, model: LoadedModel, takes: LoadedModel) -> Shapes:
     """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
     if takes is model or takes.text is None:
-        return shape_of(rows)
+        return get_row_shapes(rows)
     tokens = rows[takes.text.ids].shape[1 + takes.text.axis]
     return tuple((tokens,) for _ in model.inputs)
 
 
-def _with_embedding(ask: Ask, model: LoadedModel) -> Ask:
+def _with_embedding(ask: ExtractRequest, model: LoadedModel) -> ExtractRequest:
     """The request with the model's embedding as what it names, where it names nothing itself."""
     if ask.embedding is None:
         return ask
@@ -354,15 +362,20 @@ def _with_embedding(ask: Ask, model: LoadedModel) -> Ask:
 
 
 def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:
-    detail = f"an output of {takes.inputs[0].name!r} has another shape than {show_shapes(shape_of(rows))}"
+    detail = f"an output of {takes.inputs[0].name!r} has another shape than {show_shapes(get_row_shapes(rows))}"
     return Fault(detail, f"send shape {show_shapes(takes.shapes)}", input=place)
 
 
-def _compiled(ask: Ask, model: LoadedModel, plan: Plan, shapes: Shapes) -> Compiled | None:
+def _mismatch(rows: Rows, first: Rows, place: int) -> Fault:
+    shapes = f"{show_shapes(get_row_shapes(rows))}, the first good one {show_shapes(get_row_shapes(first))}"
+    return Fault(f"this input has shape {shapes}", "send one shape a request", input=place)
+
+
+def _compiled(ask: ExtractRequest, model: LoadedModel, plan: Plan, shapes: Shapes) -> CompiledPlan | None:
     """The graph that answers a request, where one does."""
     if ask.verify or ask.resume is not None or shapes != model.shapes:
         return None
-    return graph_for(model.compiled, plan)
+    return find_compiled_plan(model.compiled, plan)
 
 
 def _kept_bytes(job: Job) -> int:
@@ -374,7 +387,7 @@ def _kept_bytes(job: Job) -> int:
 
 def _identity(model: LoadedModel, preprocessed: Preprocessed, shapes: Shapes) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    return fingerprint.of_rows(model.identity, preprocessed, shapes if reshaped(model, shapes) else None)
+    return fingerprint.digest_rows(model.identity, preprocessed, shapes if is_reshaped(model, shapes) else None)
 
 
 def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:

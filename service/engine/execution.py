@@ -11,31 +11,31 @@ import torch
 from torch import Tensor
 
 from layertap.models import transfer, warmup
-from layertap.models.errors import LayertapError, OutOfMemoryError, let_go
-from layertap.models.loaded import LoadedModel, out_of_memory
+from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks
+from layertap.models.loaded import LoadedModel, out_of_memory_error
 from layertap.models.plan import Capture
-from layertap.models.pooling import Reduced
+from layertap.models.pooling import ReducedTensor
 from layertap.models.replica import Replica
-from layertap.models.union import Share, Taken
+from layertap.models.union import BatchActivations, RequestSlice
 from layertap.service.engine.job import Job
-from layertap.service.engine.policy import Batch, Part, Work
+from layertap.service.engine.policy import Batch, QueuedRequest, RowSlice
 from layertap.service.errors import ForwardError
 
-Jobs = Mapping[Work, Job]
-Results = Mapping[Capture, Reduced]
+Jobs = Mapping[QueuedRequest, Job]
+Results = Mapping[Capture, ReducedTensor]
 Interval = tuple[float, float]
 log = logging.getLogger("layertap")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SliceResult:
     """What became of a part: its results in the host's memory, or why there are none.
 
     ``rows`` and ``requests`` shared the forward. ``forward`` and ``copy`` (to the host) began and ended then, on the
     clock of ``time.perf_counter``, in seconds.
     """
 
-    part: Part
+    part: RowSlice
     results: Results | LayertapError | RuntimeError
     rows: int
     requests: int
@@ -44,7 +44,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Failures:
+class BatchFailures:
     """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
 
     ``too_many``: rows that memory does not hold, though it holds each of them.
@@ -56,35 +56,35 @@ class Failures:
     too_many: int | None = None
 
 
-class Execution:
+class BatchRunner:
     """Runs one batch; made and used in the thread of its replica.
 
     ``lost`` says why nothing can be answered any more, where that is so.
     """
 
     def __init__(self, model: LoadedModel, own: Replica, batch: Batch, jobs: Jobs, threads: int) -> None:
-        self.failures = Failures()
-        self.lost = ""
+        self.failures = BatchFailures()
+        self.failure = ""
         self._model = model
         self._own = own
         self._batch = batch
         self._jobs = jobs
         self._threads = threads
-        self._padded = None if batch.parts[0].work.whole else batch.lane.padded
+        self._padded = None if batch.slices[0].request.unsplittable else batch.queue.padded_rows
 
-    def outcomes(self) -> list[Outcome]:
+    def run(self) -> list[SliceResult]:
         """One or several for each part of the batch; nothing is raised."""
         try:
-            with warmup.threads(self._threads):
-                return self._attempt(self._batch.parts)
+            with warmup.use_threads(self._threads):
+                return self._attempt(self._batch.slices)
         except BaseException as error:  # not of a forward: a device that is lost, for one
-            found = raised(error)
-            self.lost = self.lost or lasting(found, self._model, self._own)
-            return [Outcome(part, found, self._batch.rows, 1) for part in self._batch.parts]
+            found = wrap_error(error)
+            self.failure = self.failure or find_lasting_failure(found, self._model, self._own)
+            return [SliceResult(part, found, self._batch.rows, 1) for part in self._batch.slices]
 
-    def _attempt(self, parts: Sequence[Part]) -> list[Outcome]:
+    def _attempt(self, parts: Sequence[RowSlice]) -> list[SliceResult]:
         """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
-        found = RuntimeError(self.lost) if self.lost else self._try(parts)
+        found = RuntimeError(self.failure) if self.failure else self._try(parts)
         if isinstance(found, list):
             return found
         # Here, outside the except block, all that the failed forward held is let go.
@@ -92,23 +92,23 @@ class Execution:
             return self._smaller(parts, found)
         halves = _by_request(parts)
         if halves is None or _of_device(found):  # else the halves tell sooner who is to blame
-            self.lost = self.lost or lasting(found, self._model, self._own)
-        if self.lost:
+            self.failure = self.failure or find_lasting_failure(found, self._model, self._own)
+        if self.failure:
             halves = None
         if halves is None:
-            return [Outcome(part, found, _rows(parts), len(parts)) for part in parts]
+            return [SliceResult(part, found, _rows(parts), len(parts)) for part in parts]
         del found  # its traceback holds what the forward held
         self._failed(error=1)
         return [outcome for half in halves for outcome in self._attempt(half)]
 
-    def _smaller(self, parts: Sequence[Part], error: OutOfMemoryError) -> list[Outcome]:
+    def _smaller(self, parts: Sequence[RowSlice], error: OutOfMemoryError) -> list[SliceResult]:
         """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
         rows = max(self._padded or 0, _rows(parts))
         pieces = (parts,) if rows > _rows(parts) else _by_rows(parts, rows)
         self._failed(out_of_memory=1, memory=pieces is not None)
         _release(self._model.device)
         if pieces is None:
-            return [Outcome(part, error, rows, len(parts)) for part in parts]
+            return [SliceResult(part, error, rows, len(parts)) for part in parts]
         self._padded = None
         outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
         if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
@@ -120,61 +120,65 @@ class Execution:
             self.failures, **{name: getattr(self.failures, name) + count for name, count in more.items()}
         )
 
-    def _try(self, parts: Sequence[Part]) -> list[Outcome] | LayertapError | RuntimeError:
+    def _try(self, parts: Sequence[RowSlice]) -> list[SliceResult] | LayertapError | RuntimeError:
         try:
             return self._run(parts)
         except LayertapError as error:
             if len(parts) == 1 and error.__cause__ is not None:
                 fields = {"model": self._model.spec.name}
                 log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
-            let_go(error)  # its frames hold the batch
+            clear_tracebacks(error)  # its frames hold the batch
             error.__cause__ = error.__context__ = None
             return error
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
             if not warmup.is_out_of_memory(error):
-                return raised(error, ForwardError)
-        return out_of_memory(_rows(parts))
+                return wrap_error(error, ForwardError)
+        return out_of_memory_error(_rows(parts))
 
-    def _run(self, parts: Sequence[Part]) -> list[Outcome]:
+    def _run(self, parts: Sequence[RowSlice]) -> list[SliceResult]:
         pieces, shares, at = [], [], 0
         for part in parts:
-            job, count = self._jobs[part.work], part.stop - part.start
+            job, count = self._jobs[part.request], part.stop - part.start
             pieces.append({name: value[part.start : part.stop] for name, value in job.inputs.items()})
-            shares.append(Share(at, at + count, job.plan.captures, job.plan.edits, job.plan.goal, part.start))
+            shares.append(
+                RequestSlice(
+                    at, at + count, job.plan.captures, job.plan.resolved_interventions, job.plan.objective, part.start
+                )
+            )
             at += count
         begun = time.perf_counter()
-        taken = self._taken(pieces, shares, self._jobs[parts[0].work])
+        taken = self._taken(pieces, shares, self._jobs[parts[0].request])
         if self._model.device.type == "cuda":
-            transfer.wait(self._model.device)
+            transfer.synchronize_stream(self._model.device)
         ran = time.perf_counter()
-        taken = taken.on_host()
+        taken = taken.to_host()
         copied = time.perf_counter()
         return [
-            Outcome(part, _kept(taken.of(share), part), at, len(parts), (begun, ran), (ran, copied))
+            SliceResult(part, _kept(taken.select(share), part), at, len(parts), (begun, ran), (ran, copied))
             for part, share in zip(parts, shares, strict=True)
         ]
 
-    def _taken(self, pieces: list[dict[str, Tensor]], shares: list[Share], first: Job) -> Taken:
+    def _taken(self, pieces: list[dict[str, Tensor]], shares: list[RequestSlice], first: Job) -> BatchActivations:
         resumption = first.resumption  # the same for all that wait in a lane, and so is what is compiled
         if not first.verify:  # who asks for it is alone
             return self._model.run(self._own, pieces, shares, self._padded, resumption, first.compiled)
-        return self._model.verified(
+        return self._model.run_verified(
             self._own, pieces[0], shares[0], first.plan, first.catalog, self._padded, resumption
         )
 
 
-def _rows(parts: Sequence[Part]) -> int:
+def _rows(parts: Sequence[RowSlice]) -> int:
     return sum(part.stop - part.start for part in parts)
 
 
-def _kept(results: Results, part: Part) -> Results:
+def _kept(results: Results, part: RowSlice) -> Results:
     """What waits for a request's other parts must not keep its neighbours' results in memory."""
-    if part.stop - part.start == part.work.rows:
+    if part.stop - part.start == part.request.rows:
         return results
     return {capture: replace(reduced, values=reduced.values.clone()) for capture, reduced in results.items()}
 
 
-def lasting(error: BaseException, model: LoadedModel, own: Replica) -> str:
+def find_lasting_failure(error: BaseException, model: LoadedModel, own: Replica) -> str:
     """Why nothing can be answered until the process is started anew, after an error that ``raised`` made; or nothing.
 
     A failed assertion in a kernel lasts, and what a model has done to itself; an odd input that no kernel can be
@@ -182,7 +186,7 @@ def lasting(error: BaseException, model: LoadedModel, own: Replica) -> str:
     """
     if isinstance(error, LayertapError) or error.__cause__ is None:
         return ""
-    trouble = model.trouble(own)
+    trouble = model.probe(own)
     if trouble is None:
         return ""
     if isinstance(trouble, torch.AcceleratorError):
@@ -194,7 +198,7 @@ def _of_device(error: BaseException) -> bool:
     return isinstance(error.__cause__, torch.AcceleratorError)
 
 
-def raised(error: BaseException, kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
+def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError) -> RuntimeError:
     """What to hand on instead of an error that would mean something else to whoever gets it."""
     wrapped = kind(f"the model raised {type(error).__name__}")
     wrapped.__cause__ = error
@@ -206,22 +210,22 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _by_rows(parts: Sequence[Part], rows: int) -> tuple[list[Part], list[Part]] | None:
-    if rows < 2 or parts[0].work.whole:
+def _by_rows(parts: Sequence[RowSlice], rows: int) -> tuple[list[RowSlice], list[RowSlice]] | None:
+    if rows < 2 or parts[0].request.unsplittable:
         return None
-    first: list[Part] = []
-    second: list[Part] = []
+    first: list[RowSlice] = []
+    second: list[RowSlice] = []
     left = rows // 2
     for part in parts:
         cut = part.start + min(left, part.stop - part.start)
         if cut > part.start:
-            first.append(Part(part.work, part.start, cut))
+            first.append(RowSlice(part.request, part.start, cut))
         if cut < part.stop:
-            second.append(Part(part.work, cut, part.stop))
+            second.append(RowSlice(part.request, cut, part.stop))
         left -= cut - part.start
     return first, second
 
 
-def _by_request(parts: Sequence[Part]) -> tuple[Sequence[Part], Sequence[Part]] | None:
+def _by_request(parts: Sequence[RowSlice]) -> tuple[Sequence[RowSlice], Sequence[RowSlice]] | None:
     half = len(parts) // 2
     return (parts[:half], parts[half:]) if half else None

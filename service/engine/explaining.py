@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from layertap.models import explanations, fingerprint
-from layertap.models.catalog import Leaf
-from layertap.models.edits import goal_of
-from layertap.models.errors import Fault, RequestError, SelectorError, quoted
+from layertap.models.catalog import TensorInfo
+from layertap.models.edits import resolve_objective
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.loaded import LoadedModel
 from layertap.models.points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site
-from layertap.models.selectors import find
-from layertap.models.sensitivity import Spot, trial_goal
+from layertap.models.selectors import find_matches
+from layertap.models.sensitivity import PointInfo, make_trial_objective
 from layertap.service.engine.engine import Engine, SizeCheck
-from layertap.service.engine.job import Ask
+from layertap.service.engine.job import ExtractRequest
 from layertap.service.features import Array, Features
 
 VALUES, SLOPES = "values", "slopes"
@@ -28,7 +28,7 @@ class _Captured:
 
     values: Sequence[Array]
     slopes: Sequence[Array]
-    leaf: Leaf
+    leaf: TensorInfo
     prefix: int
     discard: float
 
@@ -37,18 +37,18 @@ class _Captured:
 class _Method:
     """Where a method looks, at which sites of each spot, and what it makes of that."""
 
-    spots: Callable[[Explanation, LoadedModel], list[Spot]]
+    spots: Callable[[Explanation, LoadedModel], list[PointInfo]]
     sites: Mapping[str, Site]
     make: Callable[[_Captured], Array]
     discards: bool = False  # whether it may leave out the lowest attention
 
 
-async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck) -> Features:
+async def explain(engine: Engine, ask: ExtractRequest, wanted: Explanation, fits: SizeCheck) -> Features:
     """The map that a request asks for, one for each row, under the method's name; what ``Engine.extract`` raises.
 
     Without an objective it is of each row's own highest score.
     """
-    model = await engine.fleet.model(ask.model, ask.deadline)
+    model = await engine.manager.get_model(ask.model, ask.deadline)
     if model.text is not None:
         raise SelectorError(
             "explanations are maps of pictures, and this model takes text",
@@ -56,14 +56,14 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
         )
     method = METHODS[wanted.method]
     if wanted.discard is not None and not method.discards:
-        others = " or ".join(f"method {quoted(name)}" for name, each in METHODS.items() if each.discards)
+        others = " or ".join(f"method {escape(name)}" for name, each in METHODS.items() if each.discards)
         raise SelectorError("'discard_ratio' is for rollouts", hint=f"leave it out, or use {others}")
     graded = bool(GRADIENTS & set(method.sites.values()))
     objective = ask.objective or (Objective() if graded else None)
     if wanted.method == "grad_cam" and wanted.selector is None:
         spots = [await _default_layer(engine, model, objective or Objective(), ask.deadline)]
     else:
-        spots = await engine.off_loop(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
+        spots = await engine.run_in_thread(lambda: method.spots(wanted, model), ask.deadline)  # a glob may take long
     asked = replace(
         ask,
         selectors=tuple(
@@ -74,29 +74,31 @@ async def explain(engine: Engine, ask: Ask, wanted: Explanation, fits: SizeCheck
         objective=objective,
     )
     features = await engine.extract(asked, fits)
-    return await engine.off_loop(partial(_made, features, wanted, spots, model.prefix_tokens), ask.deadline)
+    return await engine.run_in_thread(partial(_made, features, wanted, spots, model.prefix_tokens), ask.deadline)
 
 
-async def _default_layer(engine: Engine, model: LoadedModel, objective: Objective, deadline: float) -> Spot:
+async def _default_layer(engine: Engine, model: LoadedModel, objective: Objective, deadline: float) -> PointInfo:
     """The last layer of maps that an objective depends on; RequestError where the model has no such objective."""
     try:
-        goal = trial_goal(await engine.off_loop(partial(goal_of, objective, model.catalog), deadline))
+        goal = make_trial_objective(
+            await engine.run_in_thread(partial(resolve_objective, objective, model.catalog), deadline)
+        )
     except RequestError as error:
         faults = (Fault(error.detail, error.hint, "/objective"),)
         raise RequestError(error.detail, hint=error.hint, faults=faults) from None
     known = model.grad_cam_layers.get(goal)
     if known is None:
-        known = await engine.fleet.call(model, lambda loaded: loaded.grad_cam_layer(goal), deadline)
+        known = await engine.manager.call_model(model, lambda loaded: loaded.grad_cam_layer(goal), deadline)
     return known
 
 
-def _made(features: Features, wanted: Explanation, spots: Sequence[Spot], prefix: int) -> Features:
+def _made(features: Features, wanted: Explanation, spots: Sequence[PointInfo], prefix: int) -> Features:
     def all_of(name: str) -> list[Array]:
         return [features.arrays[f"{name}{place}"] for place in range(len(spots)) if f"{name}{place}" in features.arrays]
 
     captured = _Captured(all_of(VALUES), all_of(SLOPES), spots[0][1], prefix, wanted.discard or 0.0)
     how = [wanted.method] + ([f"discard {wanted.discard}"] if wanted.discard else [])
-    told = fingerprint.of_explanation(" ".join(how), (each.fingerprint for each in features.receipts.values()))
+    told = fingerprint.digest_explanation(" ".join(how), (each.fingerprint for each in features.receipts.values()))
     receipt = next(reversed(features.receipts.values()))
     made = METHODS[wanted.method].make(captured)
     return replace(
@@ -108,13 +110,13 @@ def _made(features: Features, wanted: Explanation, spots: Sequence[Spot], prefix
     )
 
 
-def _warnings(made: Array, wanted: Explanation, spots: Sequence[Spot]) -> Iterator[str]:
+def _warnings(made: Array, wanted: Explanation, spots: Sequence[PointInfo]) -> Iterator[str]:
     """That a map is all zeros, where one is: it explains nothing, and does not look so once it is scaled and drawn."""
-    rows = explanations.zero_maps(made)
+    rows = explanations.find_zero_rows(made)
     if rows:
         shown = ", ".join(map(str, rows[:SHOWN])) + (" and others" if len(rows) > SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
-        where = f"does layer {quoted(spots[0][0].layer)}" if wanted.method == "grad_cam" else "does anything"
+        where = f"does layer {escape(spots[0][0].layer)}" if wanted.method == "grad_cam" else "does anything"
         yield f"{which} all zeros: at no position {where} speak for the objective"
 
 
@@ -122,44 +124,44 @@ def _selector(point: HookPoint, alias: str, site: Site) -> Selector:
     return Selector(replace(point, site=site).text, point.layer, point.call, point.path, site, alias=alias)
 
 
-def _layer(wanted: Explanation, model: LoadedModel) -> list[Spot]:
+def _layer(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     """The layer asked for."""
     if wanted.selector is None:
         raise ValueError("the layer is to be found out")
-    found, _ = find(wanted.selector, model.catalog)
+    found, _ = find_matches(wanted.selector, model.catalog)
     maps = [item for item in found if explanations.is_map(item.leaf) and item.point.site == "output"]
     if len(maps) != 1:
         raise SelectorError(
-            f"{quoted(wanted.selector.text)} names {len(maps)} outputs that are maps", hint="name one layer of maps"
+            f"{escape(wanted.selector.text)} names {len(maps)} outputs that are maps", hint="name one layer of maps"
         )
     return [(maps[0].point, maps[0].leaf)]
 
 
-def _input(wanted: Explanation, model: LoadedModel) -> list[Spot]:
+def _input(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     """The model's input."""
     _no_layer(wanted)
-    leaves = model.catalog.layers["."].calls[0].input.leaves
+    leaves = model.catalog.layers["."].calls[0].input.tensors
     maps = [leaf for leaf in leaves if explanations.is_map(leaf)]
     if not maps:
         raise SelectorError("this model takes no pictures")
     return [(HookPoint(".", 0, maps[0].path, "input"), maps[0])]
 
 
-def _attentions(wanted: Explanation, model: LoadedModel) -> list[Spot]:
+def _attentions(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     """Every layer's attention."""
     _no_layer(wanted)
-    return explanations.attentions(model.catalog, model.prefix_tokens)
+    return explanations.find_attention_points(model.catalog, model.prefix_tokens)
 
 
 def _no_layer(wanted: Explanation) -> None:
     if wanted.selector is not None:
         raise SelectorError(
-            f"method {quoted(wanted.method)} takes no layer", hint="leave 'layer' out, or use method 'grad_cam'"
+            f"method {escape(wanted.method)} takes no layer", hint="leave 'layer' out, or use method 'grad_cam'"
         )
 
 
 def _attention_rollout(captured: _Captured) -> Array:
-    fused = [explanations.mean_attention(each) for each in captured.values]
+    fused = [explanations.average_heads(each) for each in captured.values]
     return explanations.rollout(fused, captured.discard, captured.prefix)
 
 
@@ -173,7 +175,7 @@ def _relevance(captured: _Captured) -> Array:
 
 def _relevant(captured: _Captured) -> list[Array]:
     pairs = zip(captured.values, captured.slopes, strict=True)  # by layer: a backward meets them in the other order
-    return [explanations.relevant_attention(*each) for each in pairs]
+    return [explanations.weight_by_gradient(*each) for each in pairs]
 
 
 METHODS: dict[Method, _Method] = {

@@ -7,50 +7,50 @@ from collections.abc import Callable, Sequence
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.loaded import LoadedModel
-from layertap.service.engine.deadline import within
-from layertap.service.engine.job import Ask
-from layertap.service.engine.rows import Fetched, Items, picture_steps
-from layertap.service.fetching.fetcher import Allowance, Fetcher
-from layertap.service.fetching.urls import Target
-from layertap.service.inputs import Given, ImageItem, UrlItem
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.job import ExtractRequest
+from layertap.service.engine.rows import Fetched, Items, get_preprocessing
+from layertap.service.fetching.fetcher import DownloadBudget, Fetcher
+from layertap.service.fetching.urls import FetchTarget
+from layertap.service.inputs import ImageItem, InputItem, UrlItem
 
 SIDE_BY_SIDE = 8  # fetches of one request, so that none takes all that the server may have under way
 
 
-async def fetched(ask: Ask, model: LoadedModel, fetcher: Fetcher, hold: Callable[[int], None]) -> Items:
+async def fetch_inputs(ask: ExtractRequest, model: LoadedModel, fetcher: Fetcher, hold: Callable[[int], None]) -> Items:
     """The items of a request with their places, a picture in place of each URL, or why it can't be had.
 
     While they are fetched the request keeps a single place in the queue: ``hold`` gives back the others.
     RequestError, TooLargeError where the request wants all or nothing; QueueFullError, DeadlineError.
     """
     places, items = [place for place, _ in ask.items], [_checked(item, model, fetcher) for _, item in ask.items]
-    if any(isinstance(item, Target) for item in items):
+    if any(isinstance(item, FetchTarget) for item in items):
         _raise_if_all_are_wanted(ask, places, items)
         hold(1)
         with ask.timings.step("fetch"):
-            found = await within(ask.deadline, _all(items, fetcher, fetcher.allowance(ask.reserve)))
+            found = await wait_until(ask.deadline, _all(items, fetcher, fetcher.create_budget(ask.reserve)))
         hold(len(items))
     else:
-        found = [item for item in items if not isinstance(item, Target)]
+        found = [item for item in items if not isinstance(item, FetchTarget)]
     _raise_if_all_are_wanted(ask, places, found)
     return list(zip(places, found, strict=True))
 
 
-def _checked(item: Given, model: LoadedModel, fetcher: Fetcher) -> Fetched | Target:
+def _checked(item: InputItem, model: LoadedModel, fetcher: Fetcher) -> Fetched | FetchTarget:
     if not isinstance(item, UrlItem):
         return item
     try:
-        picture_steps(model)
-        return fetcher.target(item.url)
+        get_preprocessing(model)
+        return fetcher.parse_url(item.url)
     except InputError as error:
         return error
 
 
-async def _all(items: Sequence[Fetched | Target], fetcher: Fetcher, allowance: Allowance) -> list[Fetched]:
+async def _all(items: Sequence[Fetched | FetchTarget], fetcher: Fetcher, allowance: DownloadBudget) -> list[Fetched]:
     few = asyncio.Semaphore(SIDE_BY_SIDE)
 
-    async def one(item: Fetched | Target) -> Fetched:
-        if not isinstance(item, Target):
+    async def one(item: Fetched | FetchTarget) -> Fetched:
+        if not isinstance(item, FetchTarget):
             return item
         async with few:
             try:
@@ -66,7 +66,9 @@ async def _all(items: Sequence[Fetched | Target], fetcher: Fetcher, allowance: A
     return [task.result() for task in tasks]
 
 
-def _raise_if_all_are_wanted(ask: Ask, places: Sequence[int], items: Sequence[Fetched | Target]) -> None:
+def _raise_if_all_are_wanted(
+    ask: ExtractRequest, places: Sequence[int], items: Sequence[Fetched | FetchTarget]
+) -> None:
     found = [(place, error) for place, error in zip(places, items, strict=True) if isinstance(error, LayertapError)]
     if ask.on_error == "skip" or not found:
         return

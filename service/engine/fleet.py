@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from layertap.models.errors import Failure, LayertapError, LoadError, TooLargeError
 from layertap.models.loaded import LoadedModel
-from layertap.models.registry import Entry, Registry
+from layertap.models.registry import ModelEntry, Registry
 from layertap.service.engine.budget import Budget
-from layertap.service.engine.deadline import within
-from layertap.service.engine.resident import Resident
-from layertap.service.engine.scheduler import Scheduler, lost
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.resident import ModelWorker
+from layertap.service.engine.scheduler import Scheduler, failed_error
 from layertap.service.errors import DeadlineError, QueueFullError, QueueTooLongError, UnavailableError
 from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
@@ -31,7 +31,7 @@ OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what 
 MARGIN = 1.25  # what is expected may take so many times as long
 
 
-class Fleet:
+class ModelManager:
     """The residents of this process by name. Used on the event loop, which it never blocks."""
 
     def __init__(self, registry: Registry, default: str, settings: Settings, metrics: Metrics) -> None:
@@ -43,7 +43,7 @@ class Fleet:
         self.scheduler = Scheduler(metrics, settings.cpu_threads, on_loss=self._lose, streams=settings.gpu_streams)
         self._settings = settings
         self._metrics = metrics
-        self._residents: dict[str, Resident] = {}
+        self._workers: dict[str, ModelWorker] = {}
         self.budget = Budget(settings.max_queue_bytes, self._longest_wait, metrics)
 
     def start(self) -> None:
@@ -52,9 +52,9 @@ class Fleet:
             if entry.spec.load == "startup":
                 self._start(entry)
 
-    async def settled(self) -> None:
+    async def wait_until_loaded(self) -> None:
         """Return once every model that began to load is loaded or has failed."""
-        loading = [asyncio.wrap_future(resident.settled) for resident in self._residents.values()]
+        loading = [asyncio.wrap_future(resident.settled) for resident in self._workers.values()]
         if loading:
             await asyncio.wait(loading)  # which cancels none of them
 
@@ -62,14 +62,14 @@ class Fleet:
     def ready(self) -> bool:
         """Whether every model wanted from the start is loaded or has failed, and the server is not draining."""
         settled = all(
-            self._residents[entry.spec.name].loaded.done()
+            self._workers[entry.spec.name].loaded.done()
             for entry in self.registry
-            if entry.spec.load == "startup" and entry.spec.name in self._residents
+            if entry.spec.load == "startup" and entry.spec.name in self._workers
         )
         return settled and not self.draining and not self._leaving
 
     @property
-    def failures(self) -> list[Failure]:
+    def load_failures(self) -> list[Failure]:
         """What failed of each model that is wanted from the start, and required, and could not be loaded."""
         wanted = (entry for entry in self.registry if entry.spec.load == "startup" and entry.spec.required)
         return [entry.kind for entry in wanted if entry.state == "failed"]
@@ -77,13 +77,13 @@ class Fleet:
     @property
     def alive(self) -> bool:
         """Whether the threads of every loaded model are, and nothing is lost for good; asked by any thread."""
-        return not self.scheduler.lost and not any(resident.dead for resident in list(self._residents.values()))
+        return not self.scheduler.failure and not any(resident.is_dead for resident in list(self._workers.values()))
 
-    def leave(self) -> None:
+    def withdraw_readiness(self) -> None:
         """Requests are served as before, but the server is not ready any more: it will end soon."""
         self._leaving = True
 
-    def hurry(self) -> None:
+    def abort_loading(self) -> None:
         """The process is about to end: whoever waits for a model to be loaded is told so; called on the event loop."""
         self._hurried.set()
 
@@ -93,10 +93,10 @@ class Fleet:
         limit = HURRY_S if self._hurried.is_set() else self._settings.deadline_s
         if not self.alive:
             limit = 0.0
-        await asyncio.gather(*(self._stop(name, limit) for name in list(self._residents)))
+        await asyncio.gather(*(self._stop(name, limit) for name in list(self._workers)))
         self.scheduler.close()
 
-    async def model(self, name: str | None, deadline: float) -> LoadedModel:
+    async def get_model(self, name: str | None, deadline: float) -> LoadedModel:
         """A model by name (None: the default), loaded if it is not yet.
 
         UnknownModelError; UnavailableError while draining, where loading failed, or where it lasts beyond the deadline.
@@ -104,9 +104,9 @@ class Fleet:
         entry = self.registry.entry(self.default if name is None else name)
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
-        if self.scheduler.lost:
-            raise lost(self.scheduler.lost)
-        resident = self._residents.get(entry.spec.name) or self._start_one_more(entry)
+        if self.scheduler.failure:
+            raise failed_error(self.scheduler.failure)
+        resident = self._workers.get(entry.spec.name) or self._start_one_more(entry)
         if resident.stopping:
             raise _unloaded(entry.spec.name)
         resident.last_used = time.monotonic()
@@ -125,36 +125,40 @@ class Fleet:
         """Load a model, also one whose loading failed before."""
         if self.registry.entry(name).state == "failed":
             await self.unload(name)
-        return await self.model(name, deadline)
+        return await self.get_model(name, deadline)
 
     async def unload(self, name: str) -> None:
         """Finish the model's queue, then forget it."""
         self.registry.entry(name)
         await self._stop(name, None)
 
-    def resident(self, model: LoadedModel) -> Resident:
+    def get_worker(self, model: LoadedModel) -> ModelWorker:
         """Where a loaded model lives; UnavailableError where it does no more.
 
         One that is about to go still serves what was admitted: it waits for that.
         """
-        resident = self._residents.get(model.spec.name)
-        if resident is None or resident.loaded.result() is not model or self.scheduler.crew(model.spec.name) is None:
+        resident = self._workers.get(model.spec.name)
+        if (
+            resident is None
+            or resident.loaded.result() is not model
+            or self.scheduler.get_threads(model.spec.name) is None
+        ):
             raise _unloaded(model.spec.name)
         return resident
 
-    async def call(self, model: LoadedModel, run: Callable[[LoadedModel], T], deadline: float) -> T:
+    async def call_model(self, model: LoadedModel, run: Callable[[LoadedModel], T], deadline: float) -> T:
         """Run a function in the model's first thread; DeadlineError where it has not ended by then."""
-        self.resident(model)
-        return await within(deadline, asyncio.wrap_future(self.scheduler.call(model.spec.name, run)))
+        self.get_worker(model)
+        return await wait_until(deadline, asyncio.wrap_future(self.scheduler.call(model.spec.name, run)))
 
     @contextmanager
-    def admitted(self, model: LoadedModel, rows: int, deadline: float) -> Iterator[Callable[[int], None]]:
+    def admit(self, model: LoadedModel, rows: int, deadline: float) -> Iterator[Callable[[int], None]]:
         """A place for so many rows while they wait and run; the function given makes it one for another number.
 
         QueueFullError where the queue is full or so long that the deadline would pass, TooLargeError where it could
         never hold as many.
         """
-        resident, held = self.resident(model), 0
+        resident, held = self.get_worker(model), 0
         if resident.stopping:
             raise _unloaded(model.spec.name)
 
@@ -171,16 +175,16 @@ class Fleet:
             resident.rows -= held
             resident.left()
 
-    def wait(self, name: str | None) -> float:
+    def estimate_wait(self, name: str | None) -> float:
         """Seconds until a model (None: the default) has answered all that is here now, or let it go by its deadline."""
-        resident = self._residents.get(self.default if name is None else name)
+        resident = self._workers.get(self.default if name is None else name)
         return min(self._wait(resident, resident.rows), self._settings.deadline_s) if resident else 0.0
 
     def snapshot(self) -> Snapshot:
         """What is so at this moment, for the metrics; called by any thread."""
-        entries, residents = list(self.registry), dict(self._residents)
+        entries, residents = list(self.registry), dict(self._workers)
         models = [(entry.spec.name, entry.model) for entry in entries]
-        waiting = {name: self.scheduler.waiting(name) for name in residents}
+        waiting = {name: self.scheduler.count_waiting_rows(name) for name in residents}
         rows = sum(resident.rows for resident in residents.values())
         return Snapshot(
             queue_rows=sum(waiting.values()),
@@ -188,7 +192,9 @@ class Fleet:
             running_rows=max(rows - sum(waiting.values()), 0),
             states={entry.spec.name: entry.state for entry in entries},
             hooks={name: model.hooks for name, model in models if model is not None},
-            ceilings={name: resident.ceilings() for name, resident in residents.items() if resident.ceilings()},
+            ceilings={
+                name: resident.max_batch_rows() for name, resident in residents.items() if resident.max_batch_rows()
+            },
         )
 
     def _lose(self, reason: str) -> None:
@@ -198,7 +204,7 @@ class Fleet:
             if entry.model is not None:
                 self.registry.fail(entry.spec.name, reason)
 
-    def _check_place(self, resident: Resident, rows: int, held: int, deadline: float) -> None:
+    def _check_place(self, resident: ModelWorker, rows: int, held: int, deadline: float) -> None:
         limit, others = self._settings.max_queue_rows, resident.rows - held
         if rows > limit:
             detail = f"{rows} inputs are more than the queue holds, {limit}"
@@ -209,7 +215,7 @@ class Fleet:
             detail, room = f"the queue holds {others} rows of {limit}", limit - others
             fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
             raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=max(math.ceil(wait), 1))
-        needed = MARGIN * (wait + rows * resident.pace)
+        needed = MARGIN * (wait + rows * resident.seconds_per_row)
         if others and needed > deadline - time.monotonic():
             self._metrics.refused("deadline")
             raise QueueTooLongError(
@@ -218,38 +224,38 @@ class Fleet:
                 needed_s=needed,
             )
 
-    def _wait(self, resident: Resident, rows: int) -> float:
+    def _wait(self, resident: ModelWorker, rows: int) -> float:
         """Seconds until so many rows of a model are done: others on its device get as much time if they want it."""
-        own = rows * resident.pace
-        rivals = (each for each in self._residents.values() if each is not resident and each.device == resident.device)
-        return own + sum(min(own, rival.rows * rival.pace) for rival in rivals)
+        own = rows * resident.seconds_per_row
+        rivals = (each for each in self._workers.values() if each is not resident and each.device == resident.device)
+        return own + sum(min(own, rival.rows * rival.seconds_per_row) for rival in rivals)
 
     def _longest_wait(self) -> float:
         """Seconds until all that is admitted now is done."""
-        return max((self._wait(each, each.rows) for each in self._residents.values()), default=0.0)
+        return max((self._wait(each, each.rows) for each in self._workers.values()), default=0.0)
 
-    async def _loaded(self, resident: Resident, name: str, deadline: float) -> None:
+    async def _loaded(self, resident: ModelWorker, name: str, deadline: float) -> None:
         hurried = asyncio.ensure_future(self._hurried.wait())
         settled = asyncio.wrap_future(resident.settled)
         try:
             with suppress(DeadlineError):
-                await within(deadline, asyncio.wait((settled, hurried), return_when=asyncio.FIRST_COMPLETED))
+                await wait_until(deadline, asyncio.wait((settled, hurried), return_when=asyncio.FIRST_COMPLETED))
         finally:
             hurried.cancel()
         if not resident.loaded.done():
             raise UnavailableError(f"model {name} is loading", retry_after=LOADING_RETRY_S)
 
-    def _start_one_more(self, entry: Entry) -> Resident:
+    def _start_one_more(self, entry: ModelEntry) -> ModelWorker:
         self._make_room()
         return self._start(entry)
 
-    def _start(self, entry: Entry) -> Resident:
+    def _start(self, entry: ModelEntry) -> ModelWorker:
         name = entry.spec.name
         entry.state = "loading"
-        resident = Resident(
+        resident = ModelWorker(
             name, lambda: self._load(name), partial(self.registry.fail, name), self.scheduler, self._settings
         )
-        self._residents[name] = resident
+        self._workers[name] = resident
         return resident
 
     def _load(self, name: str) -> LoadedModel:
@@ -263,31 +269,31 @@ class Fleet:
 
     def _make_room(self) -> None:
         """Forget idle lazy models, the longest unused first, until one more may be loaded."""
-        while sum(not resident.failed for resident in self._residents.values()) >= self._settings.max_loaded_models:
-            idle = [name for name, resident in self._residents.items() if self._may_go(name, resident)]
+        while sum(not resident.failed for resident in self._workers.values()) >= self._settings.max_loaded_models:
+            idle = [name for name, resident in self._workers.items() if self._may_go(name, resident)]
             if not idle:
                 raise UnavailableError(
                     f"{self._settings.max_loaded_models} models are loaded and in use, as many as may be",
                     hint="come again later, or use a model that GET /models calls ready",
                     retry_after=LOADING_RETRY_S,
                 )
-            oldest = min(idle, key=lambda name: self._residents[name].last_used)
-            del self._residents[oldest]
-            self.scheduler.leave(oldest)
+            oldest = min(idle, key=lambda name: self._workers[name].last_used)
+            del self._workers[oldest]
+            self.scheduler.remove_model(oldest)
             self.registry.unload(oldest)
 
-    def _may_go(self, name: str, resident: Resident) -> bool:
+    def _may_go(self, name: str, resident: ModelWorker) -> bool:
         lazy = self.registry.entry(name).spec.load == "lazy"
         there = resident.loaded.done() and not resident.failed and not resident.stopping
-        return lazy and there and resident.rows == 0 and self.scheduler.at_rest(name)
+        return lazy and there and resident.rows == 0 and self.scheduler.is_idle(name)
 
     async def _stop(self, name: str, patience: float | None) -> None:
         # The resident keeps its place until its threads have ended: others would be more threads in the model.
-        resident = self._residents.get(name)
+        resident = self._workers.get(name)
         if resident is not None:
             await resident.stop(patience)
-            if self._residents.get(name) is resident:
-                del self._residents[name]
+            if self._workers.get(name) is resident:
+                del self._workers[name]
                 self.registry.unload(name)
 
 

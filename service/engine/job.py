@@ -12,14 +12,14 @@ from torch import Tensor
 
 from layertap.models import fingerprint
 from layertap.models.catalog import Catalog
-from layertap.models.compiled import Compiled
+from layertap.models.compiled import CompiledPlan
 from layertap.models.errors import Fault
 from layertap.models.loaded import LoadedModel
 from layertap.models.plan import Plan
 from layertap.models.points import Embedding, Intervention, Objective, Selector
 from layertap.models.resuming import Resumption
 from layertap.models.spec import Preprocessed
-from layertap.service.inputs import Given
+from layertap.service.inputs import InputItem
 from layertap.service.terms import Priority
 
 
@@ -49,7 +49,7 @@ def _anything(size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Ask:
+class ExtractRequest:
     """What a request wants, whatever dialect it came in.
 
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
@@ -60,7 +60,7 @@ class Ask:
     """
 
     model: str | None
-    items: tuple[tuple[int, Given], ...]
+    items: tuple[tuple[int, InputItem], ...]
     selectors: tuple[Selector, ...]
     deadline: float
     interventions: tuple[Intervention, ...] = ()
@@ -97,7 +97,7 @@ class Job:
     priority: Priority = "interactive"
     verify: bool = False
     resumption: Resumption | None = None
-    compiled: Compiled | None = None
+    compiled: CompiledPlan | None = None
     together: bool = False
     preprocessed: Preprocessed = ""
 
@@ -116,4 +116,4 @@ class Job:
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the whole reply."""
-        return fingerprint.of_reply(self.fingerprints.values())
+        return fingerprint.digest_reply(self.fingerprints.values())

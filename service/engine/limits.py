@@ -7,7 +7,7 @@ from math import prod
 from layertap.models.errors import TooLargeError
 from layertap.models.loaded import LoadedModel, Shapes
 from layertap.models.plan import Plan
-from layertap.service.engine.policy import Lane
+from layertap.service.engine.policy import BatchQueue
 from layertap.service.settings import Settings
 
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
@@ -21,22 +21,22 @@ def check_count(inputs: int, settings: Settings) -> None:
         )
 
 
-def check_graph(plan: Plan, lane: Lane) -> None:
+def check_graph(plan: Plan, lane: BatchQueue) -> None:
     """TooLargeError where not even one row's graph would fit."""
-    if plan.has_graph and lane.costs.row_bytes > lane.budget:
+    if plan.has_graph and lane.costs.row_bytes > lane.max_bytes:
         raise TooLargeError(
             f"a forward of one row that keeps its graph takes about {lane.costs.row_bytes} bytes, "
-            f"the limit is {lane.budget}",
+            f"the limit is {lane.max_bytes}",
             hint="ask for outputs, without gradients, or send a smaller input",
         )
 
 
-def check_batch(rows: int, lane: Lane) -> None:
+def check_batch(rows: int, lane: BatchQueue) -> None:
     """TooLargeError where rows that are to be one batch are more than a forward may have."""
-    if rows > lane.ceiling:
+    if rows > lane.max_rows:
         raise TooLargeError(
             f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
-            f"the limit is {lane.ceiling}",
+            f"the limit is {lane.max_rows}",
             hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
         )
 

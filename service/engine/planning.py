@@ -11,17 +11,19 @@ from layertap.models import fingerprint
 from layertap.models.catalog import Catalog
 from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.loaded import Shapes
-from layertap.models.padding import Lengths
-from layertap.models.plan import Capture, Plan, Result, resolve
+from layertap.models.padding import TextLengths
+from layertap.models.plan import Capture, Plan, Result, make_plan
 from layertap.models.points import GRADIENTS, Selector
-from layertap.service.engine.job import Ask
+from layertap.service.engine.job import ExtractRequest
 
 Key = tuple[int, str, tuple[Selector, ...], int | None]
 REMEMBERED, REMEMBERED_LAYERS = 256, 64  # plans of a model, and results of each
 SMALL = 8  # pixels or tokens: what is no larger may have been made so from any size
 
 
-def plan_of(ask: Ask, catalog: Catalog, max_results: int, lengths: Lengths | None = None) -> Plan:
+def make_limited_plan(
+    ask: ExtractRequest, catalog: Catalog, max_results: int, lengths: TextLengths | None = None
+) -> Plan:
     """What a request wants of a forward; computes, so it belongs in a thread.
 
     RequestError whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
@@ -32,7 +34,7 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int, lengths: Lengths | Non
     # Each selector that is good gives at least one result: too many need not be looked up.
     check_results(len(places), max_results)
     try:
-        plan = resolve(tuple(places), catalog, ask.interventions, ask.objective, lengths)
+        plan = make_plan(tuple(places), catalog, ask.interventions, ask.objective, lengths)
     except RequestError as error:
         sent = {f"/layers/{index}": f"/layers/{place}" for index, place in enumerate(places.values())}
         error.faults = tuple(
@@ -44,7 +46,7 @@ def plan_of(ask: Ask, catalog: Catalog, max_results: int, lengths: Lengths | Non
 
 
 @dataclass(frozen=True)
-class Planned:
+class FingerprintedPlan:
     """A plan, the catalogue that it was made by, and the fingerprint of each of its results by key."""
 
     plan: Plan
@@ -52,26 +54,34 @@ class Planned:
     fingerprints: dict[str, str]
 
 
-def planned(ask: Ask, identity: str, catalog: Catalog, max_results: int, lengths: Lengths | None = None) -> Planned:
+def make_fingerprinted_plan(
+    ask: ExtractRequest, identity: str, catalog: Catalog, max_results: int, lengths: TextLengths | None = None
+) -> FingerprintedPlan:
     """The plan of a request to a model of that identity; computes and raises as ``plan_of`` does."""
-    plan = plan_of(ask, catalog, max_results, lengths)
-    values = fingerprint.of_changes(plan.edits, catalog.start)
-    gradients = fingerprint.of_changes((*plan.edits, plan.goal), catalog.start) if plan.goal else None
+    plan = make_limited_plan(ask, catalog, max_results, lengths)
+    values = fingerprint.digest_changes(plan.resolved_interventions, catalog.start)
+    gradients = (
+        fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
+        if plan.objective
+        else None
+    )
 
     def told(capture: Capture) -> str:
         changes = gradients if capture.point.site in GRADIENTS else values
-        return fingerprint.of_result(identity, capture.point, capture.reduction, changes)
+        return fingerprint.digest_result(identity, capture.point, capture.reduction, changes)
 
-    return Planned(plan, catalog, {result.key: told(result.capture) for result in plan.results})
+    return FingerprintedPlan(plan, catalog, {result.key: told(result.capture) for result in plan.results})
 
 
-class Plans:
+class PlanCache:
     """What was asked of a model lately, so that the same layers need not be looked up again; small plans only."""
 
     def __init__(self) -> None:
-        self._plans: OrderedDict[Key, Planned] = OrderedDict()
+        self._plans: OrderedDict[Key, FingerprintedPlan] = OrderedDict()
 
-    def known(self, catalog: Catalog, identity: str, ask: Ask, lengths: Lengths | None = None) -> Planned | None:
+    def get(
+        self, catalog: Catalog, identity: str, ask: ExtractRequest, lengths: TextLengths | None = None
+    ) -> FingerprintedPlan | None:
         """The plan for a request to a model of that identity, None where it was not asked for or long ago."""
         if not _is_small(ask):
             return None
@@ -80,7 +90,9 @@ class Plans:
             self._plans.move_to_end(key)
         return self._plans.get(key)
 
-    def remember(self, ask: Ask, identity: str, plan: Planned, lengths: Lengths | None = None) -> None:
+    def put(
+        self, ask: ExtractRequest, identity: str, plan: FingerprintedPlan, lengths: TextLengths | None = None
+    ) -> None:
         """Keep a plan, in place of the one that was not asked for longest."""
         if _is_small(ask) and len(plan.plan.results) <= REMEMBERED_LAYERS:
             self._plans[_key(plan.catalog, identity, ask, lengths)] = plan
@@ -88,17 +100,17 @@ class Plans:
                 self._plans.popitem(last=False)
 
 
-def _key(catalog: Catalog, identity: str, ask: Ask, lengths: Lengths | None) -> Key:
+def _key(catalog: Catalog, identity: str, ask: ExtractRequest, lengths: TextLengths | None) -> Key:
     # An id of what the entry keeps is nobody else's. Of lengths a plan without tokens depends on what is kept only.
     return id(catalog), identity, ask.selectors, lengths.kept if lengths is not None else None
 
 
-def _is_small(ask: Ask) -> bool:
+def _is_small(ask: ExtractRequest) -> bool:
     narrowed = any(each.reduction.channels or each.reduction.tokens for each in ask.selectors)
     return len(ask.selectors) <= REMEMBERED_LAYERS and not narrowed and not ask.interventions and not ask.objective
 
 
-def scaled(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
+def scale_plan(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
     """About what a plan gives for rows of another shape than it was made for, before anything has run with that shape.
 
     Maps grow with the picture; what stays as it is, is pooled, or gives statistics, is left so. Meant low: a quarter is

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
 from layertap.models.catalog import Costs
-from layertap.service.terms import Priority, Why
+from layertap.service.terms import BatchReason, Priority
 
 Clock = Callable[[], float]
 WINDOW = 128  # waiting requests that a batch is chosen from
@@ -25,7 +25,7 @@ CPU = "cpu"
 
 
 @dataclass(eq=False)
-class Lane:
+class BatchQueue:
     """Rows of one shape through one model: what may share a forward.
 
     ``ceiling``: the most rows of a forward, by memory and settings; it sinks where memory runs out. ``budget``: bytes
@@ -36,26 +36,26 @@ class Lane:
     model: str
     device: str
     costs: Costs
-    ceiling: int
-    budget: int = 2**62
-    padded: int | None = None
-    width: int = 1
+    max_rows: int
+    max_bytes: int = 2**62
+    padded_rows: int | None = None
+    slots: int = 1
 
     @property
-    def target(self) -> int:
+    def efficient_rows(self) -> int:
         """Rows from which on a forward gets no cheaper for each of them."""
         enough = math.ceil(self.costs.base / (SLACK * self.costs.per_row))
-        return min(max(enough, FEW), self.ceiling)
+        return min(max(enough, FEW), self.max_rows)
 
     def seconds(self, rows: int, depth: float = 1.0) -> float:
         """Forwards of so many rows up to a share of their cost; padding costs what rows cost."""
-        if self.padded is None:
+        if self.padded_rows is None:
             return self.costs.seconds(rows, depth)
-        return math.ceil(rows / self.padded) * self.costs.seconds(self.padded, depth)
+        return math.ceil(rows / self.padded_rows) * self.costs.seconds(self.padded_rows, depth)
 
 
 @dataclass(eq=False)
-class Work:
+class QueuedRequest:
     """A request's rows that wait for a forward.
 
     ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
@@ -63,28 +63,28 @@ class Work:
     clock.
     """
 
-    lane: Lane
+    queue: BatchQueue
     rows: int
     depth: float = 1.0
     row_bytes: int = 0
     priority: Priority = "interactive"
     deadline: float = math.inf
-    alone: bool = False
-    whole: bool = False
-    since: float = 0.0
-    given: int = 0  # rows that are in batches already
+    requires_isolation: bool = False
+    unsplittable: bool = False
+    enqueued_at: float = 0.0
+    taken_rows: int = 0  # rows that are in batches already
 
     @property
-    def left(self) -> int:
+    def waiting_rows(self) -> int:
         """Rows that wait."""
-        return self.rows - self.given
+        return self.rows - self.taken_rows
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSlice:
     """Rows ``start`` to ``stop`` of a request."""
 
-    work: Work
+    request: QueuedRequest
     start: int
     stop: int
 
@@ -93,29 +93,29 @@ class Part:
 class Batch:
     """Rows that share a forward, whose they are, how long it should take, and why just these."""
 
-    lane: Lane
-    parts: tuple[Part, ...]
+    queue: BatchQueue
+    slices: tuple[RowSlice, ...]
     slots: int
     depth: float
     seconds: float
-    why: Why
+    reason: BatchReason
 
     @property
     def rows(self) -> int:
         """How many rows of requests; padding is not counted."""
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(part.stop - part.start for part in self.slices)
 
 
 @dataclass(eq=False)
-class Preparation:
+class DecodeTask:
     """Something to decode; ``priority`` is its request's."""
 
     priority: Priority = "interactive"
-    since: float = 0.0
+    enqueued_at: float = 0.0
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSlots:
     """Slots for batches; ``parallel`` where batches in different slots run at the same time.
 
     Where they only overlap, one's copies with another's forward, a batch starts beside another one only when more rows
@@ -130,79 +130,79 @@ class Device:
 class _Queues:
     """What waits in a lane, by priority, in order of arrival; ``rows`` counts rows in no batch yet."""
 
-    interactive: dict[Work, None] = field(default_factory=dict)
-    bulk: dict[Work, None] = field(default_factory=dict)
+    interactive: dict[QueuedRequest, None] = field(default_factory=dict)
+    bulk: dict[QueuedRequest, None] = field(default_factory=dict)
     rows: int = 0
 
-    def of(self, priority: Priority) -> dict[Work, None]:
+    def of(self, priority: Priority) -> dict[QueuedRequest, None]:
         return self.interactive if priority == "interactive" else self.bulk
 
     def __bool__(self) -> bool:
         return bool(self.interactive or self.bulk)
 
 
-class Policy:
+class Batcher:
     """Takes requests in, gives batches out. Not for several threads at once.
 
     ``patience``: seconds after which a bulk request counts as an interactive one that came just now.
     """
 
-    def __init__(self, devices: Mapping[str, Device], clock: Clock, patience: float = 5.0) -> None:
+    def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, patience: float = 5.0) -> None:
         self._devices = dict(devices)
         self._clock = clock
         self._patience = patience
         self._free = {name: device.slots for name, device in devices.items()}
-        self._waiting: dict[Lane, _Queues] = {}
-        self._preparations: dict[Priority, dict[Preparation, None]] = {"interactive": {}, "bulk": {}}
+        self._waiting: dict[BatchQueue, _Queues] = {}
+        self._preparations: dict[Priority, dict[DecodeTask, None]] = {"interactive": {}, "bulk": {}}
         self._preparing = 0
         self._served: dict[str, float] = {}  # seconds of slots that each model has had, or would have had
         self._level: dict[str, float] = {}  # of each device: where a model begins that wants it anew
         self._running: dict[str, int] = {}
 
-    def equip(self, name: str, device: Device) -> None:
+    def add_device(self, name: str, device: DeviceSlots) -> None:
         """Know of a device; one that is known stays as it is."""
         if name not in self._devices:
             self._devices[name], self._free[name] = device, device.slots
 
-    def sides(self, device: str, width: int) -> int:
+    def count_parallel_batches(self, device: str, width: int) -> int:
         """How many batches of so many slots a device computes at the same time."""
         known = self._devices[device]
         return known.slots // width if known.parallel else 1
 
-    def add(self, work: Work) -> None:
+    def add(self, work: QueuedRequest) -> None:
         """Let a request wait for its forward."""
-        work.since = self._clock()
-        if work.lane.model not in self._active():
-            level = self._level.get(work.lane.device, 0.0)
-            self._served[work.lane.model] = max(self._served.get(work.lane.model, 0.0), level)
-        queues = self._waiting.setdefault(work.lane, _Queues())
+        work.enqueued_at = self._clock()
+        if work.queue.model not in self._active():
+            level = self._level.get(work.queue.device, 0.0)
+            self._served[work.queue.model] = max(self._served.get(work.queue.model, 0.0), level)
+        queues = self._waiting.setdefault(work.queue, _Queues())
         queues.of(work.priority)[work] = None
-        queues.rows += work.left
+        queues.rows += work.waiting_rows
 
-    def remove(self, work: Work) -> None:
+    def remove(self, work: QueuedRequest) -> None:
         """Forget what still waits of a request."""
-        queues = self._waiting.get(work.lane)
+        queues = self._waiting.get(work.queue)
         if queues is not None and work in queues.of(work.priority):
             del queues.of(work.priority)[work]
-            queues.rows -= work.left
-            work.given = work.rows
+            queues.rows -= work.waiting_rows
+            work.taken_rows = work.rows
             if not queues:
-                del self._waiting[work.lane]
+                del self._waiting[work.queue]
 
-    def prepare(self, preparation: Preparation) -> None:
+    def add_decode(self, preparation: DecodeTask) -> None:
         """Let something wait to be decoded."""
-        preparation.since = self._clock()
+        preparation.enqueued_at = self._clock()
         self._preparations[preparation.priority][preparation] = None
 
-    def withdraw(self, preparation: Preparation) -> None:
+    def remove_decode(self, preparation: DecodeTask) -> None:
         """Forget something that was to be decoded and has not begun."""
         self._preparations[preparation.priority].pop(preparation, None)
 
-    def waiting(self, model: str) -> int:
+    def count_waiting_rows(self, model: str) -> int:
         """Rows of a model that are in no batch yet."""
         return sum(queues.rows for lane, queues in self._waiting.items() if lane.model == model)
 
-    def take(self, idle: Mapping[str, int]) -> Batch | Preparation | None:
+    def start_next(self, idle: Mapping[str, int]) -> Batch | DecodeTask | None:
         """What starts now, None where nothing may; ``idle`` counts the replicas of each model that could run it."""
         if not self._waiting and not any(self._preparations.values()):
             return None
@@ -218,18 +218,18 @@ class Policy:
             return next_one
         return found and self._started(found)
 
-    def done(self, what: Batch | Preparation, seconds: float) -> None:
+    def finish(self, what: Batch | DecodeTask, seconds: float) -> None:
         """A batch has ended, or a preparation; its slots are free again."""
-        if isinstance(what, Preparation):
+        if isinstance(what, DecodeTask):
             self._free[CPU] += 1
             self._preparing -= 1
             return
-        model = what.lane.model
-        self._free[what.lane.device] += what.slots
+        model = what.queue.model
+        self._free[what.queue.device] += what.slots
         self._running[model] -= 1
         self._served[model] += (seconds - what.seconds) * what.slots
 
-    def forget(self, model: str) -> None:
+    def remove_model(self, model: str) -> None:
         """A model is gone; nothing of it waits or runs."""
         self._served.pop(model, None)
         self._running.pop(model, None)
@@ -237,15 +237,15 @@ class Policy:
             del self._waiting[lane]  # what is past its deadline may still be here
 
     @staticmethod
-    def lower(lane: Lane, rows: int) -> None:
+    def reduce_max_rows(lane: BatchQueue, rows: int) -> None:
         """So many rows did not fit into memory."""
-        lane.ceiling = max(1, min(lane.ceiling, rows // 2))
-        lane.padded = lane.padded and min(lane.padded, lane.ceiling)
+        lane.max_rows = max(1, min(lane.max_rows, rows // 2))
+        lane.padded_rows = lane.padded_rows and min(lane.padded_rows, lane.max_rows)
 
     def _active(self) -> set[str]:
         return {lane.model for lane in self._waiting} | {model for model, count in self._running.items() if count}
 
-    def _first(self, lanes: Iterable[Lane], kept: set[str], idle: Mapping[str, int]) -> Batch | None:
+    def _first(self, lanes: Iterable[BatchQueue], kept: set[str], idle: Mapping[str, int]) -> Batch | None:
         for lane in lanes:
             if lane.device in kept or not self._may_overlap(lane):
                 continue
@@ -256,7 +256,7 @@ class Policy:
                 kept.add(lane.device)
         return None
 
-    def _ordered(self, idle: Mapping[str, int]) -> list[Lane]:
+    def _ordered(self, idle: Mapping[str, int]) -> list[BatchQueue]:
         """Lanes that could start something: interactive work first, then the model that has had least, then by age."""
         keyed = []
         for number, lane in enumerate(list(self._waiting)):
@@ -267,9 +267,9 @@ class Policy:
                 keyed.append(((self._late(head), self._served[lane.model], self._rank(head), number), lane))
         return [lane for _, lane in sorted(keyed, key=lambda pair: pair[0])]
 
-    def _head(self, lane: Lane) -> Work | None:
+    def _head(self, lane: BatchQueue) -> QueuedRequest | None:
         """What has waited longest of what may run; what is past its deadline is dropped on the way."""
-        heads: list[Work] = []
+        heads: list[QueuedRequest] = []
         priority: Priority
         for priority in ("interactive", "bulk"):
             while (head := self._oldest(lane, priority)) is not None and head.deadline <= self._clock():
@@ -278,31 +278,31 @@ class Policy:
                 heads.append(head)
         return min(heads, key=self._order, default=None)
 
-    def _oldest(self, lane: Lane, priority: Priority) -> Work | None:
+    def _oldest(self, lane: BatchQueue, priority: Priority) -> QueuedRequest | None:
         queues = self._waiting.get(lane)
         return next(iter(queues.of(priority)), None) if queues else None
 
-    def _eligible(self, lane: Lane) -> list[Work]:
+    def _eligible(self, lane: BatchQueue) -> list[QueuedRequest]:
         """What may be in the next batch, in order; what is past its deadline is dropped on the way."""
         queues, now = self._waiting.get(lane, _Queues()), self._clock()
         bulk, interactive = list(islice(queues.bulk, WINDOW)), list(islice(queues.interactive, WINDOW))
         for work in (*bulk, *interactive):
             if work.deadline <= now:
                 self.remove(work)
-        interactive = [work for work in interactive if work.left]
-        found = [*interactive, *(work for work in bulk if work.left and not (interactive and self._late(work)))]
+        interactive = [work for work in interactive if work.waiting_rows]
+        found = [*interactive, *(work for work in bulk if work.waiting_rows and not (interactive and self._late(work)))]
         return sorted(found, key=self._rank)
 
-    def _order(self, what: Work | Preparation) -> tuple[bool, float]:
+    def _order(self, what: QueuedRequest | DecodeTask) -> tuple[bool, float]:
         return self._late(what), self._rank(what)
 
-    def _late(self, what: Work | Preparation) -> bool:
+    def _late(self, what: QueuedRequest | DecodeTask) -> bool:
         return what.priority == "bulk" and self._clock() < self._rank(what)
 
-    def _rank(self, what: Work | Preparation) -> float:
-        return what.since + (self._patience if what.priority == "bulk" else 0.0)
+    def _rank(self, what: QueuedRequest | DecodeTask) -> float:
+        return what.enqueued_at + (self._patience if what.priority == "bulk" else 0.0)
 
-    def _undecoded(self) -> Preparation | None:
+    def _undecoded(self) -> DecodeTask | None:
         """What is decoded next, if the CPU has a slot for it; where forwards have all of them, one more is lent.
 
         A bad picture is then refused at once, and a good one ready for the next batch, however long forwards take.
@@ -311,7 +311,7 @@ class Policy:
         lent = 0 if self._preparing else 1
         return min(heads, key=self._order, default=None) if self._free.get(CPU, -1) + lent > 0 else None
 
-    def _before(self, lane: Lane, preparation: Preparation) -> bool:
+    def _before(self, lane: BatchQueue, preparation: DecodeTask) -> bool:
         """Whether a lane goes before what could be decoded: more urgent, or as urgent, ripe and not much newer."""
         head = self._head(lane)
         if lane.device != CPU or head is None:
@@ -321,13 +321,13 @@ class Policy:
             self._late(head) == late and self._ripe(lane, head) and self._rank(head) <= latest
         )
 
-    def _ripe(self, lane: Lane, head: Work) -> bool:
+    def _ripe(self, lane: BatchQueue, head: QueuedRequest) -> bool:
         """Whether a forward is worth its start now, though more could be decoded first."""
-        enough = lane.padded or lane.target
-        waited = self._clock() - head.since
+        enough = lane.padded_rows or lane.efficient_rows
+        waited = self._clock() - head.enqueued_at
         return self._waiting[lane].rows >= enough or waited >= LONG * lane.seconds(enough, head.depth)
 
-    def _may_overlap(self, lane: Lane) -> bool:
+    def _may_overlap(self, lane: BatchQueue) -> bool:
         """Whether a lane may start beside what runs on its device."""
         device = self._devices[lane.device]
         if device.parallel or self._free[lane.device] == device.slots:
@@ -335,12 +335,12 @@ class Policy:
         head = self._head(lane)
         return head is not None and self._ripe(lane, head)
 
-    def _overdue(self, lane: Lane) -> bool:
+    def _overdue(self, lane: BatchQueue) -> bool:
         """Whether a single row has waited for all slots for as long as its own forward takes."""
         head = self._head(lane)
-        return head is not None and self._clock() - head.since > lane.costs.seconds(1)
+        return head is not None and self._clock() - head.enqueued_at > lane.costs.seconds(1)
 
-    def _formed(self, lane: Lane, idle: int) -> Batch | None:
+    def _formed(self, lane: BatchQueue, idle: int) -> Batch | None:
         works = self._eligible(lane)
         if not works:
             return None
@@ -351,41 +351,41 @@ class Policy:
         slots = self._slots(lane, count)
         if slots > self._free[lane.device]:
             return None
-        depth = max(part.work.depth for part in parts)
+        depth = max(part.request.depth for part in parts)
         seconds = lane.seconds(count, depth) / (lane.costs.speedup if slots > 1 and _solo(lane, count) else 1.0)
         return Batch(lane, parts, slots, depth, seconds, _told(why, parts))
 
-    def _size(self, lane: Lane, mates: Sequence[Work], idle: int) -> int:
+    def _size(self, lane: BatchQueue, mates: Sequence[QueuedRequest], idle: int) -> int:
         """How many rows the next forward should have."""
-        if mates[0].alone or mates[0].whole:
-            return min(mates[0].left, lane.padded or lane.ceiling, lane.ceiling)
-        waiting = sum(work.left for work in mates)
+        if mates[0].requires_isolation or mates[0].unsplittable:
+            return min(mates[0].waiting_rows, lane.padded_rows or lane.max_rows, lane.max_rows)
+        waiting = sum(work.waiting_rows for work in mates)
         device, free = self._devices[lane.device], self._free[lane.device]
         solo = _solo(lane, 1)
         if solo and free == device.slots > 1 and waiting <= 2 * lane.costs.speedup:
             return 1  # one after the other on all cores is quicker than side by side
-        sides = min(free // lane.width, idle) if device.parallel else 1
+        sides = min(free // lane.slots, idle) if device.parallel else 1
         share = math.ceil(waiting / max(sides, 1))
         if lane.seconds(waiting) < WORTH * lane.seconds(share):
             share = waiting  # the fixed part of two forwards is more than they gain side by side
-        return min(max(share, 2 if solo else 1), lane.padded or lane.target, lane.ceiling)
+        return min(max(share, 2 if solo else 1), lane.padded_rows or lane.efficient_rows, lane.max_rows)
 
-    def _slots(self, lane: Lane, rows: int) -> int:
+    def _slots(self, lane: BatchQueue, rows: int) -> int:
         """All of them for a single row that gains by it, else one: it hangs on nothing but the number of rows.
 
         Other threads make other bits, so that a batch of the same shape must always get the same number of them.
         """
         every = self._devices[lane.device].slots
-        return every if _solo(lane, rows) else min(lane.width, every)
+        return every if _solo(lane, rows) else min(lane.slots, every)
 
     def _started(self, batch: Batch) -> Batch:
-        queues = self._waiting[batch.lane]
-        for part in batch.parts:
+        queues = self._waiting[batch.queue]
+        for part in batch.slices:
             queues.rows -= part.stop - part.start
-            part.work.given = part.stop
-            if part.work.left == 0:
-                self.remove(part.work)
-        model, device = batch.lane.model, batch.lane.device
+            part.request.taken_rows = part.stop
+            if part.request.waiting_rows == 0:
+                self.remove(part.request)
+        model, device = batch.queue.model, batch.queue.device
         self._level[device] = max(self._level.get(device, 0.0), self._served[model])
         self._free[device] -= batch.slots
         self._running[model] = self._running.get(model, 0) + 1
@@ -393,17 +393,17 @@ class Policy:
         return batch
 
 
-def _solo(lane: Lane, rows: int) -> bool:
+def _solo(lane: BatchQueue, rows: int) -> bool:
     """Whether a forward is one of a single row that gains by all cores."""
-    return (lane.padded or rows) == 1 and lane.costs.speedup > 1
+    return (lane.padded_rows or rows) == 1 and lane.costs.speedup > 1
 
 
-def _mates(works: Sequence[Work], lane: Lane) -> tuple[list[Work], Why]:
+def _mates(works: Sequence[QueuedRequest], lane: BatchQueue) -> tuple[list[QueuedRequest], BatchReason]:
     """The requests that share a forward with the first one, and why."""
     head = works[0]
-    if head.alone or head.whole:
+    if head.requires_isolation or head.unsplittable:
         return [head], "isolated"
-    others = [work for work in works if not (work.alone or work.whole)]
+    others = [work for work in works if not (work.requires_isolation or work.unsplittable)]
     if len(others) == 1:
         return [head], "single"
     depths = sorted({work.depth for work in others})
@@ -416,14 +416,16 @@ def _mates(works: Sequence[Work], lane: Lane) -> tuple[list[Work], Why]:
     return mates, "sharing_pays"
 
 
-def _told(why: Why, parts: Sequence[Part]) -> Why:
+def _told(why: BatchReason, parts: Sequence[RowSlice]) -> BatchReason:
     """Why, in the end: of those that could share not all need have found room."""
     if why in ("same_depth", "sharing_pays") and len(parts) == 1:
         return "single"
-    return "same_depth" if why == "sharing_pays" and len({part.work.depth for part in parts}) == 1 else why
+    return "same_depth" if why == "sharing_pays" and len({part.request.depth for part in parts}) == 1 else why
 
 
-def _cluster(works: Sequence[Work], depths: Sequence[float], lane: Lane, depth: float) -> tuple[float, float]:
+def _cluster(
+    works: Sequence[QueuedRequest], depths: Sequence[float], lane: BatchQueue, depth: float
+) -> tuple[float, float]:
     """From which depth to which requests run together with one of a depth: what makes all of them end soonest.
 
     A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
@@ -431,7 +433,7 @@ def _cluster(works: Sequence[Work], depths: Sequence[float], lane: Lane, depth: 
     """
     rows = dict.fromkeys(depths, 0)
     for work in works:
-        rows[work.depth] += work.left
+        rows[work.depth] += work.waiting_rows
     sums = list(accumulate(rows.values(), initial=0))
     best: list[tuple[float, int]] = [(0.0, 0)]  # for the first so many depths: cost, and where the last piece begins
     for stop, deepest in enumerate(depths, 1):
@@ -443,17 +445,17 @@ def _cluster(works: Sequence[Work], depths: Sequence[float], lane: Lane, depth: 
     return depths[best[stop][1]], depths[stop - 1]
 
 
-def _filled(mates: Iterable[Work], rows: int, lane: Lane) -> Iterator[Part]:
+def _filled(mates: Iterable[QueuedRequest], rows: int, lane: BatchQueue) -> Iterator[RowSlice]:
     """The first rows, within the memory that a forward may take; at least one."""
-    left, room = rows, lane.budget
+    left, room = rows, lane.max_bytes
     for number, work in enumerate(mates):
         each = lane.costs.row_bytes + work.row_bytes
-        count = min(work.left, left, room // max(each, 1))
+        count = min(work.waiting_rows, left, room // max(each, 1))
         if number == 0:
-            count = work.left if work.whole else max(count, 1)
+            count = work.waiting_rows if work.unsplittable else max(count, 1)
         if count <= 0:
             return
-        yield Part(work, work.given, work.given + count)
-        if count < work.left:
+        yield RowSlice(work, work.taken_rows, work.taken_rows + count)
+        if count < work.waiting_rows:
             return  # rows of others do not pass what is left of it
         left, room = left - count, room - count * each

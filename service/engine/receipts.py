@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from layertap.models import statistics, union
 from layertap.models.plan import Result
-from layertap.models.points import GRADIENTS, path_text
+from layertap.models.points import GRADIENTS, format_path
 from layertap.service.engine.execution import Results
 from layertap.service.engine.job import Job
 from layertap.service.features import Array, Features, Receipt
 
 
-def features_of(job: Job, parts: Sequence[Results]) -> Features:
+def collect_features(job: Job, parts: Sequence[Results]) -> Features:
     """The features of a job, of what its forwards gave in the order of its rows."""
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
     for result in job.plan.results:
-        whole = union.joined(result.capture, [part[result.capture] for part in parts])
+        whole = union.join_parts(result.capture, [part[result.capture] for part in parts])
         arrays[result.key] = whole.values.numpy()
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
@@ -32,7 +32,7 @@ def features_of(job: Job, parts: Sequence[Results]) -> Features:
         receipts={result.key: _receipt(job, result, classes) for result in job.plan.results},
         errors=job.faults,
         verified=job.verify,
-        interventions=job.plan.changed,
+        interventions=job.plan.changed_selectors,
     )
 
 
@@ -41,7 +41,7 @@ def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     scores = job.plan.scores
     if scores is None:
         return None
-    values = union.joined(scores, [part[scores] for part in parts]).values.float()
+    values = union.join_parts(scores, [part[scores] for part in parts]).values.float()
     mask = job.inputs.get(job.model.text.mask) if job.model.text and job.model.text.mask else None
     if mask is not None and scores.leaf.token_axes:  # a class for each token: what pads a text is none
         classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
@@ -56,15 +56,15 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         call=point.call,
         module=result.module,
         site=point.site,
-        path=path_text(point.path),
+        path=format_path(point.path),
         layout=leaf.layout,
-        captured=result.capture.kept.shape_for(job.rows),
+        captured=result.capture.unpadded.shape_for(job.rows),
         dtype=leaf.dtype,
         pool=how.pool,
         normalize=how.normalize,
         fingerprint=job.fingerprints[result.key],
         row_axis=0 if how.is_by_row else leaf.row_axis,
-        stats=statistics.columns(how.stats) if how.stats is not None else None,
+        stats=statistics.list_columns(how.stats) if how.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.how,
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",

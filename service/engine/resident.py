@@ -13,13 +13,13 @@ import torch
 
 from layertap.models import transfer, warmup
 from layertap.models.catalog import Catalog, Costs
-from layertap.models.compiled import Compiled
+from layertap.models.compiled import CompiledPlan
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
 from layertap.models.loaded import MAX_CATALOGS, LoadedModel, Shapes
-from layertap.service.engine.planning import Plans
-from layertap.service.engine.policy import CPU, Lane
-from layertap.service.engine.scheduler import Crew, Scheduler
-from layertap.service.engine.worker import Worker
+from layertap.service.engine.planning import PlanCache
+from layertap.service.engine.policy import CPU, BatchQueue
+from layertap.service.engine.scheduler import ReplicaThreads, Scheduler
+from layertap.service.engine.worker import WorkerThread
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
@@ -27,7 +27,7 @@ MAX_LANES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and
 SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free when a model is loaded: what its forwards may take
 
 
-class Resident:
+class ModelWorker:
     """One model in memory. ``loaded`` tells when it is there, or why it is not.
 
     ``rows`` are admitted and not answered; it and ``last_used`` are touched by the event loop only. ``stopping``: from
@@ -53,17 +53,17 @@ class Resident:
         self._settings = settings
         self._budget = 0
         self._empty: asyncio.Event | None = None
-        self.plans = Plans()
+        self.plans = PlanCache()
         self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
-        self._lanes: dict[tuple[Shapes, bool, str, Compiled | None, bool], tuple[Catalog, Lane]] = {}
+        self._queues: dict[tuple[Shapes, bool, str, CompiledPlan | None, bool], tuple[Catalog, BatchQueue]] = {}
         self._workers = [self._worker(f"load-{name}")]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self._workers[0].post(partial(self._load, load))
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether a thread ended though nobody stopped it."""
-        return any(worker.dead for worker in self._workers)
+        return any(worker.is_dead for worker in self._workers)
 
     @property
     def failed(self) -> bool:
@@ -71,49 +71,49 @@ class Resident:
         return self.loaded.done() and self.loaded.exception() is not None
 
     @property
-    def pace(self) -> float:
+    def seconds_per_row(self) -> float:
         """Seconds that a row takes its device, as of late."""
-        crew = self._scheduler.crew(self._name)
-        return crew.pace if crew else 0.0
+        crew = self._scheduler.get_threads(self._name)
+        return crew.seconds_per_row if crew else 0.0
 
     @property
     def device(self) -> str | None:
         """Where its model is, None where it is not loaded."""
-        crew = self._scheduler.crew(self._name)
+        crew = self._scheduler.get_threads(self._name)
         return str(crew.model.device) if crew else None
 
     @property
-    def apart(self) -> bool:
+    def requires_isolation(self) -> bool:
         """Whether every request must have its forwards for itself, so that its bits are always the same."""
         return self._moves
 
-    def lane(
+    def get_queue(
         self,
         catalog: Catalog,
         shapes: Shapes,
         graph: bool,
-        compiled: Compiled | None = None,
+        compiled: CompiledPlan | None = None,
         together: bool = False,
-    ) -> Lane:
+    ) -> BatchQueue:
         """What rows of a shape wait in.
 
         Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
         each other and run ``together``.
         """
         key = shapes, graph, catalog.start, compiled, together
-        known = self._lanes.get(key)
+        known = self._queues.get(key)
         if known is not None and known[0] is catalog:
             return known[1]
-        while len(self._lanes) >= MAX_LANES:
-            del self._lanes[next(iter(self._lanes))]
+        while len(self._queues) >= MAX_LANES:
+            del self._queues[next(iter(self._queues))]
         costs = compiled.costs if compiled else catalog.graph_costs if graph else catalog.costs
         lane = self._new_lane(self.loaded.result(), catalog, costs, together)
-        self._lanes[key] = catalog, lane
+        self._queues[key] = catalog, lane
         return lane
 
-    def ceilings(self) -> int:
+    def max_batch_rows(self) -> int:
         """The most rows of a forward, of the shape that was new last."""
-        return next((lane.ceiling for _, lane in reversed(list(self._lanes.values()))), 0)
+        return next((lane.max_rows for _, lane in reversed(list(self._queues.values()))), 0)
 
     async def stop(self, patience: float | None) -> None:
         """Finish what was given, then end the threads; wait for that at most so many seconds."""
@@ -125,7 +125,7 @@ class Resident:
                 self.left()
                 await self._empty.wait()
                 if not self.failed:
-                    await asyncio.shield(asyncio.wrap_future(self._scheduler.leave(self._name)))
+                    await asyncio.shield(asyncio.wrap_future(self._scheduler.remove_model(self._name)))
                 for worker in self._workers:
                     await asyncio.to_thread(worker.join, None)
         except TimeoutError:
@@ -136,8 +136,8 @@ class Resident:
         if self._empty is not None and not self.rows:
             self._empty.set()
 
-    def _worker(self, name: str) -> Worker:
-        return Worker(name, lambda: self._scheduler.lose(f"a thread of model {self._name} died"))
+    def _worker(self, name: str) -> WorkerThread:
+        return WorkerThread(name, lambda: self._scheduler.fail_permanently(f"a thread of model {self._name} died"))
 
     def _load(self, load: Callable[[], LoadedModel]) -> None:
         begun = time.monotonic()
@@ -145,12 +145,12 @@ class Resident:
         try:
             model = load()
             if model.device.type == "cuda":
-                transfer.settle(model.device)
+                transfer.synchronize_device(model.device)
             self._budget = self._measured(model)
-            fixed = self._new_lane(model, model.catalog, model.catalog.costs).padded
-            self._moves = fixed is not None and not model.steady(fixed)
+            fixed = self._new_lane(model, model.catalog, model.catalog.costs).padded_rows
+            self._moves = fixed is not None and not model.is_batch_invariant(fixed)
             if model.device.type == "cuda":
-                transfer.settle(model.device)
+                transfer.synchronize_device(model.device)
         except LayertapError as error:
             self._workers[0].stop()
             self.loaded.set_exception(error)
@@ -171,9 +171,9 @@ class Resident:
         for worker in self._workers:
             worker.post(partial(torch.set_num_threads, 1))
             if model.device.type == "cuda":
-                worker.post(partial(transfer.own_stream, model.device))
+                worker.post(partial(transfer.use_own_stream, model.device))
         sides = len(model.replicas) if model.device.type == "cpu" else 1  # on a GPU they only overlap
-        self._scheduler.enter(self._name, Crew(model, self._workers, model.catalog.seconds / sides))
+        self._scheduler.add_model(self._name, ReplicaThreads(model, self._workers, model.catalog.seconds / sides))
         self.loaded.set_result(model)
         fields = {"model": self._name, "device": str(model.device), "seconds": round(time.monotonic() - begun, 1)}
         log.info("a model is loaded", extra={"fields": fields})
@@ -182,19 +182,19 @@ class Resident:
         """Bytes that one forward may take."""
         if self._settings.batch_memory_bytes is not None:
             return self._settings.batch_memory_bytes
-        free = warmup.available_bytes(model.device) * SHARE[model.device.type]
+        free = warmup.measure_available_bytes(model.device) * SHARE[model.device.type]
         return int(free / len(model.replicas))
 
-    def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs, together: bool = False) -> Lane:
+    def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs, together: bool = False) -> BatchQueue:
         settings = self._settings
         most = settings.fixed_batch_rows or settings.max_batch_rows
         fitting = max(self._budget // max(costs.row_bytes, 1), 1)
-        return Lane(
+        return BatchQueue(
             model=self._name,
             device=CPU if model.device.type == "cpu" else str(model.device),
             costs=costs,
-            ceiling=min(most, fitting) if catalog.rowwise or together else 1,
-            budget=self._budget,
-            padded=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
-            width=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,
+            max_rows=min(most, fitting) if catalog.rowwise or together else 1,
+            max_bytes=self._budget,
+            padded_rows=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
+            slots=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,
         )

@@ -14,26 +14,26 @@ from torch import Tensor
 
 from layertap.models import transfer
 from layertap.models.dtypes import DTYPES
-from layertap.models.errors import InputError, LayertapError, TooLargeError, near, quoted
+from layertap.models.errors import InputError, LayertapError, TooLargeError, escape, suggest
 from layertap.models.loaded import LoadedModel, Shapes
-from layertap.models.ondevice import Decoder
-from layertap.models.preprocess import enough, preprocess, resized_size
+from layertap.models.ondevice import DeviceDecoder
+from layertap.models.preprocess import compute_least_size, compute_resized_size, preprocess
 from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
-from layertap.models.text import Text
+from layertap.models.text import TextSpec
 from layertap.service.engine import texts
 from layertap.service.features import Array
-from layertap.service.inputs import ArraysItem, ImageItem, Item, TextItem, TokensItem
+from layertap.service.inputs import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced, plain_jpeg
 from layertap.service.settings import Settings
 
 Rows = Mapping[str, Tensor]
 Attempt = Rows | LayertapError
-Fetched = Item | LayertapError  # an input, or why it can't be had from where it is
+Fetched = LocalItem | LayertapError  # an input, or why it can't be had from where it is
 Items = Sequence[tuple[int, Fetched]]
 
 
-def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | InputError]:
+def decode_item(item: LocalItem, model: LoadedModel, settings: Settings) -> list[Rows | InputError]:
     """One item as rows, one tensor for each input with the rows on axis 0; InputError or TooLargeError.
 
     A batch comes in one piece. Where some of its rows are not finite it comes row by row, an error in place of each;
@@ -41,35 +41,37 @@ def rows_of(item: Item, model: LoadedModel, settings: Settings) -> list[Rows | I
     """
     if isinstance(item, ImageItem):
         return [{model.inputs[0].name: _image(item, model, settings)}]
-    rows = _arrays(item, model, settings) if isinstance(item, ArraysItem) else texts.row_of(item, model)
+    rows = _arrays(item, model, settings) if isinstance(item, ArraysItem) else texts.tokenize_item(item, model)
     if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows, model) is None:
         return [rows]
     return [_fault(row, model) or row for row in _one_by_one(rows)]
 
 
-def picture_steps(model: LoadedModel) -> PreprocessSpec:
+def get_preprocessing(model: LoadedModel) -> PreprocessSpec:
     """How pictures become a model's rows; InputError where it takes none."""
     if model.preprocess is None or len(model.inputs) != 1:
         if model.text is not None and model.text.is_read:
-            raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.hint(model.text))
-        raise InputError(f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.tensors(model)}")
+            raise InputError(f"model {model.spec.name} takes text, not pictures", hint=texts.format_hint(model.text))
+        raise InputError(
+            f"model {model.spec.name} takes tensors, not pictures", hint=f"send {texts.describe_inputs(model)}"
+        )
     return model.preprocess
 
 
-def preprocessed_by(sent: Iterable[object], model: LoadedModel, shapes: Shapes) -> Preprocessed:
+def find_preprocessed_by(sent: Iterable[object], model: LoadedModel, shapes: Shapes) -> Preprocessed:
     """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
     if not model.preprocesses:
-        return "caller" if reshaped(model, shapes) else ""
+        return "caller" if is_reshaped(model, shapes) else ""
     kinds = {isinstance(item, (ArraysItem, TokensItem)) for item in sent}
     return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
 
 
-def reshaped(model: LoadedModel, shapes: Shapes) -> bool:
+def is_reshaped(model: LoadedModel, shapes: Shapes) -> bool:
     """Whether rows have another shape than the configured one; how long a text is does not count."""
     return any(shape != spec.shape for spec, shape in zip(model.inputs, shapes, strict=True) if spec.longest is None)
 
 
-def expected(items: Iterable[object], model: LoadedModel) -> tuple[Shapes, int]:
+def predict_shapes(items: Iterable[object], model: LoadedModel) -> tuple[Shapes, int]:
     """The shape of a request's rows and how many there will be, as far as that is known before anything is decoded.
 
     Arrays tell; whatever else is sent counts as one row of the configured shape. Of several shapes the least: which of
@@ -101,7 +103,7 @@ def _numbers(shapes: Shapes) -> int:
     return sum(prod(shape) for shape in shapes)
 
 
-def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> list[Sequence[Attempt]]:
+def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:
     """What was made of items, texts and tokens among them filled up to one length; arrays of ids stay as they are.
 
     So are all arrays that a layer made of texts.
@@ -112,19 +114,19 @@ def padded(items: Items, attempts: Sequence[Sequence[Attempt]], text: Text) -> l
     lengths = [rows[text.ids].shape[axis] for place in places for rows in attempts[place] if isinstance(rows, Mapping)]
     found = list(attempts)
     if text.mask is not None and lengths:
-        size = text.bucket(max(lengths))
+        size = text.get_padded_length(max(lengths))
         for place in places:
             found[place] = [
-                texts.filled(each, size, text) if isinstance(each, Mapping) else each for each in found[place]
+                texts.pad_rows(each, size, text) if isinstance(each, Mapping) else each for each in found[place]
             ]
     return found
 
 
-def joined(parts: Sequence[Rows]) -> dict[str, Tensor]:
+def join_rows(parts: Sequence[Rows]) -> dict[str, Tensor]:
     """All rows of a request; their shapes agree."""
     if len(parts) == 1:
         return dict(parts[0])
-    return {name: transfer.joined([part[name] for part in parts]) for name in parts[0]}
+    return {name: transfer.join_rows([part[name] for part in parts]) for name in parts[0]}
 
 
 def count_rows(attempts: Sequence[Rows | InputError]) -> int:
@@ -132,13 +134,13 @@ def count_rows(attempts: Sequence[Rows | InputError]) -> int:
     return sum(len(next(iter(each.values()))) for each in attempts if not isinstance(each, InputError))
 
 
-def shape_of(rows: Rows) -> tuple[tuple[int, ...], ...]:
+def get_row_shapes(rows: Rows) -> tuple[tuple[int, ...], ...]:
     """The shape of one row, input by input."""
     return tuple(tuple(value.shape[1:]) for value in rows.values())
 
 
 def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
-    how = picture_steps(model)
+    how = get_preprocessing(model)
     row = _on_device(item.data, model.decoder, how, settings) if model.decoder else None
     if row is None:
         picture = _decoded(item.data, settings, how, model.spec.decode)
@@ -146,23 +148,23 @@ def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
     return row.unsqueeze(0)
 
 
-def _on_device(data: bytes, decoder: Decoder, how: PreprocessSpec, settings: Settings) -> Tensor | None:
+def _on_device(data: bytes, decoder: DeviceDecoder, how: PreprocessSpec, settings: Settings) -> Tensor | None:
     """A picture's row made on the model's GPU; None where it is to be made here, or refused here."""
     size = plain_jpeg(data, settings.max_pixels, partial(_check_resized, how, settings.max_resized_pixels))
-    return None if size is None else decoder.row(data, size)
+    return None if size is None else decoder.decode_row(data, size)
 
 
 def _decoded(data: bytes, settings: Settings, how: PreprocessSpec, decode: Decode) -> Picture:
     fits = partial(_check_resized, how, settings.max_resized_pixels)
     if decode == "fast":
-        return decode_reduced(data, settings.max_pixels, partial(enough, how), fits)
+        return decode_reduced(data, settings.max_pixels, partial(compute_least_size, how), fits)
     image = decode_image(data, settings.max_pixels, fits)
     return Picture(image, image.size)
 
 
 def _check_resized(how: PreprocessSpec, limit: int, width: int, height: int) -> None:
     """TooLargeError for a picture that would be too large once resized, whichever way up it is."""
-    pixels = prod(resized_size(how, width, height))
+    pixels = prod(compute_resized_size(how, width, height))
     if pixels > limit:
         raise TooLargeError(
             f"the picture would be resized to {pixels} pixels, the limit is {limit}",
@@ -189,7 +191,7 @@ def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:
     return rows
 
 
-def _mask(ids: Tensor, text: Text) -> Tensor:
+def _mask(ids: Tensor, text: TextSpec) -> Tensor:
     """The mask of texts that come without one: each is as long as its tensor.
 
     InputError where a layer's output ends like the padding of a shorter text among longer ones.
@@ -243,7 +245,7 @@ def _require_within(value: Tensor, name: str, least: int, most: int) -> None:
         )
 
 
-def _named(item: ArraysItem, specs: Sequence[InputSpec], text: Text | None) -> dict[str, Array]:
+def _named(item: ArraysItem, specs: Sequence[InputSpec], text: TextSpec | None) -> dict[str, Array]:
     arrays = item.arrays
     if text is not None and text.mask is not None:
         masks = {str(name): array for name, array in arrays.items() if name == text.mask}
@@ -266,9 +268,9 @@ def _misnamed(arrays: Mapping[str | None, Array], wanted: Sequence[str]) -> Inpu
     unknown = next((name for name in arrays if name not in wanted), None)
     if unknown is None:
         missing = next(name for name in wanted if name not in arrays)
-        return InputError(f"there is no array for the model's input {quoted(missing)}", hint=hint)
+        return InputError(f"there is no array for the model's input {escape(missing)}", hint=hint)
     alike = tuple(get_close_matches(unknown[:100], wanted, n=1))
-    return InputError(f"the model has no input {quoted(unknown)}", hint=near(alike) or hint)
+    return InputError(f"the model has no input {escape(unknown)}", hint=suggest(alike) or hint)
 
 
 def _tensor(array: Array, spec: InputSpec, may_batch: bool) -> Tensor:

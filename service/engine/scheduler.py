@@ -15,11 +15,18 @@ from typing import Any, TypeVar
 from layertap.models import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.loaded import LoadedModel
-from layertap.service.engine.deadline import ending
-from layertap.service.engine.execution import Execution, Interval, Outcome, Results, lasting, raised
+from layertap.service.engine.deadline import set_deadline
+from layertap.service.engine.execution import (
+    BatchRunner,
+    Interval,
+    Results,
+    SliceResult,
+    find_lasting_failure,
+    wrap_error,
+)
 from layertap.service.engine.job import Job
-from layertap.service.engine.policy import CPU, Batch, Clock, Device, Policy, Preparation, Work
-from layertap.service.engine.worker import Worker, lone
+from layertap.service.engine.policy import CPU, Batch, Batcher, Clock, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.worker import WorkerThread, start_single_threaded
 from layertap.service.errors import UnavailableError
 from layertap.service.metrics import Metrics
 from layertap.service.terms import Priority
@@ -31,7 +38,7 @@ EARLY_S = 0.05  # an event loop counts from where its turn began, in millisecond
 
 
 @dataclass
-class Crew:
+class ReplicaThreads:
     """A model's replicas at work: a thread for each, and which of them do nothing now.
 
     ``forward_pace``, ``decode_pace``: seconds of all slots that a row took of late. ``calls`` want the first replica
@@ -39,21 +46,21 @@ class Crew:
     """
 
     model: LoadedModel
-    workers: list[Worker]
-    forward_pace: float
-    decode_pace: float = 0.0
+    workers: list[WorkerThread]
+    forward_seconds_per_row: float
+    decode_seconds_per_row: float = 0.0
     idle: list[int] = field(default_factory=list)
     calls: deque[tuple[Callable[[LoadedModel], Any], Future[Any]]] = field(default_factory=deque)
     drained: Future[None] | None = None
 
     @property
-    def pace(self) -> float:
+    def seconds_per_row(self) -> float:
         """Seconds that the device takes for a row, as of late."""
-        return self.forward_pace + self.decode_pace
+        return self.forward_seconds_per_row + self.decode_seconds_per_row
 
 
 @dataclass(eq=False)
-class _Pending:
+class _InFlight:
     """A request whose rows wait or run; ``parts`` are the results so far, by their first row."""
 
     job: Job
@@ -66,11 +73,11 @@ class _Pending:
     copies: list[Interval] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def note(self, batch: Batch, outcome: Outcome) -> None:
+    def note(self, batch: Batch, outcome: SliceResult) -> None:
         """Keep when a part of it ran, in which company."""
         self.forwards.append(outcome.forward)
         self.copies.append(outcome.copy)
-        self.notes["fill"] = f"{outcome.rows}/{batch.lane.ceiling}"
+        self.notes["fill"] = f"{outcome.rows}/{batch.queue.max_rows}"
         self.notes["depth"] = f"{batch.depth:.4g}"
 
     def steps(self) -> dict[str, float]:
@@ -101,25 +108,25 @@ class Scheduler:
     ) -> None:
         self._streams = streams
         self.slots = slots
-        self.lost = ""
+        self.failure = ""
         self._on_loss = on_loss
         self._metrics = metrics
-        self._policy = Policy({CPU: Device(slots)}, clock)
+        self._policy = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._lock = threading.RLock()
-        self._crews: dict[str, Crew] = {}
-        self._pending: dict[Work, _Pending] = {}
-        self._decoding: dict[Preparation, Callable[[], None]] = {}
-        self._pool = ThreadPoolExecutor(slots, "decode", initializer=lone)
+        self._crews: dict[str, ReplicaThreads] = {}
+        self._pending: dict[QueuedRequest, _InFlight] = {}
+        self._decoding: dict[DecodeTask, Callable[[], None]] = {}
+        self._pool = ThreadPoolExecutor(slots, "decode", initializer=start_single_threaded)
 
-    def enter(self, name: str, crew: Crew) -> None:
+    def add_model(self, name: str, crew: ReplicaThreads) -> None:
         """A model is loaded: its replicas take batches from now on."""
         with self._lock:
             crew.idle = list(range(len(crew.workers)))
             self._crews[name] = crew
             if crew.model.device.type != CPU:
-                self._policy.equip(str(crew.model.device), Device(self._streams, parallel=False))
+                self._policy.add_device(str(crew.model.device), DeviceSlots(self._streams, parallel=False))
 
-    def leave(self, name: str) -> Future[None]:
+    def remove_model(self, name: str) -> Future[None]:
         """Take no more for a model; done when all that was given is, and its threads are told to end."""
         with self._lock:
             crew = self._crews.get(name)
@@ -131,21 +138,21 @@ class Scheduler:
             self._dispatch()
             return crew.drained
 
-    def crew(self, name: str) -> Crew | None:
+    def get_threads(self, name: str) -> ReplicaThreads | None:
         """A loaded model's crew, None where it is not loaded or about to go."""
         crew = self._crews.get(name)
         return crew if crew is not None and crew.drained is None else None
 
-    def waiting(self, name: str) -> int:
+    def count_waiting_rows(self, name: str) -> int:
         """Rows of a model that are in no batch yet."""
         with self._lock:
-            return self._policy.waiting(name)
+            return self._policy.count_waiting_rows(name)
 
-    def at_rest(self, name: str) -> bool:
+    def is_idle(self, name: str) -> bool:
         """Whether a model has nothing to do."""
         with self._lock:
             crew = self._crews[name]
-            return len(crew.idle) == len(crew.workers) and not crew.calls and not self._policy.waiting(name)
+            return len(crew.idle) == len(crew.workers) and not crew.calls and not self._policy.count_waiting_rows(name)
 
     def close(self) -> None:
         """End the pool; models have left before."""
@@ -160,21 +167,21 @@ class Scheduler:
             self._dispatch()
         return future
 
-    def lose(self, reason: str) -> None:
+    def fail_permanently(self, reason: str) -> None:
         """Nothing can be answered any more: whoever waits is told."""
         with self._lock:
-            if not self.lost:
-                self.lost = reason
+            if not self.failure:
+                self.failure = reason
                 self._on_loss(reason)
             for work, pending in self._pending.items():
                 self._policy.remove(work)
-                pending.answer.get_loop().call_soon_threadsafe(_deliver, [(pending.answer, lost(reason))])
+                pending.answer.get_loop().call_soon_threadsafe(_deliver, [(pending.answer, failed_error(reason))])
             self._pending.clear()
             for crew in self._crews.values():
                 while crew.calls:
                     _, future = crew.calls.popleft()
                     if future.set_running_or_notify_cancel():
-                        future.set_exception(lost(reason))
+                        future.set_exception(failed_error(reason))
 
     async def decode(
         self, name: str, run: Callable[[], T], count: Callable[[T], int], priority: Priority, deadline: float
@@ -184,13 +191,13 @@ class Scheduler:
         Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        preparation = Preparation(priority)
+        preparation = DecodeTask(priority)
         with self._lock:
             crew = self._crews.get(name)
             self._decoding[preparation] = partial(self._decoded, crew, preparation, run, count, answer)
-            self._policy.prepare(preparation)
+            self._policy.add_decode(preparation)
             self._dispatch()
-        timer = ending(answer, deadline)
+        timer = set_deadline(answer, deadline)
         try:
             return await answer
         finally:
@@ -198,22 +205,22 @@ class Scheduler:
             if not _given(answer):  # hold no picture that nobody waits for
                 with self._lock:
                     if self._decoding.pop(preparation, None) is not None:
-                        self._policy.withdraw(preparation)
+                        self._policy.remove_decode(preparation)
 
-    async def run(self, work: Work, job: Job) -> list[Results]:
+    async def run(self, work: QueuedRequest, job: Job) -> list[Results]:
         """A job's results in the host's memory, in one part or several whose rows follow each other.
 
         Called on the event loop. Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
         answer: asyncio.Future[list[Results]] = asyncio.get_running_loop().create_future()
-        pending = _Pending(job, answer, work.rows, time.perf_counter())
+        pending = _InFlight(job, answer, work.rows, time.perf_counter())
         with self._lock:
-            if self.lost:
-                raise lost(self.lost)
+            if self.failure:
+                raise failed_error(self.failure)
             self._pending[work] = pending
             self._policy.add(work)
             self._dispatch()
-        timer = ending(answer, job.deadline)
+        timer = set_deadline(answer, job.deadline)
         try:
             return await answer
         finally:
@@ -237,8 +244,10 @@ class Scheduler:
             if crew.calls and 0 in crew.idle:
                 crew.idle.remove(0)
                 crew.workers[0].post(partial(self._called, crew, *crew.calls.popleft()))
-        while (what := self._policy.take({name: len(crew.idle) for name, crew in self._crews.items()})) is not None:
-            if isinstance(what, Preparation):
+        while (
+            what := self._policy.start_next({name: len(crew.idle) for name, crew in self._crews.items()})
+        ) is not None:
+            if isinstance(what, DecodeTask):
                 task = self._decoding.pop(what)
                 if decoder and mine is None:
                     mine = task
@@ -259,53 +268,53 @@ class Scheduler:
 
     def _let_go(self, name: str) -> None:
         """End a model's threads as soon as it has nothing left to do; under the lock."""
-        if not self.at_rest(name):
+        if not self.is_idle(name):
             return
         crew = self._crews.pop(name)
-        self._policy.forget(name)
+        self._policy.remove_model(name)
         for worker in crew.workers:
             worker.stop()
         if crew.drained is not None:
             crew.drained.set_result(None)
 
     def _start(self, batch: Batch) -> None:
-        crew = self._crews[batch.lane.model]
+        crew = self._crews[batch.queue.model]
         crew.idle.sort()
         number = crew.idle.pop(0)
         jobs = {}
-        for part in batch.parts:
-            pending = self._pending[part.work]
+        for part in batch.slices:
+            pending = self._pending[part.request]
             pending.started = True
-            jobs[part.work] = pending.job
+            jobs[part.request] = pending.job
         crew.workers[number].post(partial(self._ran, crew, number, batch, jobs))
 
-    def _ran(self, crew: Crew, number: int, batch: Batch, jobs: dict[Work, Job]) -> None:
+    def _ran(self, crew: ReplicaThreads, number: int, batch: Batch, jobs: dict[QueuedRequest, Job]) -> None:
         """A batch, from its start to its answers; in the thread of its replica."""
         begun = time.perf_counter()
-        execution = Execution(crew.model, crew.model.replicas[number], batch, jobs, batch.slots)
-        outcomes = execution.outcomes()
+        execution = BatchRunner(crew.model, crew.model.replicas[number], batch, jobs, batch.slots)
+        outcomes = execution.run()
         seconds = time.perf_counter() - begun
         with self._lock:
-            if execution.lost:
-                self.lose(execution.lost)
+            if execution.failure:
+                self.fail_permanently(execution.failure)
             if execution.failures.too_many is not None:
-                self._policy.lower(batch.lane, execution.failures.too_many)
-            self._policy.done(batch, seconds)
-            beside = min(self._policy.sides(batch.lane.device, batch.slots), len(crew.workers))
+                self._policy.reduce_max_rows(batch.queue, execution.failures.too_many)
+            self._policy.finish(batch, seconds)
+            beside = min(self._policy.count_parallel_batches(batch.queue.device, batch.slots), len(crew.workers))
             # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
-            weight = batch.lane.costs.per_row / crew.model.catalog.costs.per_row
+            weight = batch.queue.costs.per_row / crew.model.catalog.costs.per_row
             spent = seconds / beside / batch.rows / weight
-            crew.forward_pace += SMOOTHING * (spent - crew.forward_pace)
+            crew.forward_seconds_per_row += SMOOTHING * (spent - crew.forward_seconds_per_row)
             crew.idle.append(number)
             self._answer(batch, outcomes)
             self._dispatch()
         self._report(batch, execution, seconds)
 
-    def _answer(self, batch: Batch, outcomes: list[Outcome]) -> None:
+    def _answer(self, batch: Batch, outcomes: list[SliceResult]) -> None:
         """Hand over what is complete, all of it in one go to the event loop; under the lock."""
         ready: list[tuple[asyncio.Future[list[Results]], list[Results] | LayertapError | RuntimeError]] = []
         for outcome in outcomes:
-            work, pending = outcome.part.work, self._pending.get(outcome.part.work)
+            work, pending = outcome.part.request, self._pending.get(outcome.part.request)
             if pending is None:
                 continue  # cancelled, or failed in another part
             pending.note(batch, outcome)
@@ -322,11 +331,11 @@ class Scheduler:
         if ready:
             ready[0][0].get_loop().call_soon_threadsafe(_deliver, ready)
 
-    def _report(self, batch: Batch, execution: Execution, seconds: float) -> None:
-        model, lane = batch.lane.model, batch.lane
-        requests = len({part.work for part in batch.parts})
+    def _report(self, batch: Batch, execution: BatchRunner, seconds: float) -> None:
+        model, lane = batch.queue.model, batch.queue
+        requests = len({part.request for part in batch.slices})
         self._metrics.batch(
-            model, batch.rows, max(lane.ceiling, batch.rows), requests, min(batch.depth, 1.0), seconds, batch.why
+            model, batch.rows, max(lane.max_rows, batch.rows), requests, min(batch.depth, 1.0), seconds, batch.reason
         )
         for _ in range(execution.failures.out_of_memory):
             self._metrics.out_of_memory(model)
@@ -335,18 +344,20 @@ class Scheduler:
         for _ in range(execution.failures.error):
             self._metrics.split(model, "error")
 
-    def _unserved(self, work: Work) -> None:
+    def _unserved(self, work: QueuedRequest) -> None:
         """Count a request that never came to a forward."""
         late = time.monotonic() >= work.deadline - EARLY_S
-        (self._metrics.expired if late else self._metrics.cancelled)(work.lane.model)
+        (self._metrics.expired if late else self._metrics.cancelled)(work.queue.model)
 
-    def _called(self, crew: Crew, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
+    def _called(self, crew: ReplicaThreads, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
         if future.set_running_or_notify_cancel():
             found = _caught(partial(_ended, run, crew.model))
-            reason = lasting(found, crew.model, crew.model.replicas[0]) if isinstance(found, Exception) else ""
+            reason = (
+                find_lasting_failure(found, crew.model, crew.model.replicas[0]) if isinstance(found, Exception) else ""
+            )
             if reason:
-                self.lose(reason)
-                found = lost(reason)
+                self.fail_permanently(reason)
+                found = failed_error(reason)
             _settle(future, found)
         with self._lock:
             crew.idle.append(0)
@@ -354,8 +365,8 @@ class Scheduler:
 
     def _decoded(
         self,
-        crew: Crew | None,
-        preparation: Preparation,
+        crew: ReplicaThreads | None,
+        preparation: DecodeTask,
         run: Callable[[], T],
         count: Callable[[T], int],
         answer: asyncio.Future[T],
@@ -365,13 +376,13 @@ class Scheduler:
         seconds = time.perf_counter() - begun
         rows = 0 if isinstance(found, Exception) else count(found)
         with self._lock:
-            self._policy.done(preparation, seconds)
+            self._policy.finish(preparation, seconds)
             if crew is not None and rows:
-                crew.decode_pace += SMOOTHING * (seconds / self.slots / rows - crew.decode_pace)
+                crew.decode_seconds_per_row += SMOOTHING * (seconds / self.slots / rows - crew.decode_seconds_per_row)
         answer.get_loop().call_soon_threadsafe(_deliver, [(answer, found)])
 
 
-def lost(reason: str) -> UnavailableError:
+def failed_error(reason: str) -> UnavailableError:
     """The answer where this process can't go on."""
     return UnavailableError(reason, hint="the server has to be restarted", retry_after=LOST_RETRY_S)
 
@@ -393,7 +404,7 @@ def _ended(run: Callable[[LoadedModel], T], model: LoadedModel) -> T:
     """What a function gives, once the device has done it: threads with other streams may use it."""
     found = run(model)
     if model.device.type == "cuda":
-        transfer.wait(model.device)
+        transfer.synchronize_stream(model.device)
     return found
 
 
@@ -404,7 +415,7 @@ def _caught(run: Callable[[], T]) -> T | LayertapError | RuntimeError:
     except LayertapError as error:
         return error
     except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
-        return raised(error)
+        return wrap_error(error)
 
 
 def _settle(future: Future[T], found: T | LayertapError | RuntimeError) -> None:

@@ -10,17 +10,17 @@ from torch.nn import functional
 
 from layertap.models.errors import InputError
 from layertap.models.loaded import LoadedModel
-from layertap.models.text import Text
+from layertap.models.text import TextSpec
 from layertap.service.inputs import TextItem, TokensItem
 
 CHARACTERS = 16  # of a text, for each token that a model takes: the time that a tokenizer takes is bounded
 
 
-def row_of(item: TextItem | TokensItem, model: LoadedModel) -> dict[str, Tensor]:
+def tokenize_item(item: TextItem | TokensItem, model: LoadedModel) -> dict[str, Tensor]:
     """One text as a row, as long as it is; InputError where the model does not take it."""
     text = model.text
     if text is None or not text.is_read:
-        raise InputError(f"model {model.spec.name} takes no text", hint=f"send {tensors(model)}")
+        raise InputError(f"model {model.spec.name} takes no text", hint=f"send {describe_inputs(model)}")
     tokens = _encoded(item.text, text, model.spec.name) if isinstance(item, TextItem) else item.tokens
     if len(tokens) > text.max_tokens:
         raise InputError(
@@ -30,7 +30,7 @@ def row_of(item: TextItem | TokensItem, model: LoadedModel) -> dict[str, Tensor]
     return {text.ids: ids} if text.mask is None else {text.ids: ids, text.mask: torch.ones_like(ids)}
 
 
-def filled(rows: Mapping[str, Tensor], size: int, text: Text) -> dict[str, Tensor]:
+def pad_rows(rows: Mapping[str, Tensor], size: int, text: TextSpec) -> dict[str, Tensor]:
     """Rows with padding behind their tokens, which the mask leaves out."""
     pads, axes = {text.ids: text.pad if text.is_read else 0}, {text.ids: 1 + text.axis}
 
@@ -42,20 +42,20 @@ def filled(rows: Mapping[str, Tensor], size: int, text: Text) -> dict[str, Tenso
     return {name: fill(name, value) for name, value in rows.items()}
 
 
-def hint(text: Text) -> str:
+def format_hint(text: TextSpec) -> str:
     """What to send to a model of texts."""
     return 'send {"text": "a cat"}' if text.encode else 'send token ids: {"tokens": [0, 5]}'
 
 
-def tensors(model: LoadedModel) -> str:
+def describe_inputs(model: LoadedModel) -> str:
     """What a model takes, input by input."""
     pictures = "pictures, or " if model.preprocess is not None else ""
     return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in model.inputs)
 
 
-def _encoded(content: str, text: Text, name: str) -> list[int]:
+def _encoded(content: str, text: TextSpec, name: str) -> list[int]:
     if text.encode is None:
-        raise InputError(f"model {name} has no tokenizer", hint=hint(text))
+        raise InputError(f"model {name} has no tokenizer", hint=format_hint(text))
     most = CHARACTERS * text.max_tokens
     if len(content) > most:
         raise InputError(

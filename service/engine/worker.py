@@ -15,7 +15,7 @@ Task = Callable[[], None]
 log = logging.getLogger("layertap")
 
 
-class Worker:
+class WorkerThread:
     """A thread and its queue. Tasks raise nothing: what goes wrong in them is theirs to tell.
 
     One that does so all the same ends the thread; ``on_death`` is told, in that thread, and the log says why.
@@ -29,7 +29,7 @@ class Worker:
         self._thread.start()
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         """Whether the thread ended though nobody stopped it."""
         return not self._stopped and not self._thread.is_alive()
 
@@ -47,7 +47,7 @@ class Worker:
         self._thread.join(timeout)
 
     def _work(self) -> None:
-        show_name()
+        publish_name()
         try:
             while (task := self._queue.get()) is not None:
                 task()
@@ -57,13 +57,13 @@ class Worker:
             self._on_death()
 
 
-def lone() -> None:
+def start_single_threaded() -> None:
     """Begin a pool's thread: shown by its name, with torch's operations to itself."""
-    show_name()
+    publish_name()
     torch.set_num_threads(1)
 
 
-def show_name() -> None:
+def publish_name() -> None:
     """Have the system's tools (``top -H``) know this thread by its name, to 15 letters; Python 3.14 does so itself."""
     with suppress(OSError):  # other systems have no such file
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(threading.current_thread().name[:15])

@@ -9,7 +9,7 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 
-def may_be_dialled(address: Address, private: bool) -> bool:
+def is_allowed(address: Address, private: bool) -> bool:
     """Whether an address is public, or with ``private`` loopback or of a network of one's own.
 
     Never: addresses that stand for others, multicast, link-local, and those where clouds hand out credentials.

@@ -14,9 +14,9 @@ from ipaddress import ip_address
 import httpcore
 
 from layertap.models.errors import InputError, TooLargeError
-from layertap.service.fetching.addresses import Address, may_be_dialled
-from layertap.service.fetching.urls import Hosts, Target
-from layertap.service.fetching.wire import Line, Meter
+from layertap.service.fetching.addresses import Address, is_allowed
+from layertap.service.fetching.urls import AllowedHosts, FetchTarget
+from layertap.service.fetching.wire import ByteLimiter, PinnedTransport
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap")
@@ -31,7 +31,7 @@ BYTES = frozenset({b"application/octet-stream", b"binary/octet-stream"})
 FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError)
 
 
-class System:
+class ThreadedResolver:
     """The system's resolver, in threads of its own: a look-up can't be ended, and an event loop has few for that."""
 
     def __init__(self, threads: int) -> None:
@@ -44,7 +44,7 @@ class System:
         return [str(address[0]) for *_, address in found]
 
 
-class Allowance:
+class DownloadBudget:
     """The bytes that all URLs of one request may bring; ``reserve`` is told of them as they arrive, and may refuse."""
 
     def __init__(self, limit: int, reserve: Callable[[int], None]) -> None:
@@ -68,7 +68,7 @@ class Allowance:
         self._taken += size
 
 
-class Unfit(Exception):  # noqa: N818  (nobody outside sees it)
+class RejectedResponse(Exception):  # noqa: N818  (nobody outside sees it)
     """An answer, or an address, that will not do; the text is for the operator's log."""
 
 
@@ -81,22 +81,22 @@ class Fetcher:
     """
 
     def __init__(self, settings: Settings, resolve: Resolve | None = None, tls: ssl.SSLContext | None = None) -> None:
-        self._hosts = Hosts(settings.allow_urls, settings.allow_private_urls)
+        self._hosts = AllowedHosts(settings.allow_urls, settings.allow_private_urls)
         self._limit = settings.max_body_bytes
         self._seconds = settings.url_timeout_s
-        self._resolve = resolve or System(settings.max_url_fetches)
+        self._resolve = resolve or ThreadedResolver(settings.max_url_fetches)
         self._tls = tls or (httpcore.default_ssl_context() if self._hosts else None)
         self._slots = asyncio.Semaphore(settings.max_url_fetches)
 
-    def target(self, url: str) -> Target:
+    def parse_url(self, url: str) -> FetchTarget:
         """What a URL asks for; InputError where it may not be fetched. Asks nobody."""
-        return self._hosts.target(url)
+        return self._hosts.parse_url(url)
 
-    def allowance(self, reserve: Callable[[int], None]) -> Allowance:
+    def create_budget(self, reserve: Callable[[int], None]) -> DownloadBudget:
         """What the URLs of one more request may bring."""
-        return Allowance(self._limit, reserve)
+        return DownloadBudget(self._limit, reserve)
 
-    async def fetch(self, target: Target, allowance: Allowance) -> bytes:
+    async def fetch(self, target: FetchTarget, allowance: DownloadBudget) -> bytes:
         """The bytes there.
 
         InputError, which says the same whatever has gone wrong in the network; TooLargeError, QueueFullError.
@@ -107,22 +107,22 @@ class Fetcher:
                     return await self._fetched(target, await self._addresses(target), allowance)
             except TimeoutError:
                 reason = f"not done within {self._seconds:g} s"
-            except Unfit as unfit:
+            except RejectedResponse as unfit:
                 reason = str(unfit)
             except FAILURES as error:
                 reason = type(error).__name__
         log.info("a URL was not fetched", extra={"fields": {"host": target.authority, "reason": reason}})
         raise InputError("the URL could not be fetched", hint="send the picture itself as 'image'")
 
-    async def _addresses(self, target: Target) -> list[Address]:
+    async def _addresses(self, target: FetchTarget) -> list[Address]:
         found = [ip_address(text) for text in await self._resolve(target.host, target.port)]
-        if not found or not all(may_be_dialled(address, target.private) for address in found):
-            raise Unfit("an address that is not dialled" if found else "no address")
+        if not found or not all(is_allowed(address, target.private) for address in found):
+            raise RejectedResponse("an address that is not dialled" if found else "no address")
         return found
 
-    async def _fetched(self, target: Target, addresses: Sequence[Address], allowance: Allowance) -> bytes:
-        meter = Meter()
-        line = Line(addresses, meter)
+    async def _fetched(self, target: FetchTarget, addresses: Sequence[Address], allowance: DownloadBudget) -> bytes:
+        meter = ByteLimiter()
+        line = PinnedTransport(addresses, meter)
         url = httpcore.URL(
             scheme=target.scheme.encode(), host=target.host.encode(), port=target.port, target=target.path.encode()
         )
@@ -150,9 +150,9 @@ def _announced(response: httpcore.Response) -> int:
         headers[name.lower()] = value.strip().lower()
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip()
     if response.status != 200:
-        raise Unfit(f"status {response.status}")
+        raise RejectedResponse(f"status {response.status}")
     if headers.get(b"content-encoding", b"identity") != b"identity":
-        raise Unfit("a content encoding")
+        raise RejectedResponse("a content encoding")
     if not kind.startswith(b"image/") and kind not in BYTES:
-        raise Unfit("a content type that is no picture's")
+        raise RejectedResponse("a content type that is no picture's")
     return int(headers.get(b"content-length", b"0")[:20])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address
 
-from layertap.models.errors import InputError, quoted
+from layertap.models.errors import InputError, escape
 from layertap.service.config import ConfigError
 
 PORTS = {"http": 80, "https": 443}
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
 
 @dataclass(frozen=True)
-class Target:
+class FetchTarget:
     """What a fetch asks for: ``path`` has the query as well; ``private``: the host's address need not be public."""
 
     scheme: str
@@ -41,7 +41,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Host:
+class AllowedHost:
     """One entry of ``LAYERTAP_ALLOW_URLS``: a name or an address, or with ``below`` all names under one.
 
     Without a port: that of the URL's scheme.
@@ -59,7 +59,7 @@ class Host:
         return _is_name(host) and host.endswith(f".{self.name}") if self.below else host == self.name
 
 
-class Hosts:
+class AllowedHosts:
     """The hosts that pictures are fetched from; ConfigError where an entry is no host, or private without being one."""
 
     def __init__(self, allowed: Sequence[str], private: Sequence[str]) -> None:
@@ -67,7 +67,7 @@ class Hosts:
         for host, text in zip(privates, private, strict=True):
             if host.below or host not in hosts:
                 raise ConfigError(
-                    f"LAYERTAP_ALLOW_PRIVATE_URLS: {quoted(text)} is not a single host of LAYERTAP_ALLOW_URLS",
+                    f"LAYERTAP_ALLOW_PRIVATE_URLS: {escape(text)} is not a single host of LAYERTAP_ALLOW_URLS",
                     hint="write it in both, in the same way",
                 )
         # Those that let private addresses through first: a name may be covered by two.
@@ -77,7 +77,7 @@ class Hosts:
     def __bool__(self) -> bool:
         return bool(self._hosts)
 
-    def target(self, url: str) -> Target:
+    def parse_url(self, url: str) -> FetchTarget:
         """What a URL asks for; InputError where it is not written as it must be, or leads to no host that is named."""
         if not self:
             raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
@@ -92,19 +92,19 @@ class Hosts:
         path = read[4] if read[4].startswith("/") else f"/{read[4]}"
         for entry in self._hosts:
             if entry.covers(scheme, host, port):
-                return Target(scheme, host, port, path, entry.private)
+                return FetchTarget(scheme, host, port, path, entry.private)
         raise InputError("this server fetches nothing from that host", hint="send the picture itself as 'image'")
 
 
-def _entry(text: str) -> Host:
+def _entry(text: str) -> AllowedHost:
     read = _ENTRY.fullmatch(text)
     if read is not None:
         below, name, port = bool(read[1]), read[2].lower().strip("[]"), int(read[3] or 0)
         good = _is_name(name) and "." in name if below else _is_name(name) or _is_address(name)
         if good and port < 2**16:
-            return Host(name, port or None, below)
+            return AllowedHost(name, port or None, below)
     raise ConfigError(
-        f"LAYERTAP_ALLOW_URLS: {quoted(text)} is not a host",
+        f"LAYERTAP_ALLOW_URLS: {escape(text)} is not a host",
         hint="write example.org, *.example.org or example.org:8080",
     )
 

@@ -15,7 +15,7 @@ PIECE = 2**14  # what is read at once: parsing it keeps the event loop for a mom
 HEAD = 2**16
 
 
-class Meter:
+class ByteLimiter:
     """Bytes that arrive on a connection, and how many may: a head, and twice of what it has brought of the body.
 
     Without it chunks of one byte, or heads without end, would keep the parser busy.
@@ -36,10 +36,10 @@ class Meter:
         self._most += 2 * size
 
 
-class Line(AsyncNetworkBackend):
+class PinnedTransport(AsyncNetworkBackend):
     """One connection, to the first of some addresses that answers, whatever host is asked for."""
 
-    def __init__(self, addresses: Sequence[Address], meter: Meter) -> None:
+    def __init__(self, addresses: Sequence[Address], meter: ByteLimiter) -> None:
         self._addresses = addresses[:MOST_ADDRESSES]
         self._meter = meter
         self._network = AnyIOBackend()
@@ -69,7 +69,7 @@ class Line(AsyncNetworkBackend):
 
 
 class _Metered(AsyncNetworkStream):
-    def __init__(self, stream: AsyncNetworkStream, meter: Meter) -> None:
+    def __init__(self, stream: AsyncNetworkStream, meter: ByteLimiter) -> None:
         self._stream = stream
         self._meter = meter
 

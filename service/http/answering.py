@@ -11,17 +11,17 @@ from fastapi import Request, Response
 from layertap.models.errors import Fault, RequestError, TooLargeError
 from layertap.models.plan import Plan
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.job import Ask, Timings
+from layertap.service.engine.job import ExtractRequest, Timings
 from layertap.service.errors import DeadlineError, QueueTooLongError
-from layertap.service.features import Features, skipped
+from layertap.service.features import Features, list_skipped
 from layertap.service.http import body as body_
-from layertap.service.http.command import Command, Dialect, Query, Sent, read
-from layertap.service.http.connection import while_connected
+from layertap.service.http.command import EndpointSpec, ParsedBody, Query, RawRequest, parse_request
+from layertap.service.http.connection import run_while_connected
 from layertap.service.http.timeout import Timeout
 from layertap.service.schemas import RequestBody
 from layertap.service.settings import Settings
 from layertap.service.wire import FORMATS, Encoding, Format, check_names, predicted_bytes
-from layertap.service.wire.negotiate import choose
+from layertap.service.wire.negotiate import negotiate
 
 SHORT = 2048  # bytes
 FEW_NUMBERS = 4096
@@ -30,7 +30,7 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReplyOptions:
     """What a request's head says about its answer."""
 
     format: Format
@@ -41,31 +41,31 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Order:
+class ParsedRequest:
     """A request that was read: what it says, and what it means to the engine."""
 
     body: RequestBody
-    ask: Ask
-    wish: Wish
+    ask: ExtractRequest
+    wish: ReplyOptions
     fits: Size
 
 
-Cook = Callable[[Order], Awaitable[Response]]
+Cook = Callable[[ParsedRequest], Awaitable[Response]]
 
 
-async def answered(request: Request, dialect: Dialect, cook: Cook) -> Response:
+async def handle_request(request: Request, dialect: EndpointSpec, cook: Cook) -> Response:
     """Read a request, and have it answered as long as there is somebody to answer."""
     engine: Engine = request.app.state.engine
     state = request.scope["state"]
     timings = Timings(state["timings"], state["notes"])
-    query = Query.of(request.scope["query_string"])
-    format = choose(request.headers.get("accept"), query.one("format"), FORMATS)  # noqa: A001
+    query = Query.parse(request.scope["query_string"])
+    format = negotiate(request.headers.get("accept"), query.get_one("format"), FORMATS)  # noqa: A001
     dry = _flag(query, "dry_run")
-    timeout = Timeout.of(request.headers, engine.settings)
-    reserve = state["until_sent"].enter_context(engine.fleet.budget.held())
-    data = await body_.read(request, engine.settings, reserve)
-    sent = Sent(request.headers, query, data, engine.settings, dialect)
-    wish = Wish(format, dry, timeout, timings, reserve)
+    timeout = Timeout.parse(request.headers, engine.settings)
+    reserve = state["until_sent"].enter_context(engine.manager.budget.held())
+    data = await body_.read_body(request, engine.settings, reserve)
+    sent = RawRequest(request.headers, query, data, engine.settings, dialect)
+    wish = ReplyOptions(format, dry, timeout, timings, reserve)
 
     async def work() -> Response:
         model = None
@@ -78,51 +78,51 @@ async def answered(request: Request, dialect: Dialect, cook: Cook) -> Response:
             raise
         except DeadlineError as error:
             timeout.explain(error)
-            error.retry_after = engine.fleet.wait(model)
+            error.retry_after = engine.manager.estimate_wait(model)
             raise
 
-    return await while_connected(request, work())
+    return await run_while_connected(request, work())
 
 
-async def encoded(engine: Engine, features: Features, order: Order) -> Response:
+async def encode_response(engine: Engine, features: Features, order: ParsedRequest) -> Response:
     """Features as a reply."""
     with order.wish.timings.step("encode"):
         encode = partial(order.wish.format.encode, features, order.body.encoding)
         if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS:
             data = encode()
         else:
-            data = await engine.off_loop(encode, order.wish.timeout.deadline)
-    headers = headers_of(features.fingerprint, features.errors) | (VERIFIED if features.verified else {})
+            data = await engine.run_in_thread(encode, order.wish.timeout.deadline)
+    headers = make_headers(features.fingerprint, features.errors) | (VERIFIED if features.verified else {})
     if features.warnings:
         told = "; ".join(features.warnings)
         headers["X-Layertap-Warnings"] = told.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
     return Response(data, media_type=order.wish.format.media_type, headers=headers)
 
 
-def headers_of(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
+def make_headers(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
     """What the head of every good reply says: the fingerprint, and which inputs were left out, where some were."""
-    places = ",".join(map(str, skipped(faults)))
+    places = ",".join(map(str, list_skipped(faults)))
     return {"X-Layertap-Fingerprint": fingerprint, **({"X-Layertap-Skipped": places} if places else {})}
 
 
-async def _order(engine: Engine, sent: Sent, wish: Wish) -> Order:
+async def _order(engine: Engine, sent: RawRequest, wish: ReplyOptions) -> ParsedRequest:
     with wish.timings.step("parse"):
         if _is_short(sent):
             command, ask = _read(sent, wish)
         else:
-            command, ask = await engine.off_loop(lambda: _read(sent, wish), wish.timeout.deadline)
+            command, ask = await engine.run_in_thread(lambda: _read(sent, wish), wish.timeout.deadline)
     if ask.faults and not ask.items:
         raise RequestError(ask.faults[0].detail, hint=ask.faults[0].hint, faults=ask.faults)
     if not ask.items and not wish.dry:
         raise RequestError("the request has no inputs", hint=sent.dialect.without_inputs)
     reserved = wish.format.reserved if ask.on_error == "skip" else frozenset[str]()
-    return Order(command.body, ask, wish, Size(wish.format, command.body.encoding, engine.settings, reserved))
+    return ParsedRequest(command.body, ask, wish, Size(wish.format, command.body.encoding, engine.settings, reserved))
 
 
-def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
-    command = read(sent)
+def _read(sent: RawRequest, wish: ReplyOptions) -> tuple[ParsedBody, ExtractRequest]:
+    command = parse_request(sent)
     body, wanted = command.body, command.body.wanted
-    return command, Ask(
+    return command, ExtractRequest(
         model=body.model,
         items=command.items,
         selectors=wanted.selectors,
@@ -141,7 +141,7 @@ def _read(sent: Sent, wish: Wish) -> tuple[Command, Ask]:
     )
 
 
-def _is_short(sent: Sent) -> bool:
+def _is_short(sent: RawRequest) -> bool:
     """Whether reading takes less time than a way to another thread and back: a lone picture is only looked at later."""
     kind = sent.media_type
     short = kind.startswith("image/") or (len(sent.data) <= SHORT and kind != "multipart/form-data")
@@ -166,7 +166,7 @@ class Size:
     def __call__(self, plan: Plan, rows: int) -> None:
         """TooLargeError where the reply to a plan for so many rows would be over the limit; RequestError for a name."""
         check_names((result.key for result in plan.results), self._reserved)
-        size = predicted_bytes(self._format, self._encoding, plan.numbers(rows), plan.nbytes(rows))
+        size = predicted_bytes(self._format, self._encoding, plan.count_numbers(rows), plan.nbytes(rows))
         if size > self._limit:
             raise TooLargeError(
                 f"the reply would have about {size} bytes, the limit is {self._limit}",
@@ -175,7 +175,7 @@ class Size:
 
 
 def _flag(query: Query, name: str) -> bool:
-    given = query.one(name)
+    given = query.get_one(name)
     found = FLAGS.get("false" if given is None else given.lower())
     if found is None:
         raise RequestError(f"'{name}' is true or false")

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 
 from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
-from layertap.service.http.rate import Bucket
+from layertap.service.http.rate import TokenBucket
 from layertap.service.settings import LOOPBACK, Settings
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
@@ -24,12 +24,12 @@ HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 
 @dataclass(frozen=True)
-class Known:
+class ApiKey:
     """A key that is let in: its digest, and what goes with it."""
 
     digest: bytes
     admin: bool
-    bucket: Bucket | None
+    bucket: TokenBucket | None
 
 
 class Keyring:
@@ -39,7 +39,7 @@ class Keyring:
         self._salt = os.urandom(16)
         # A key that is in both lists is an administrator's, and is counted once.
         kinds = dict.fromkeys(settings.api_keys, False) | dict.fromkeys(settings.admin_keys, True)
-        self._known = [Known(self._digest(key.encode()), admin, _bucket(settings)) for key, admin in kinds.items()]
+        self._known = [ApiKey(self._digest(key.encode()), admin, _bucket(settings)) for key, admin in kinds.items()]
 
     def authorize(self, path: str, headers: Headers) -> bool:
         """Whether the caller is an administrator.
@@ -65,7 +65,7 @@ class Keyring:
             raise KeyRateError("this API key is used too often", retry_after=seconds, hint="wait, as Retry-After says")
         return known.admin
 
-    def _find(self, key: str) -> Known | None:
+    def _find(self, key: str) -> ApiKey | None:
         # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
         digest = self._digest(key.encode("latin-1"))  # the bytes as they came
         found = [known for known in self._known if hmac.compare_digest(known.digest, digest)]
@@ -84,10 +84,10 @@ def admin_only(request: Request) -> None:
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 
-def _bucket(settings: Settings) -> Bucket | None:
+def _bucket(settings: Settings) -> TokenBucket | None:
     if settings.key_rate is None:
         return None
-    return Bucket(settings.key_rate, settings.key_burst or math.ceil(settings.key_rate))
+    return TokenBucket(settings.key_rate, settings.key_burst or math.ceil(settings.key_rate))
 
 
 def _key(headers: Headers) -> str | None:

@@ -19,7 +19,7 @@ LATIN = "latin-1"
 
 
 @dataclass(frozen=True)
-class Part:
+class MultipartPart:
     """One part of a multipart body; ``media_type`` as it is said to be, nothing for one without a file name."""
 
     name: str
@@ -27,7 +27,7 @@ class Part:
     media_type: str = ""
 
 
-async def read(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
+async def read_body(request: Request, settings: Settings, reserve: Callable[[int], None]) -> bytes:
     """The whole body; TooLargeError, BodyTimeoutError, BadRequestError where it breaks off.
 
     ``reserve`` is told of its bytes as they arrive, and raises QueueFullError where there is no room for more.
@@ -51,7 +51,7 @@ async def read(request: Request, settings: Settings, reserve: Callable[[int], No
     return bytes(chunks)
 
 
-def parts(headers: Headers, body: bytes, settings: Settings) -> list[Part]:
+def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[MultipartPart]:
     """The parts of a multipart body, in order; BadRequestError where it is broken, TooLargeError for too many parts.
 
     Computes, so it belongs in a thread.
@@ -73,18 +73,18 @@ def parts(headers: Headers, body: bytes, settings: Settings) -> list[Part]:
     return found
 
 
-def media_type(content_type: str) -> str:
+def get_media_type(content_type: str) -> str:
     """A content type without its parameters, in small letters."""
     return content_type.partition(";")[0].strip(" \t").lower()
 
 
-async def _parsed(parser: MultiPartParser) -> list[Part]:
+async def _parsed(parser: MultiPartParser) -> list[MultipartPart]:
     form = await parser.parse()
     try:
         return [
-            Part(name, await value.read(), media_type(value.content_type or ""))
+            MultipartPart(name, await value.read(), get_media_type(value.content_type or ""))
             if isinstance(value, UploadFile)
-            else Part(name, value.encode(LATIN))
+            else MultipartPart(name, value.encode(LATIN))
             for name, value in form.multi_items()
         ]
     finally:

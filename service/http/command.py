@@ -13,15 +13,15 @@ import orjson
 from pydantic import ValidationError
 from starlette.datastructures import Headers, QueryParams
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, near, quoted
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError, escape, suggest
 from layertap.service.engine.limits import check_count
 from layertap.service.engine.planning import check_results
 from layertap.service.errors import BadRequestError, UnsupportedMediaError
 from layertap.service.http import body as body_
-from layertap.service.inputs import ArraysItem, Given, ImageItem, TextItem
+from layertap.service.inputs import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
 from layertap.service.inputs.npy_header import MAGIC
-from layertap.service.schemas import RequestBody, faults_of, items
+from layertap.service.schemas import RequestBody, convert_errors, parse_inputs
 from layertap.service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000
@@ -35,7 +35,7 @@ COMMON = frozenset({"model", "encoding", "on_error", "isolated", "priority"})
 
 
 @dataclass(frozen=True)
-class Dialect:
+class EndpointSpec:
     """What requests of one route say: their body, which of its fields a query may have, how to go without inputs."""
 
     body: type[RequestBody]
@@ -44,11 +44,11 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class Command:
+class ParsedBody:
     """A request as it was sent: its body without inputs, its inputs with their places, faults of those left out."""
 
     body: RequestBody
-    items: tuple[tuple[int, Given], ...]
+    items: tuple[tuple[int, InputItem], ...]
     faults: tuple[Fault, ...] = ()
 
 
@@ -60,11 +60,11 @@ class Query:
     parameters: QueryParams = field(compare=False)
 
     @classmethod
-    def of(cls, text: bytes) -> Query:
+    def parse(cls, text: bytes) -> Query:
         """What was sent, read."""
         return _kept_query(text) if len(text) <= KEPT_BYTES else cls(text, QueryParams(text))
 
-    def one(self, key: str) -> str | None:
+    def get_one(self, key: str) -> str | None:
         """What a parameter says, None where it is not given; RequestError where it is given several times."""
         given = self.parameters.getlist(key)
         if len(given) > 1:
@@ -75,7 +75,7 @@ class Query:
         """RequestError where a parameter is none of these, or given several times."""
         _only(self.parameters, allowed, "")
         for key in allowed:
-            self.one(key)
+            self.get_one(key)
 
 
 @lru_cache(maxsize=KEPT)
@@ -85,22 +85,22 @@ def _kept_query(text: bytes) -> Query:
 
 
 @dataclass(frozen=True)
-class Sent:
+class RawRequest:
     """What arrived."""
 
     headers: Headers
     query: Query
     data: bytes
     settings: Settings
-    dialect: Dialect
+    dialect: EndpointSpec
 
     @property
     def media_type(self) -> str:
         """What the body is said to be, without parameters, in small letters."""
-        return body_.media_type(self.headers.get("content-type", ""))
+        return body_.get_media_type(self.headers.get("content-type", ""))
 
 
-def read(sent: Sent) -> Command:
+def parse_request(sent: RawRequest) -> ParsedBody:
     """The command in what arrived; computes, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
@@ -120,15 +120,15 @@ def read(sent: Sent) -> Command:
     return reader(sent)
 
 
-def _json(sent: Sent) -> Command:
+def _json(sent: RawRequest) -> ParsedBody:
     _only(sent.query.parameters, ALWAYS, "a JSON body says everything itself")
     body = _document(sent, sent.data)
-    good, faults = items(body.inputs, skip=body.on_error == "skip")
-    return Command(body, tuple(good), tuple(faults))
+    good, faults = parse_inputs(body.inputs, skip=body.on_error == "skip")
+    return ParsedBody(body, tuple(good), tuple(faults))
 
 
-def _multipart(sent: Sent) -> Command:
-    parts = body_.parts(sent.headers, sent.data, sent.settings)
+def _multipart(sent: RawRequest) -> ParsedBody:
+    parts = body_.parse_multipart(sent.headers, sent.data, sent.settings)
     arrays = [part for part in parts if _is_array(part)]
     others = [part for part in parts if not _is_array(part)]
     images = [part for part in others if part.name == "images"]
@@ -149,37 +149,37 @@ def _multipart(sent: Sent) -> Command:
     body = _document(sent, requests[0].data)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
-    return Command(body, found)
+    return ParsedBody(body, found)
 
 
-def _is_array(part: body_.Part) -> bool:
+def _is_array(part: body_.MultipartPart) -> bool:
     """Whether a part is a .npy file, by its bytes, or as it is said to be where its name means nothing else."""
     return part.data.startswith(MAGIC) or (part.media_type == NPY and part.name not in ("images", "request"))
 
 
-def _array_parts(parts: Sequence[body_.Part]) -> tuple[tuple[int, Given], ...]:
+def _array_parts(parts: Sequence[body_.MultipartPart]) -> tuple[tuple[int, InputItem], ...]:
     """The one item, or batch of items, of which each part is an input of the model."""
     names = [part.name for part in parts]
     for name in names:
         if names.count(name) > 1:
             raise RequestError(
-                f"there are {names.count(name)} arrays named {quoted(name)}", hint="send rows as a batch"
+                f"there are {names.count(name)} arrays named {escape(name)}", hint="send rows as a batch"
             )
     return _arrays_item(lambda: {part.name: _part_array(part) for part in parts}, by_name=True)
 
 
-def _part_array(part: body_.Part) -> Array:
+def _part_array(part: body_.MultipartPart) -> Array:
     try:
         return read_npy(part.data)
     except InputError as error:
-        raise InputError(f"part {quoted(part.name)}: {error.detail}", hint=error.hint) from None
+        raise InputError(f"part {escape(part.name)}: {error.detail}", hint=error.hint) from None
 
 
-def _image(sent: Sent) -> Command:
+def _image(sent: RawRequest) -> ParsedBody:
     return _raw(sent, ((0, ImageItem(sent.data)),))
 
 
-def _text(sent: Sent) -> Command:
+def _text(sent: RawRequest) -> ParsedBody:
     named = Message()
     named["content-type"] = sent.headers["content-type"]
     if str(named.get_param("charset", "utf-8")).lower() not in ("utf-8", "utf8", "us-ascii"):
@@ -191,19 +191,19 @@ def _text(sent: Sent) -> Command:
     return _raw(sent, ((0, TextItem(text)),))
 
 
-def _npy(sent: Sent) -> Command:
+def _npy(sent: RawRequest) -> ParsedBody:
     return _raw(sent, _arrays_item(lambda: {None: read_npy(sent.data)}))
 
 
-def _npz(sent: Sent) -> Command:
+def _npz(sent: RawRequest) -> ParsedBody:
     return _raw(sent, _arrays_item(lambda: read_npz(sent.data, sent.settings.max_body_bytes)))
 
 
-def _safetensors(sent: Sent) -> Command:
+def _safetensors(sent: RawRequest) -> ParsedBody:
     return _raw(sent, _arrays_item(lambda: read_safetensors(sent.data)))
 
 
-def _arrays_item(load: Callable[[], dict[Any, Any]], by_name: bool = False) -> tuple[tuple[int, Given], ...]:
+def _arrays_item(load: Callable[[], dict[Any, Any]], by_name: bool = False) -> tuple[tuple[int, InputItem], ...]:
     try:
         return ((0, ArraysItem(load(), may_batch=True, by_name=by_name)),)
     except TooLargeError:
@@ -212,20 +212,20 @@ def _arrays_item(load: Callable[[], dict[Any, Any]], by_name: bool = False) -> t
         raise RequestError(error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, input=0),)) from None
 
 
-def _raw(sent: Sent, found: tuple[tuple[int, Given], ...]) -> Command:
+def _raw(sent: RawRequest, found: tuple[tuple[int, InputItem], ...]) -> ParsedBody:
     """A command whose body is the query parameters."""
     if len(sent.query.text) <= KEPT_BYTES:
-        return Command(_kept_body(sent.query, sent.dialect), found)
+        return ParsedBody(_kept_body(sent.query, sent.dialect), found)
     _check_sizes({name: _listed(sent.query, name) for name in LISTS}, sent.settings)
-    return Command(_body(sent.query, sent.dialect), found)
+    return ParsedBody(_body(sent.query, sent.dialect), found)
 
 
-def _body(query: Query, dialect: Dialect) -> RequestBody:
+def _body(query: Query, dialect: EndpointSpec) -> RequestBody:
     known, parameters = dialect.fields, query.parameters
     _only(parameters, ALWAYS | known | OBJECTIVE.keys(), "")
-    fields: dict[str, Any] = {key: query.one(key) for key in parameters if key in known - LISTS}
+    fields: dict[str, Any] = {key: query.get_one(key) for key in parameters if key in known - LISTS}
     fields |= {name: _listed(query, name) for name in LISTS & known if name in parameters}
-    if objective := {name: query.one(key) for key, name in OBJECTIVE.items() if key in parameters}:
+    if objective := {name: query.get_one(key) for key, name in OBJECTIVE.items() if key in parameters}:
         fields["objective"] = objective
     return _validated(dialect, fields)
 
@@ -261,7 +261,7 @@ def load_json(data: bytes, max_depth: int) -> Any:
     return value
 
 
-def _document(sent: Sent, data: bytes) -> RequestBody:
+def _document(sent: RawRequest, data: bytes) -> RequestBody:
     value = load_json(data, sent.settings.max_json_depth)
     _check_sizes(value, sent.settings)
     return _validated(sent.dialect, value)
@@ -293,11 +293,11 @@ def _deeper(value: Any, limit: int) -> bool:
     return True
 
 
-def _validated(dialect: Dialect, value: Any) -> RequestBody:
+def _validated(dialect: EndpointSpec, value: Any) -> RequestBody:
     try:
         return dialect.body.model_validate(value)
     except ValidationError as error:
-        faults = faults_of(error.errors(include_url=False, include_input=False, include_context=False))
+        faults = convert_errors(error.errors(include_url=False, include_input=False, include_context=False))
         detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail
         raise RequestError(detail, faults=faults) from None
 
@@ -307,12 +307,14 @@ def _only(query: QueryParams, allowed: frozenset[str], why: str) -> None:
         if key not in allowed:
             offered = ", ".join(sorted(allowed))
             hint = (
-                f"{why}; its query parameters are {offered}" if why else near(_near(key, allowed)) or f"use {offered}"
+                f"{why}; its query parameters are {offered}"
+                if why
+                else suggest(_near(key, allowed)) or f"use {offered}"
             )
-            raise RequestError(f"the query parameter {quoted(key)} is not taken here", hint=hint)
+            raise RequestError(f"the query parameter {escape(key)} is not taken here", hint=hint)
 
 
-READERS: Mapping[str, Callable[[Sent], Command]] = {
+READERS: Mapping[str, Callable[[RawRequest], ParsedBody]] = {
     "application/json": _json,
     "multipart/form-data": _multipart,
     "image/*": _image,

@@ -13,7 +13,7 @@ from layertap.service.errors import ClientGoneError
 T = TypeVar("T")
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Await work, and cancel it as soon as the client is gone: ClientGoneError then.
 
     The body must have been read: all that is received after it is the end of the connection.

@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
-from layertap.service.http.errors import of_error, request_id
+from layertap.service.http.errors import error_response, get_request_id
 
 
 class Direct:
@@ -38,5 +38,5 @@ class Direct:
         try:
             response = await route.endpoint(request)
         except LayertapError as error:
-            response = of_error(error, request_id(request))
+            response = error_response(error, get_request_id(request))
         await response(scope, receive, send)

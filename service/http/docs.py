@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Request, Response
 
-from layertap.service.http.errors import problem, request_id
+from layertap.service.http.errors import get_request_id, make_problem
 
 log = logging.getLogger("layertap")
 PACKAGE = "fastapi_swagger.resources"
@@ -62,7 +62,7 @@ def install(app: FastAPI, package: str = PACKAGE) -> None:
 
 async def _absent(request: Request) -> Response:
     detail = "the files of this page are not installed"
-    return problem(404, "http", detail, request_id(request), hint="GET /openapi.json lists the routes")
+    return make_problem(404, "http", detail, get_request_id(request), hint="GET /openapi.json lists the routes")
 
 
 def _serve(app: FastAPI, path: str, data: bytes, media_type: str, headers: dict[str, str] | None = None) -> None:

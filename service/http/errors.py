@@ -19,7 +19,7 @@ from layertap.models.errors import (
     RequestError,
     TooLargeError,
     UnknownModelError,
-    let_go,
+    clear_tracebacks,
 )
 from layertap.service.errors import (
     BadRequestError,
@@ -36,14 +36,14 @@ from layertap.service.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
-from layertap.service.schemas import faults_of
+from layertap.service.schemas import convert_errors
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 16
 MAX_BODY = 1000
 
 
-def problem(
+def make_problem(
     status: int,
     kind: str,
     detail: str,
@@ -62,30 +62,30 @@ def problem(
         "request_id": request_id,
     }
     faults = faults or ((Fault(detail, hint),) if hint else ())
-    shown = body["errors"] = [entry(fault) for fault in faults[:MAX_FAULTS]]
+    shown = body["errors"] = [format_fault(fault) for fault in faults[:MAX_FAULTS]]
     while len(data := orjson.dumps(body | _left_out(faults, shown))) > MAX_BODY and shown:
         shown.pop()
     return Response(data, status, headers, MEDIA_TYPE)
 
 
-def of_error(error: LayertapError, request_id: str) -> Response:
+def error_response(error: LayertapError, request_id: str) -> Response:
     """The reply to an error of the tree, by the table; of the error nothing else is left."""
-    let_go(error)
+    clear_tracebacks(error)
     status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     headers = dict(HEADERS.get(status, {}))
     if isinstance(error, RetryLaterError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    return problem(status, kind, error.detail, request_id, hint=error.hint, faults=error.faults, headers=headers)
+    return make_problem(status, kind, error.detail, request_id, hint=error.hint, faults=error.faults, headers=headers)
 
 
-def bug(request_id: str) -> Response:
+def bug_response(request_id: str) -> Response:
     """The reply where the server itself is wrong."""
-    return problem(500, "bug", "something went wrong in the server; its log has the details", request_id)
+    return make_problem(500, "bug", "something went wrong in the server; its log has the details", request_id)
 
 
-def failed_forward(error: ForwardError, request_id: str) -> Response:
+def forward_error_response(error: ForwardError, request_id: str) -> Response:
     """The reply where a model's own code is wrong."""
-    return problem(500, "model-raised", f"{error}; {IN_THE_LOG}", request_id)
+    return make_problem(500, "model-raised", f"{error}; {IN_THE_LOG}", request_id)
 
 
 def install(app: FastAPI) -> None:
@@ -95,20 +95,20 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http)
 
 
-def request_id(request: Request) -> str:
+def get_request_id(request: Request) -> str:
     """The id that the outermost layer gave the request."""
     return str(request.scope.get("state", {}).get("request_id", ""))
 
 
 async def _layertap(request: Request, error: Exception) -> Response:
     assert isinstance(error, LayertapError)  # noqa: S101  (the handler's registration says so)
-    return of_error(error, request_id(request))
+    return error_response(error, get_request_id(request))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # noqa: S101
-    faults = faults_of(error.errors())
-    return problem(422, "invalid-request", faults[0].detail, request_id(request), faults=faults)
+    faults = convert_errors(error.errors())
+    return make_problem(422, "invalid-request", faults[0].detail, get_request_id(request), faults=faults)
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -118,14 +118,14 @@ async def _http(request: Request, error: Exception) -> Response:
     hint = "GET /docs lists the routes" if error.status_code == 404 else ""
     status = error.status_code if error.status_code in TITLES else 400
     headers = dict(error.headers or {})
-    return problem(status, "http", detail, request_id(request), hint=hint, headers=headers)
+    return make_problem(status, "http", detail, get_request_id(request), hint=hint, headers=headers)
 
 
 def _left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
     return {"more_errors": len(faults) - len(shown)} if len(shown) < len(faults) else {}
 
 
-def entry(fault: Fault) -> dict[str, Any]:
+def format_fault(fault: Fault) -> dict[str, Any]:
     """A fault as it stands in ``errors``: cut, and without what it does not have."""
     cut = {key: value[:300] if isinstance(value, str) else value for key, value in asdict(fault).items()}
     return {key: value for key, value in cut.items() if value is not None and value != ""}

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request, Response
 from layertap.models.errors import RequestError
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.explaining import explain as explained
-from layertap.service.http.answering import Order, answered, encoded
-from layertap.service.http.command import COMMON, Dialect
+from layertap.service.http.answering import ParsedRequest, encode_response, handle_request
+from layertap.service.http.command import COMMON, EndpointSpec
 from layertap.service.http.openapi import EXPLAIN
 from layertap.service.schemas import ExplainBody
 
 router = APIRouter()
-DIALECT = Dialect(ExplainBody, COMMON | {"method", "layer", "discard_ratio"}, "add some")
+DIALECT = EndpointSpec(ExplainBody, COMMON | {"method", "layer", "discard_ratio"}, "add some")
 
 
 @router.post("/explain", tags=["explain"], summary="Maps of what speaks for a model's answer", openapi_extra=EXPLAIN)
@@ -23,10 +23,10 @@ async def explain(request: Request) -> Response:
     """Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture."""
     engine: Engine = request.app.state.engine
 
-    async def cook(order: Order) -> Response:
+    async def cook(order: ParsedRequest) -> Response:
         if order.wish.dry:
             raise RequestError("an explanation has no dry run", hint="ask POST /extract?dry_run=true for the gradient")
         wanted = cast("ExplainBody", order.body).explanation()
-        return await encoded(engine, await explained(engine, order.ask, wanted, order.fits), order)
+        return await encode_response(engine, await explained(engine, order.ask, wanted, order.fits), order)
 
-    return await answered(request, DIALECT, cook)
+    return await handle_request(request, DIALECT, cook)

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Request, Response
 from layertap.models.catalog import BACKWARD
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.job import Job
-from layertap.service.http.answering import Order, answered, encoded, headers_of
-from layertap.service.http.command import COMMON, Dialect
-from layertap.service.http.errors import entry
+from layertap.service.http.answering import ParsedRequest, encode_response, handle_request, make_headers
+from layertap.service.http.command import COMMON, EndpointSpec
+from layertap.service.http.errors import format_fault
 from layertap.service.http.openapi import EXTRACT
 from layertap.service.schemas import ExtractBody
 
 router = APIRouter()
-DIALECT = Dialect(
+DIALECT = EndpointSpec(
     ExtractBody,
     COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume"},
     "add some, or ask for ?dry_run=true",
@@ -31,12 +31,12 @@ async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
 
-    async def cook(order: Order) -> Response:
+    async def cook(order: ParsedRequest) -> Response:
         if order.wish.dry:
             return _estimate(await engine.prepare(order.ask, order.fits))
-        return await encoded(engine, await engine.extract(order.ask, order.fits), order)
+        return await encode_response(engine, await engine.extract(order.ask, order.fits), order)
 
-    return await answered(request, DIALECT, cook)
+    return await handle_request(request, DIALECT, cook)
 
 
 def _estimate(job: Job) -> Response:
@@ -56,14 +56,14 @@ def _estimate(job: Job) -> Response:
         },
         "bytes": plan.nbytes(rows),
         "stops_at": plan.stops_at.text,
-        **({"interventions": plan.changed} if plan.edits else {}),
+        **({"interventions": plan.changed_selectors} if plan.resolved_interventions else {}),
         **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
         "seconds": round((BACKWARD if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
         "warnings": list(_warnings(job)),
-        "errors": [entry(fault) for fault in job.faults],
+        "errors": [format_fault(fault) for fault in job.faults],
     }
-    headers = headers_of(job.fingerprint, job.faults)
+    headers = make_headers(job.fingerprint, job.faults)
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)
 
 

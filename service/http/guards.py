@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-GUARDS = [
+SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),  # features of somebody's pictures
     (b"content-security-policy", b"frame-ancestors 'none'"),  # pages add what they need: a browser obeys both

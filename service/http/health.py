@@ -16,7 +16,7 @@ router = APIRouter(tags=["health"])
 async def livez(request: Request) -> dict[str, str]:
     """Whether the process works: 503 once it can't go on and is about to end."""
     engine: Engine = request.app.state.engine
-    if not engine.fleet.alive:
+    if not engine.manager.alive:
         raise _dead()
     return {"status": "alive"}
 
@@ -25,11 +25,11 @@ async def livez(request: Request) -> dict[str, str]:
 async def readyz(request: Request) -> dict[str, str]:
     """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
     engine: Engine = request.app.state.engine
-    if not engine.fleet.alive:
+    if not engine.manager.alive:
         raise _dead()
-    if not engine.fleet.ready:
+    if not engine.manager.ready:
         raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
-    if failures := engine.fleet.failures:
+    if failures := engine.manager.load_failures:
         # No reason and no name: whoever asks here has no key.
         kinds = ", ".join(dict.fromkeys(failures))
         detail = f"{len(failures)} of the models wanted from the start failed: {kinds}"

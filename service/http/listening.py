@@ -22,7 +22,7 @@ OF_SERVER = ("run", "startup", "shutdown", "handle_exit", "on_tick")  # overridd
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 
 
-def options(settings: Settings) -> dict[str, Any]:
+def make_server_options(settings: Settings) -> dict[str, Any]:
     """Arguments of ``uvicorn.Config``, but for where to listen; RuntimeError where uvicorn is not as it has to be."""
     _check(uvicorn.Server, OF_SERVER)
     return {

@@ -11,15 +11,15 @@ import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi import Query as Parameter
 
-from layertap.models.catalog import Catalog, Layer, Leaf
-from layertap.models.errors import UnknownLayerError, quoted
+from layertap.models.catalog import Catalog, Layer, TensorInfo
+from layertap.models.errors import UnknownLayerError, escape
 from layertap.models.loaded import LoadedModel
-from layertap.models.points import path_text
-from layertap.models.registry import Entry
-from layertap.models.selectors import glob_match, type_hint
+from layertap.models.points import format_path
+from layertap.models.registry import ModelEntry
+from layertap.models.selectors import matches_glob, suggest_type
 from layertap.models.spec import InputSpec
-from layertap.models.text import Text
-from layertap.models.tree import tree
+from layertap.models.text import TextSpec
+from layertap.models.tree import format_tree
 from layertap.service.engine.engine import Engine
 from layertap.service.errors import DeadlineError
 from layertap.service.http.auth import admin_only
@@ -27,7 +27,7 @@ from layertap.service.http.command import Query
 from layertap.service.http.openapi import LAYERS, MODELS
 from layertap.service.http.timeout import Timeout
 from layertap.service.settings import LIMITS
-from layertap.service.wire.negotiate import choose
+from layertap.service.wire.negotiate import negotiate
 
 router = APIRouter(tags=["models"])
 Json = dict[str, Any]
@@ -47,15 +47,15 @@ class Form:
 def listed(request: Request) -> Json:
     """Every configured model and its state, and the limits that requests are to keep within."""
     engine = _engine(request)
-    models = [_entry(entry) for entry in engine.fleet.registry]
+    models = [_entry(entry) for entry in engine.manager.registry]
     limits = {name: getattr(engine.settings, name) for name in LIMITS}
-    return {"default": engine.fleet.default, "models": models, "limits": limits}
+    return {"default": engine.manager.default, "models": models, "limits": limits}
 
 
 @router.get("/models/{name}")
 def shown(request: Request, name: str) -> Json:
     """One model: state, source, device, dtype, input, preprocessing, weights, default embedding, hooks on it now."""
-    return _entry(_engine(request).fleet.registry.entry(name))
+    return _entry(_engine(request).manager.registry.entry(name))
 
 
 @router.get("/models/{name}/layers", openapi_extra=LAYERS)
@@ -68,12 +68,12 @@ async def layers(
 ) -> Response:
     """Every layer in execution order; shapes are those of one row."""
     engine = _engine(request)
-    form = choose(request.headers.get("accept"), None, FORMS)
-    Query.of(request.scope["query_string"]).check(FILTERS)
+    form = negotiate(request.headers.get("accept"), None, FORMS)
+    Query.parse(request.scope["query_string"]).check(FILTERS)
     timeout = Timeout.longest(engine.settings)
-    model = await engine.fleet.model(name, timeout.deadline)
+    model = await engine.manager.get_model(name, timeout.deadline)
     try:
-        data = await engine.off_loop(
+        data = await engine.run_in_thread(
             lambda: form.encode(model, _chosen(model.catalog, match, type, leaf)), timeout.deadline
         )
     except DeadlineError as error:
@@ -86,16 +86,16 @@ async def layers(
 async def load(request: Request, name: str) -> Json:
     """Load a model now, also one whose loading failed before."""
     engine = _engine(request)
-    await engine.fleet.load(name, time.monotonic() + engine.settings.deadline_s)
-    return _entry(engine.fleet.registry.entry(name))
+    await engine.manager.load(name, time.monotonic() + engine.settings.deadline_s)
+    return _entry(engine.manager.registry.entry(name))
 
 
 @router.post("/models/{name}/unload", dependencies=[Depends(admin_only)])
 async def unload(request: Request, name: str) -> Json:
     """Finish what the model has to do, then forget it; the next request loads it again."""
     engine = _engine(request)
-    await engine.fleet.unload(name)
-    return _entry(engine.fleet.registry.entry(name))
+    await engine.manager.unload(name)
+    return _entry(engine.manager.registry.entry(name))
 
 
 def _engine(request: Request) -> Engine:
@@ -105,12 +105,12 @@ def _engine(request: Request) -> Engine:
 
 def _chosen(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
     """The layers that all filters leave; UnknownLayerError for a type that none has."""
-    if hint := type_hint(kind, catalog):
-        raise UnknownLayerError(f"no layer of this model has type {quoted(kind or '')}", hint=hint)
+    if hint := suggest_type(kind, catalog):
+        raise UnknownLayerError(f"no layer of this model has type {escape(kind or '')}", hint=hint)
     return [
         layer
         for layer in catalog.layers.values()
-        if (match is None or glob_match(match, layer.name))
+        if (match is None or matches_glob(match, layer.name))
         and kind in (None, layer.type)
         and leaf in (None, layer.is_leaf)
     ]
@@ -121,13 +121,13 @@ def _as_json(model: LoadedModel, chosen: list[Layer]) -> bytes:
 
 
 def _as_text(model: LoadedModel, chosen: list[Layer]) -> bytes:
-    return tree(model.spec.name, chosen).encode()
+    return format_tree(model.spec.name, chosen).encode()
 
 
 FORMS = {"json": Form("application/json", _as_json), "text": Form("text/plain", _as_text)}
 
 
-def _entry(entry: Entry) -> Json:
+def _entry(entry: ModelEntry) -> Json:
     spec, model = entry.spec, entry.model
     known: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source, "dtype": spec.dtype}
     known |= {name: value for name, value in CHOSEN.items() if getattr(spec, name) == value}
@@ -149,7 +149,7 @@ def _entry(entry: Entry) -> Json:
     }
 
 
-def _text(text: Text | None) -> Json:
+def _text(text: TextSpec | None) -> Json:
     """How text is taken; nothing where it is not."""
     if text is None:
         return {}
@@ -175,22 +175,22 @@ def _layer(layer: Layer) -> Json:
         "leaf": layer.is_leaf,
         "calls": len(layer.calls),
         "outputs": [
-            {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.output.leaves
+            {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.output.tensors
         ],
         "inputs": [
-            {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.input.leaves
+            {"call": number, **_leaf(leaf)} for number, call in enumerate(layer.calls) for leaf in call.input.tensors
         ],
         "attention": [
             {"call": number, **_leaf(leaf), "how": leaf.how}
             for number, call in enumerate(layer.calls)
-            for leaf in call.at("attention").leaves
+            for leaf in call.at("attention").tensors
         ],
         "parameters": layer.parameters,
-        "layout": last.leaves[0].layout if last and last.leaves else None,
+        "layout": last.tensors[0].layout if last and last.tensors else None,
         "cost": last.cost if last else None,
         "hazards": layer.hazards,
     }
 
 
-def _leaf(leaf: Leaf) -> Json:
-    return {"path": path_text(leaf.path), "shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}
+def _leaf(leaf: TensorInfo) -> Json:
+    return {"path": format_path(leaf.path), "shape": leaf.shape, "dtype": leaf.dtype, "layout": leaf.layout}

@@ -13,21 +13,21 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from layertap.models.errors import let_go, quoted
+from layertap.models.errors import clear_tracebacks, escape
 from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, UnavailableError
 from layertap.service.http.auth import Keyring
-from layertap.service.http.errors import bug, failed_forward, of_error
-from layertap.service.http.guards import GUARDS
+from layertap.service.http.errors import bug_response, error_response, forward_error_response
+from layertap.service.http.guards import SECURITY_HEADERS
 from layertap.service.metrics import OTHER, Metrics
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap.access")
-ALWAYS = ((b"vary", b"Accept"), *GUARDS)
+ALWAYS = ((b"vary", b"Accept"), *SECURITY_HEADERS)
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
-class Outermost:
+class RequestContextMiddleware:
     """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` and ``notes`` for routes to fill.
 
     ``until_sent`` in it is a stack of contexts that are left when the reply is sent, but for its last ``LARGE`` bytes.
@@ -80,7 +80,7 @@ class Outermost:
         try:
             state["admin"] = self.keys.authorize(scope["path"], headers)
         except (KeyMissingError, KeyRateError, ForbiddenError) as error:
-            await of_error(error, state["request_id"])(scope, counted, dressed)
+            await error_response(error, state["request_id"])(scope, counted, dressed)
         else:
             await self._answered(asked, counted, dressed, lambda: status == 0)
         finally:
@@ -98,17 +98,17 @@ class Outermost:
             if not silent():
                 raise
             error = UnavailableError("the server is shutting down", retry_after=1.0)
-            await of_error(error, request_id)(scope, receive, send)
+            await error_response(error, request_id)(scope, receive, send)
         except ForwardError as error:
             log.exception("a model's forward raised", extra={"fields": {"request_id": request_id}})
-            let_go(error)
+            clear_tracebacks(error)
             if silent():
-                await failed_forward(error, request_id)(scope, receive, send)
+                await forward_error_response(error, request_id)(scope, receive, send)
         except Exception as error:
             log.exception("bug", extra={"fields": {"request_id": request_id}})
-            let_go(error)
+            clear_tracebacks(error)
             if silent():
-                await bug(request_id)(scope, receive, send)
+                await bug_response(request_id)(scope, receive, send)
 
 
 def _beneath(root_path: str, scope: Scope) -> Scope:
@@ -150,8 +150,8 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
         extra={
             "fields": {
                 "request_id": scope["state"]["request_id"],
-                "method": quoted(scope["method"], 16)[1:-1],
-                "path": quoted(scope["path"], 200)[1:-1],
+                "method": escape(scope["method"], 16)[1:-1],
+                "path": escape(scope["path"], 200)[1:-1],
                 "status": status,
                 "milliseconds": round(seconds * 1000, 2),
             }

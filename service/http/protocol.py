@@ -13,8 +13,8 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from layertap.service.http.errors import problem
-from layertap.service.http.guards import GUARDS
+from layertap.service.http.errors import make_problem
+from layertap.service.http.guards import SECURITY_HEADERS
 from layertap.service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
@@ -275,7 +275,7 @@ class Connection(HttpToolsProtocol):
             self._end()
 
     def _written(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
-        reply = problem(status, kind, detail, request_id, hint=hint)
+        reply = make_problem(status, kind, detail, request_id, hint=hint)
         headers = [
             *self.server_state.default_headers,
             *reply.raw_headers,
@@ -283,7 +283,7 @@ class Connection(HttpToolsProtocol):
             (b"x-request-id", request_id.encode()),
             (b"server-timing", b"total;dur=0"),
             (b"vary", b"Accept"),
-            *GUARDS,
+            *SECURITY_HEADERS,
         ]
         lines = b"".join(b"%b: %b\r\n" % field for field in headers)
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Bucket:
+class TokenBucket:
     """``rate`` tokens a second, at most ``burst`` at a time; full at first."""
 
     def __init__(self, rate: float, burst: int) -> None:

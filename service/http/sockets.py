@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
-from layertap.models.errors import LayertapError, quoted
+from layertap.models.errors import LayertapError, escape
 
 log = logging.getLogger("layertap")
 TRIES = 8  # a port that is free for one address of a host may be taken for the next
@@ -54,7 +54,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def _bind(host: str, addresses: Iterable[tuple[socket.AddressFamily, Address]], port: int) -> list[socket.socket]:
-    refusal = LayertapError(f"the host {quoted(host)} has no address")
+    refusal = LayertapError(f"the host {escape(host)} has no address")
     with ExitStack() as opened:
         listeners: list[socket.socket] = []
         for family, address in addresses:
@@ -104,7 +104,7 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, Address]]:
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "this is no name"
         hint = "use --host with an address of this machine: 127.0.0.1"
-        raise LayertapError(f"the host {quoted(host)} can't be resolved: {reason}", hint=hint) from None
+        raise LayertapError(f"the host {escape(host)} can't be resolved: {reason}", hint=hint) from None
     return list(dict.fromkeys((family, address) for family, *_, address in found))
 
 

@@ -24,7 +24,7 @@ class Timeout:
     deadline: float
 
     @classmethod
-    def of(cls, headers: Headers, settings: Settings) -> Timeout:
+    def parse(cls, headers: Headers, settings: Settings) -> Timeout:
         """What a request's head says, from now on; RequestError."""
         return cls._from_now(_seconds(headers), settings.deadline_s)
 

@@ -49,5 +49,5 @@ class UrlItem:
     url: str = field(repr=False)
 
 
-Item = ImageItem | ArraysItem | TextItem | TokensItem
-Given = Item | UrlItem
+LocalItem = ImageItem | ArraysItem | TextItem | TokensItem
+InputItem = LocalItem | UrlItem

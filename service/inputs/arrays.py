@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import deserialize
 
-from layertap.models.errors import InputError, TooLargeError, quoted
+from layertap.models.errors import InputError, TooLargeError, escape
 from layertap.service.inputs.npy_header import NpyHeader
 
 Array = NDArray[Any]
@@ -36,7 +36,7 @@ def read_tensor(dtype: str, shape: Sequence[int], data: bytes | bytearray) -> Ar
     """
     stored = _STORED.get(dtype)
     if stored is None:
-        raise InputError(f"dtype {quoted(dtype)} is not taken", hint="use " + ", ".join(_STORED))
+        raise InputError(f"dtype {escape(dtype)} is not taken", hint="use " + ", ".join(_STORED))
     array = _array(stored, dtype, shape, data)
     return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else array
 
@@ -147,10 +147,10 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
         name = entry.filename.removesuffix(".npy")
         plain = 0 < len(name) <= _MAX_NAME and all(char.isalnum() or char in "_-." for char in name)
         if not plain or name == entry.filename or name in entries:
-            detail = f"the .npz file has an entry {quoted(entry.filename)}, which is not a plain NAME.npy, once"
+            detail = f"the .npz file has an entry {escape(entry.filename)}, which is not a plain NAME.npy, once"
             raise InputError(detail, hint=_NPZ_HINT)
         if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise InputError(f"entry {quoted(name)} is encrypted or packed in an unusual way", hint=_NPZ_HINT)
+            raise InputError(f"entry {escape(name)} is encrypted or packed in an unusual way", hint=_NPZ_HINT)
         entries[name] = entry
     _require_apart(archive)
     if not entries:
@@ -173,22 +173,22 @@ def _unpacked(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Ar
     try:
         data = archive.read(entry)  # never more than the declared size
     except Exception as error:  # zipfile and zlib have no one error for broken contents
-        raise InputError(f"entry {quoted(name)} of the .npz file is damaged", hint=_NPZ_HINT) from error
+        raise InputError(f"entry {escape(name)} of the .npz file is damaged", hint=_NPZ_HINT) from error
     try:
         return read_npy(data)
     except InputError as error:
-        raise InputError(f"entry {quoted(name)} of the .npz file: {error.detail}", hint=error.hint) from error
+        raise InputError(f"entry {escape(name)} of the .npz file: {error.detail}", hint=error.hint) from error
 
 
 def _safetensor(name: str, entry: dict[str, Any]) -> Array:
     dtype = _SAFETENSORS.get(entry["dtype"])
     if dtype is None:
         hint = "convert it to one of " + ", ".join(_STORED)
-        raise InputError(f"tensor {quoted(name)} is of a dtype that is not taken", hint=hint)
+        raise InputError(f"tensor {escape(name)} is of a dtype that is not taken", hint=hint)
     try:
         return read_tensor(dtype, entry["shape"], entry["data"])
     except InputError as error:
-        raise InputError(f"tensor {quoted(name)}: {error.detail}", hint=error.hint) from error
+        raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from error
 
 
 _STORED: dict[str, np.dtype[Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from layertap.models.errors import RequestError, quoted
+from layertap.models.errors import RequestError, escape
 from layertap.service.wire import json, npy, npz, safetensors
 from layertap.service.wire.negotiate import Encoding, Format
 
@@ -28,7 +28,7 @@ def check_names(names: Iterable[str], reserved: frozenset[str]) -> None:
     for name in names:
         if name in reserved:
             raise RequestError(
-                f"no result may be called {quoted(name)} here: the reply has that beside the results", hint=HINT
+                f"no result may be called {escape(name)} here: the reply has that beside the results", hint=HINT
             )
 
 

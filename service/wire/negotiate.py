@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from layertap.models.errors import quoted
+from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features
 
@@ -42,7 +42,7 @@ class Offer(Protocol):
 T = TypeVar("T", bound=Offer)
 
 
-def choose(accept: str | None, format: str | None, formats: Mapping[str, T]) -> T:  # noqa: A002
+def negotiate(accept: str | None, format: str | None, formats: Mapping[str, T]) -> T:  # noqa: A002
     """The format to reply in; the table's first where the request does not say.
 
     Of media types that are equally welcome, the one that was named more exactly wins, then the table's order.
@@ -50,7 +50,7 @@ def choose(accept: str | None, format: str | None, formats: Mapping[str, T]) -> 
     """
     if format is not None:
         if format not in formats:
-            raise NotAcceptableError(f"no format {quoted(format)} is offered", hint="use one of " + ", ".join(formats))
+            raise NotAcceptableError(f"no format {escape(format)} is offered", hint="use one of " + ", ".join(formats))
         return formats[format]
     if accept is None or not accept.strip(" \t,"):
         return next(iter(formats.values()))

@@ -7,7 +7,7 @@ from io import BytesIO
 
 import numpy as np
 
-from layertap.models.errors import quoted
+from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
 from layertap.service.wire import npy
@@ -49,5 +49,5 @@ def named_arrays(features: Features) -> dict[str, Array]:
     scales = {f"{key}.scale": scale for key, scale in features.scales.items()}
     for name in scales.keys() & features.arrays.keys():
         hint = "give one of them another name with `as`, or use application/json"
-        raise NotAcceptableError(f"{quoted(name)} is a result's name and also that of another's scale", hint=hint)
+        raise NotAcceptableError(f"{escape(name)} is a result's name and also that of another's scale", hint=hint)
     return {**features.arrays, **scales}

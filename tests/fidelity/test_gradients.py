@@ -26,11 +26,11 @@ from torchvision.models.vision_transformer import VisionTransformer
 from layertap.models.catalog import Catalog
 from layertap.models.dryrun import survey
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import Plan, resolve
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Objective
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.oracle import flatten, seeded
 
 CPU = torch.device("cpu")
@@ -165,10 +165,10 @@ def by_autograd(module: nn.Module, x: Tensor) -> dict[Key, Tensor]:
 def taken(module: nn.Module, plans: list[Plan], x: Tensor) -> list[dict[Key, Tensor]]:
     """What each row's plan gives in a forward of all of them."""
     wanted = [frozenset(result.capture for result in plan.results) for plan in plans]
-    shares = [Share(at, at + 1, wanted[at], (), plan.goal) for at, plan in enumerate(plans)]
-    found = FeatureExtractor(module).shared(lambda: module(x.clone()), shares, len(x))
+    shares = [RequestSlice(at, at + 1, wanted[at], (), plan.objective) for at, plan in enumerate(plans)]
+    found = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), shares, len(x))
     return [
-        {(p.layer, p.call, p.path, p.site): value.values for c, value in found.of(share).items() for p in [c.point]}
+        {(p.layer, p.call, p.path, p.site): value.values for c, value in found.select(share).items() for p in [c.point]}
         for share in shares
     ]
 
@@ -193,8 +193,8 @@ def built(name: str) -> tuple[nn.Module, Catalog, Tensor]:
 def test_every_gradient(name: str) -> None:
     """Each row has the gradients of its own objective, beside others that differentiate something else and alone."""
     module, catalog, x = built(name)
-    selectors = [parse(f"{pattern}:{site}") for site in SITES for pattern in ("*#*", ".")]
-    plans = [resolve(selectors, catalog, objective=objective) for objective, _ in OBJECTIVES]
+    selectors = [parse_selector(f"{pattern}:{site}") for site in SITES for pattern in ("*#*", ".")]
+    plans = [make_plan(selectors, catalog, objective=objective) for objective, _ in OBJECTIVES]
     together = taken(module, plans, x)
     wanted = by_autograd(module, x)
     leaves = {(layer, c, p, s): leaf for layer, c, p, s, leaf in _leaves(catalog)}
@@ -214,5 +214,5 @@ def _leaves(catalog: Catalog) -> Any:
     for name, layer in catalog.layers.items():
         for number, call in enumerate(layer.calls):
             for site, moment in (("grad_input", call.input), ("grad_output", call.output)):
-                for leaf in moment.leaves:
+                for leaf in moment.tensors:
                     yield name, number, leaf.path, site, leaf

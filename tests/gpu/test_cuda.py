@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from layertap.models.spec import ModelSpec
 from layertap.models.transfer import MOST_BYTES, to_device, to_host
-from layertap.models.union import packed_copy
+from layertap.models.union import copy_packed
 from layertap.service.config import Configuration
 from tests.oracle import record, seeded
 from tests.server import serving
@@ -78,7 +78,7 @@ def test_many_at_once_each_get_their_own(streams: int) -> None:
         for number in range(48)
     ]
     with serving(Configuration((spec,), "net"), gpu_streams=streams) as live:
-        model = live.engine.fleet.registry.entry("net").model
+        model = live.engine.manager.registry.entry("net").model
         assert model is not None
         assert len(model.replicas) == streams
         alone = [_extract(live.client, rows, layers) for rows, layers in wanted]
@@ -109,7 +109,7 @@ def test_out_of_memory_is_split(tmp_path: Path) -> None:
 def test_packed_copy_on_the_device() -> None:
     """Tensors of every dtype come to the host in one piece, bit for bit."""
     tensors = [torch.arange(7, dtype=dtype, device="cuda").reshape(7, 1) for dtype in DTYPES]
-    for found, tensor in zip(packed_copy(tensors), tensors, strict=True):
+    for found, tensor in zip(copy_packed(tensors), tensors, strict=True):
         assert found.device.type == "cpu"
         assert found.equal(tensor.cpu())
 

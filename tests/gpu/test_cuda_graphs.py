@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from layertap.models import transfer
-from layertap.models.compiled import Compiled
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Plan, resolve
-from layertap.models.replays import Replays
-from layertap.models.selectors import parse
+from layertap.models.compiled import CompiledPlan
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Plan, make_plan
+from layertap.models.replays import CudaGraphs
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.models.union import Share
-from layertap.models.warm.capturing import captured
-from layertap.models.warm.checking import check
+from layertap.models.union import RequestSlice
+from layertap.models.warm.capturing import capture_cuda_graphs
+from layertap.models.warm.checking import check_against_hooks
 from layertap.models.warm.compiling import WarmError
-from layertap.models.warm.exporting import exported
-from layertap.models.warm.ready import made_ready
+from layertap.models.warm.exporting import export_graph
+from layertap.models.warm.ready import prepare_warm_plans
 from layertap.service.config import Configuration
 from tests.nets import batch
 from tests.server import serving
@@ -48,14 +48,14 @@ class Plain:
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    found = load(SPEC, 1, 1, 2)
+    found = load_model(SPEC, 1, 1, 2)
     assert len(found.replicas) == 2
     return found
 
 
 @pytest.fixture(scope="module")
 def plan(model: LoadedModel) -> Plan:
-    return resolve([parse(text) for text in LAYERS], model.catalog)
+    return make_plan([parse_selector(text) for text in LAYERS], model.catalog)
 
 
 @pytest.fixture(scope="module")
@@ -63,61 +63,61 @@ def runners(model: LoadedModel, plan: Plan) -> dict[str, Plain]:
     captures = tuple(result.capture for result in plan.results)
     rows = {kind: batch(model.inputs, count) for kind, count in (("one", 1), ("several", 3))}
     placed = {kind: {name: value.cuda() for name, value in each.items()} for kind, each in rows.items()}
-    return {kind: Plain(exported(model, captures, each)) for kind, each in placed.items()}
+    return {kind: Plain(export_graph(model, captures, each)) for kind, each in placed.items()}
 
 
 @pytest.fixture(scope="module")
-def graphs(model: LoadedModel, plan: Plan, runners: dict[str, Plain]) -> Compiled:
+def graphs(model: LoadedModel, plan: Plan, runners: dict[str, Plain]) -> CompiledPlan:
     captures = tuple(result.capture for result in plan.results)
     names = tuple(spec.name for spec in model.inputs)
-    made = Compiled(captures, names, runners["one"], runners["several"], model.catalog.costs)
-    found = replace(made, replays=captured(model, made, SIZES, runners))
-    transfer.settle(model.device)
+    made = CompiledPlan(captures, names, runners["one"], runners["several"], model.catalog.costs)
+    found = replace(made, replays=capture_cuda_graphs(model, made, SIZES, runners))
+    transfer.synchronize_device(model.device)
     return found
 
 
-def test_captured(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+def test_captured(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
     """For each replica and number of rows, one after the other, what hooks give; nothing gives what it gave before."""
     for own in model.replicas:
-        check(model, plan, graphs, own, (1, 2, 3, 4, 5, 8, 9, 1, 8))
-        assert [graphs.size(rows, own) for rows in (1, 2, 5, 9)] == [1, 4, 8, 9]
+        check_against_hooks(model, plan, graphs, own, (1, 2, 3, 4, 5, 8, 9, 1, 8))
+        assert [graphs.get_padded_rows(rows, own) for rows in (1, 2, 5, 9)] == [1, 4, 8, 9]
 
 
 def test_what_is_replayed_is_what_was_captured(
-    model: LoadedModel, plan: Plan, graphs: Compiled, runners: dict[str, Plain]
+    model: LoadedModel, plan: Plan, graphs: CompiledPlan, runners: dict[str, Plain]
 ) -> None:
     """Numbers come from the replay: a graph that was captured of another plan is found out."""
     captures = graphs.captures[:1] * len(graphs.captures)
-    other = Plain(exported(model, captures, {name: value.cuda() for name, value in batch(model.inputs, 3).items()}))
-    wrong = captured(model, graphs, (4,), {"several": other})
+    other = Plain(export_graph(model, captures, {name: value.cuda() for name, value in batch(model.inputs, 3).items()}))
+    wrong = capture_cuda_graphs(model, graphs, (4,), {"several": other})
     with pytest.raises(WarmError):
-        check(model, plan, replace(graphs, replays=wrong), model.replicas[0], (3,))
+        check_against_hooks(model, plan, replace(graphs, replays=wrong), model.replicas[0], (3,))
 
 
-def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
     """Two threads, each with its replica and stream, replay at once and get their own."""
     parts = [batch(model.inputs, 1 + number % 8, seed=number) for number in range(40)]
 
     def ask(lane: int) -> list[Any]:
-        transfer.own_stream(model.device)
+        transfer.use_own_stream(model.device)
         found = []
         for part in parts[lane::2]:
-            share = Share(0, len(next(iter(part.values()))), plan.captures)
-            taken = model.run(model.replicas[lane], [part], [share], compiled=graphs).of(share)
-            transfer.wait(model.device)
+            share = RequestSlice(0, len(next(iter(part.values()))), plan.captures)
+            taken = model.run(model.replicas[lane], [part], [share], compiled=graphs).select(share)
+            transfer.synchronize_stream(model.device)
             found.append((part, share, {capture: value.values.cpu() for capture, value in taken.items()}))
         return found
 
     with ThreadPoolExecutor(2) as pool:
         answers = [each for lane in pool.map(ask, range(2)) for each in lane]
     for part, share, found in answers:
-        wanted = model.run(model.replicas[0], [part], [share]).of(share)
+        wanted = model.run(model.replicas[0], [part], [share]).select(share)
         for capture, values in found.items():
             expected = wanted[capture].values.cpu()
             torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_a_capture_that_fails(model: LoadedModel, graphs: Compiled, plan: Plan) -> None:
+def test_a_capture_that_fails(model: LoadedModel, graphs: CompiledPlan, plan: Plan) -> None:
     """A graph that asks the device for a number can't be captured; the device answers on."""
 
     class Asking:
@@ -125,20 +125,20 @@ def test_a_capture_that_fails(model: LoadedModel, graphs: Compiled, plan: Plan) 
             return [inputs[0] * float(inputs[0].sum())]
 
     with pytest.raises(Exception):  # noqa: B017, PT011  (whatever torch makes of it)
-        captured(model, graphs, (4,), {"several": Asking()})
+        capture_cuda_graphs(model, graphs, (4,), {"several": Asking()})
     assert model.answers(model.replicas[0])
-    check(model, plan, graphs, model.replicas[0], (1, 4))
+    check_against_hooks(model, plan, graphs, model.replicas[0], (1, 4))
 
 
 def test_served(tmp_path: Path) -> None:
     """Compiled and captured over HTTP: the numbers of a model with hooks, whoever asks beside."""
     warm = WarmSpec(("avgpool", "layer3"), pool="mean", compile=True, cuda_graphs=SIZES)
     place = tmp_path / "plans"
-    ready = made_ready(load(replace(SPEC, warm=(warm,)), 1, 1), place)
+    ready = prepare_warm_plans(load_model(replace(SPEC, warm=(warm,)), 1, 1), place)
     (made,) = ready.compiled
     if made is None:
         pytest.skip("no graph can be compiled on this machine: the log says why")
-    assert isinstance(made.replays[ready.replicas[0]], Replays)
+    assert isinstance(made.cuda_graphs[ready.replicas[0]], CudaGraphs)
     hooked, replayed = replace(SPEC, name="hooked"), replace(SPEC, name="replayed", warm=(warm,))
     rows = np.random.default_rng(0).normal(size=(24, 3, 224, 224)).astype(np.float32)
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from layertap.models.ondevice import Decoder
+from layertap.models.ondevice import DeviceDecoder
 from layertap.models.preprocess import preprocess
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config import Configuration
@@ -64,7 +64,7 @@ def steps(found: Any, wanted: Any) -> Any:
 def test_near_to_pillow(data: bytes) -> None:
     """Baseline, progressive, full chroma, gray, odd sizes: within a bound of what the CPU makes of them."""
     picture = Image.open(BytesIO(data))
-    row = Decoder(torch.device("cuda", 0), HOW).row(data, picture.size)
+    row = DeviceDecoder(torch.device("cuda", 0), HOW).decode_row(data, picture.size)
     assert row is not None
     assert row.device == torch.device("cuda", 0)
     apart = steps(row.cpu(), preprocess(picture.convert("RGB"), HOW))
@@ -80,7 +80,7 @@ def live() -> Any:
         for name in ("exact", "device")
     ]
     with serving(Configuration(tuple(specs), "exact")) as server:
-        model = server.engine.fleet.registry.entry("device").model
+        model = server.engine.manager.registry.entry("device").model
         assert model is not None
         assert model.decoder is not None
         yield server

@@ -21,11 +21,11 @@ from layertap.models.catalog import Catalog
 from layertap.models.dryrun import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import Plan, resolve
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.nets import Chain, Encoder, swin, vit
 from tests.oracle import record, seeded
 
@@ -231,13 +231,13 @@ def surveyed(module: nn.Module, *shape: int, dtype: torch.dtype = torch.float32)
 
 
 def plan_for(catalog: Catalog, *texts: str, objective: Objective | None = None) -> Plan:
-    return resolve([parse(text) for text in texts], catalog, objective=objective)
+    return make_plan([parse_selector(text) for text in texts], catalog, objective=objective)
 
 
 def run(module: nn.Module, plan: Plan, x: Tensor) -> dict[str, Tensor]:
     """The project's results, by key."""
-    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
-    taken = FeatureExtractor(module).shared(lambda: module(x), [share], len(x)).of(share)
+    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x), [share], len(x)).select(share)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
@@ -271,7 +271,7 @@ def by_hand(module: nn.Module, case: Case, kept: dict[str, Tensor]) -> Iterator[
 def same_state(module: nn.Module) -> list[Any]:
     """What must be after a request as it was before it."""
     flags = [(part.training, getattr(part, "fused_attn", None), "forward" in vars(part)) for part in module.modules()]
-    return [flags, hooks.count(module), _get_current_dispatch_mode(), _get_current_function_mode()]
+    return [flags, hooks.count_hooks(module), _get_current_dispatch_mode(), _get_current_function_mode()]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -282,7 +282,7 @@ def test_weights(name: str) -> None:
     found = run(module, plan_for(catalog, "*:attention"), x)
     assert list(found) == [f"{layer}:attention" for layer in case.layers]
     for layer in case.layers:
-        (leaf,) = catalog.layers[layer].calls[0].at("attention").leaves
+        (leaf,) = catalog.layers[layer].calls[0].at("attention").tensors
         weights, _ = case.hand(module.get_submodule(layer), entered(module, layer, x))
         assert weights.std() > 0.01
         torch.testing.assert_close(found[f"{layer}:attention"], weights)
@@ -368,11 +368,11 @@ def test_rows_are_their_own(name: str, site: str) -> None:
     plans = [
         plan_for(catalog, f"{case.layers[row % len(case.layers)]}:{site}", objective=objective) for row in range(ROWS)
     ]
-    shares = [Share(row, row + 1, plan.captures, (), plan.goal) for row, plan in enumerate(plans)]
-    taken = FeatureExtractor(module).shared(lambda: module(x), shares, ROWS)
+    shares = [RequestSlice(row, row + 1, plan.captures, (), plan.objective) for row, plan in enumerate(plans)]
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, ROWS)
     for row, (plan, share) in enumerate(zip(plans, shares, strict=True)):
         (alone,) = run(module, plan, x[row : row + 1]).values()
-        (together,) = taken.of(share).values()
+        (together,) = taken.select(share).values()
         torch.testing.assert_close(together.values, alone, rtol=1e-4, atol=1e-6)
 
 
@@ -415,8 +415,8 @@ def test_pools(pool: str) -> None:
     """As it is, or a row's in one line, windows and all."""
     module, catalog, x = prepared(CASES["swin"])
     layer = CASES["swin"].layers[1]
-    selector = parse(f"{layer}:attention")
-    plan = resolve([_reduced(selector, pool=pool)], catalog)
+    selector = parse_selector(f"{layer}:attention")
+    plan = make_plan([_reduced(selector, pool=pool)], catalog)
     (found,) = run(module, plan, x).values()
     weights, _ = windowed(module.get_submodule(layer), entered(module, layer, x))
     torch.testing.assert_close(found, weights if pool == "none" else weights.view(ROWS, -1))
@@ -428,7 +428,7 @@ def test_other_reductions_are_refused(options: dict[str, Any]) -> None:
     """What is averaged over axes that nobody named means nothing."""
     _, catalog, _ = prepared(CASES["timm"])
     with pytest.raises(RequestError):
-        resolve([_reduced(parse("blocks.0.attn:attention"), **options)], catalog)
+        make_plan([_reduced(parse_selector("blocks.0.attn:attention"), **options)], catalog)
 
 
 def _reduced(selector: Any, **options: Any) -> Any:
@@ -465,9 +465,9 @@ def test_models_without_attention() -> None:
 def test_attention_is_not_changed() -> None:
     """Weights are looked at, not intervened on."""
     _, catalog, _ = prepared(CASES["timm"])
-    change = Intervention(parse("blocks.0.attn:attention"), Operation("zero"))
+    change = Intervention(parse_selector("blocks.0.attn:attention"), Operation("zero"))
     with pytest.raises(RequestError, match="not possible"):
-        resolve([parse(".")], catalog, [change])
+        make_plan([parse_selector(".")], catalog, [change])
 
 
 def test_unexplained_outputs_are_refused() -> None:
@@ -488,9 +488,9 @@ def test_a_forward_left_midway(site: str) -> None:
     before = same_state(module)
     objective = Objective("sum") if site == "attention_grad" else None
     plan = plan_for(catalog, f"blocks.1.attn:{site}", "blocks.1.attn.qkv", objective=objective)
-    share = Share(0, ROWS + 1, plan.captures, (), plan.goal)
+    share = RequestSlice(0, ROWS + 1, plan.captures, (), plan.objective)
     with pytest.raises(InputError, match="qkv"):  # a row fewer than was said
-        FeatureExtractor(module).shared(lambda: module(x), [share], ROWS + 1)
+        FeatureExtractor(module).extract_slices(lambda: module(x), [share], ROWS + 1)
     assert same_state(module) == before
     handle = module.get_submodule("blocks.1.attn.proj").register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -504,5 +504,5 @@ def test_gradients_of_attention_run_alone() -> None:
     _, catalog, _ = prepared(CASES["vit"])
     layer = CASES["vit"].layers[0]
     objective = Objective("sum")
-    assert plan_for(catalog, f"{layer}:attention", f"{layer}:grad_input", objective=objective).shares
-    assert not plan_for(catalog, f"{layer}:attention_grad", objective=objective).shares
+    assert plan_for(catalog, f"{layer}:attention", f"{layer}:grad_input", objective=objective).may_share
+    assert not plan_for(catalog, f"{layer}:attention_grad", objective=objective).may_share

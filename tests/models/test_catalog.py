@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from layertap.models.catalog import Catalog, Leaf
+from layertap.models.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError
 from layertap.models.loaded import LoadedModel
 from layertap.models.spec import InputSpec
@@ -37,13 +37,13 @@ def seen(model: LoadedModel, rows: dict[str, Tensor]) -> dict[Key, Tensor]:
     return record(model.module, **rows)
 
 
-def leaves(catalog: Catalog) -> dict[Key, Leaf]:
+def leaves(catalog: Catalog) -> dict[Key, TensorInfo]:
     return {
         (layer.name, number, leaf.path, site): leaf
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("input", "output")
-        for leaf in call.at(site).leaves
+        for leaf in call.at(site).tensors
     }
 
 
@@ -79,7 +79,7 @@ def test_rows(load_net: Loader, name: str) -> None:
         for row, single in enumerate(alone):
             part = together[key]
             if leaf.row_axis is not None:
-                part = part.narrow(leaf.row_axis, row * leaf.per_row, leaf.per_row)
+                part = part.narrow(leaf.row_axis, row * leaf.entries_per_row, leaf.entries_per_row)
             close(part, single[key])
 
 
@@ -135,37 +135,37 @@ def test_resnet18() -> None:
         name for name, part in module.named_modules() if isinstance(part, nn.ReLU)
     }
     assert not any("never_called" in layer.hazards for layer in layers.values())
-    last = layers["layer4"].calls[0].output.leaves[0]
+    last = layers["layer4"].calls[0].output.tensors[0]
     assert (last.shape, last.dtype, last.row_axis, last.layout) == ((1, 512, 2, 2), "float32", 0, "NCHW")
 
 
 def test_vision_transformer(load_net: Loader) -> None:
     """Token layers are NTC with one class token, patches before it have none, and attention's projection is silent."""
     layers = load_net("vit").catalog.layers
-    block = layers["encoder.layers.encoder_layer_0"].calls[0].output.leaves[0]
+    block = layers["encoder.layers.encoder_layer_0"].calls[0].output.tensors[0]
     assert (block.shape, block.layout, block.prefix) == ((1, 17, 24), "NTC", 1)
-    patches = layers["conv_proj"].calls[0].output.leaves[0]
+    patches = layers["conv_proj"].calls[0].output.tensors[0]
     assert (patches.shape, patches.layout, patches.prefix) == ((1, 24, 4, 4), "NCHW", 0)
     silent = layers["encoder.layers.encoder_layer_0.self_attention.out_proj"]
     assert (silent.calls, silent.hazards) == ((), ("never_called",))
     assert layers["encoder.layers.encoder_layer_0.self_attention"].hazards == ("attention",)
-    assert layers["heads.head"].calls[0].input.leaves[0].prefix == 0
+    assert layers["heads.head"].calls[0].input.tensors[0].prefix == 0
 
 
 def test_swin_windows(load_net: Loader) -> None:
     """Windowed attention stays unfolded as a module's value; a window's own rows show as entries per row."""
     layers = load_net("swin").catalog.layers
-    block = layers["features.1.0"].calls[0].output.leaves[0]
+    block = layers["features.1.0"].calls[0].output.tensors[0]
     assert (block.layout, block.shape) == ("NHWC", (1, 8, 12, 24))
-    windows = load_net("Windows").catalog.layers["inner"].calls[0].output.leaves[0]
-    assert (windows.shape, windows.row_axis, windows.per_row, windows.mixed) == ((4, 2, 6), 0, 4, False)
+    windows = load_net("Windows").catalog.layers["inner"].calls[0].output.tensors[0]
+    assert (windows.shape, windows.row_axis, windows.entries_per_row, windows.mixed) == ((4, 2, 6), 0, 4, False)
     assert windows.shape_for(3) == (12, 2, 6)
 
 
 def test_dictionary_output() -> None:
     """A segmentation model's output is found under its key, in the input's own size."""
     catalog = surveyed(get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None), 3, 48, 64)
-    (out,) = catalog.layers["."].calls[0].output.leaves
+    (out,) = catalog.layers["."].calls[0].output.tensors
     assert (out.path, out.shape, out.layout) == (("out",), (1, 21, 48, 64), "NCHW")
     assert catalog.rowwise
 
@@ -173,7 +173,7 @@ def test_dictionary_output() -> None:
 def test_video() -> None:
     """A video model's layers have a time axis."""
     catalog = surveyed(seeded(get_model("r3d_18", weights=None), 0), 3, 4, 24, 32)
-    leaf = catalog.layers["layer1"].calls[0].output.leaves[0]
+    leaf = catalog.layers["layer1"].calls[0].output.tensors[0]
     assert (leaf.shape, leaf.layout, leaf.row_axis) == ((1, 64, 4, 12, 16), "NCTHW", 0)
     assert catalog.rowwise
 
@@ -181,13 +181,13 @@ def test_video() -> None:
 def test_time_first(load_net: Loader) -> None:
     """``nn.MultiheadAttention`` without batch_first has its rows on axis 1, also where that is the model's output."""
     layers = load_net("TimeOut").catalog.layers
-    tensors = layers["attention"].calls[0].output.leaves
+    tensors = layers["attention"].calls[0].output.tensors
     assert [(leaf.shape, leaf.row_axis, leaf.layout) for leaf in tensors] == [
         ((5, 1, 8), 1, "TNC"),
         ((1, 5, 5), 0, "NTC"),
     ]
-    assert [leaf.path for leaf in layers["attention"].calls[0].input.leaves] == [("0",), ("1",), ("2",)]
-    assert layers["."].calls[0].output.leaves[0].row_axis == 1
+    assert [leaf.path for leaf in layers["attention"].calls[0].input.tensors] == [("0",), ("1",), ("2",)]
+    assert layers["."].calls[0].output.tensors[0].row_axis == 1
 
 
 def test_tied(load_net: Loader) -> None:
@@ -201,10 +201,10 @@ def test_tied(load_net: Loader) -> None:
 def test_keywords(load_net: Loader) -> None:
     """Arguments by name are found by name, call by call."""
     layers = load_net("Keywords").catalog.layers
-    inputs = [[leaf.path for leaf in call.input.leaves] for call in layers["gate"].calls]
+    inputs = [[leaf.path for leaf in call.input.tensors] for call in layers["gate"].calls]
     assert inputs == [[("0",), ("gate",)], [("x",), ("gate",), ("bias",)]]
-    assert [leaf.path for leaf in layers["."].calls[0].input.leaves] == [("pixels",), ("kind",)]
-    assert layers["embed"].calls[0].input.leaves[0].dtype == "int64"
+    assert [leaf.path for leaf in layers["."].calls[0].input.tensors] == [("pixels",), ("kind",)]
+    assert layers["embed"].calls[0].input.tensors[0].dtype == "int64"
 
 
 def test_recursion() -> None:
@@ -217,9 +217,9 @@ def test_recursion() -> None:
 def test_a_call_that_fails(load_net: Loader) -> None:
     """A call whose exception the model catches counts; it has an input and no output."""
     failed, second = load_net("Retries").catalog.layers["picky"].calls
-    assert [leaf.shape for leaf in failed.input.leaves] == [(1, 5)]
-    assert failed.output.leaves == ()
-    assert [leaf.shape for leaf in second.output.leaves] == [(1, 4)]
+    assert [leaf.shape for leaf in failed.input.tensors] == [(1, 5)]
+    assert failed.output.tensors == ()
+    assert [leaf.shape for leaf in second.output.tensors] == [(1, 4)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -229,7 +229,7 @@ def test_rounding_is_no_mixing(load_net: Loader, name: str, dtype: str) -> None:
     catalog = load_net(name, dtype=dtype).catalog
     assert catalog.rowwise
     assert not any(leaf.mixed for leaf in leaves(catalog).values())
-    assert catalog.layers["."].calls[0].output.leaves[0].dtype == dtype
+    assert catalog.layers["."].calls[0].output.tensors[0].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -286,8 +286,8 @@ def test_families(module: Callable[[], nn.Module]) -> None:
 def test_near_names(load_net: Loader) -> None:
     """Misspelt names have near matches; a very long one is not compared at length."""
     catalog = load_net("resnet").catalog
-    assert "layer1.0.conv1" in catalog.near("layer1.0.conf1")
-    assert catalog.near("q" * 100_000) == ()
+    assert "layer1.0.conv1" in catalog.suggest_layers("layer1.0.conf1")
+    assert catalog.suggest_layers("q" * 100_000) == ()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -304,4 +304,4 @@ def test_integer_inputs(load_net: Loader) -> None:
     """Inputs keep their configured dtype in the dry run."""
     model = load_net("Keywords")
     assert model.inputs[1] == InputSpec("kind", (), "int64")
-    assert model.catalog.layers["."].calls[0].input.leaves[1].shape == (1,)
+    assert model.catalog.layers["."].calls[0].input.tensors[1].shape == (1,)

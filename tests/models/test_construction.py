@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from layertap.models.construction import seeded
-from layertap.models.weights import digest
+from layertap.models.construction import isolate_construction
+from layertap.models.weights import digest_weights
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(5),
@@ -68,7 +68,7 @@ def test_random_numbers(name: str) -> None:
         torch.manual_seed(5)
         expected = [draw(), draw()]
     before = torch.get_rng_state()
-    with seeded(5):
+    with isolate_construction(5):
         found = [draw(), draw()]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert torch.equal(torch.get_rng_state(), before)
@@ -78,7 +78,7 @@ def test_without_a_seed() -> None:
     """Without a seed a module has the numbers that the process would draw next, and draws after it."""
     with alone():
         torch.manual_seed(99)
-        with seeded(None):
+        with isolate_construction(None):
             found = torch.rand(3)
         assert torch.equal(torch.rand(3), found)
 
@@ -88,9 +88,9 @@ def test_without_a_seed() -> None:
 def test_traced_convolutions(make: Callable[[], nn.Module]) -> None:
     """A convolution that is traced while constructing computes what it computes, and draws what it draws untraced."""
     given = torch.linspace(-1, 1, 75).reshape(1, 3, 5, 5)
-    with seeded(3):
+    with isolate_construction(3):
         plain = make()
-    with seeded(3):
+    with isolate_construction(3):
         module = make()
         traced = torch.jit.trace(module, given)
     assert torch.equal(traced(given), plain(given))
@@ -98,10 +98,10 @@ def test_traced_convolutions(make: Callable[[], nn.Module]) -> None:
 
 def test_without_a_seed_inside_another() -> None:
     """Without a seed the numbers and the default dtype are those of the construction around it."""
-    with seeded(5):
+    with isolate_construction(5):
         torch.set_default_dtype(torch.float64)
         torch.rand(2)
-        with seeded(None):
+        with isolate_construction(None):
             found = torch.rand(3)
         assert found.dtype == torch.float64
         assert torch.equal(torch.rand(3), found)
@@ -114,12 +114,12 @@ def test_who_draws_beside() -> None:
         expected = torch.rand(6)
         torch.manual_seed(3)
         drawn = [pool.submit(torch.rand, 3).result()]
-        with seeded(0):
+        with isolate_construction(0):
             beside = [nn.Linear(3, 2), drawn.append(pool.submit(torch.rand, 3).result()), nn.Linear(3, 2)]
-        with seeded(0):
+        with isolate_construction(0):
             quiet = [nn.Linear(3, 2), nn.Linear(3, 2)]
     assert torch.equal(torch.cat(drawn), expected)
-    assert [digest(each) for each in beside if each] == [digest(each) for each in quiet]
+    assert [digest_weights(each) for each in beside if each] == [digest_weights(each) for each in quiet]
 
 
 def test_seed_reaches_construction_and_nothing_else() -> None:
@@ -129,12 +129,12 @@ def test_seed_reaches_construction_and_nothing_else() -> None:
     torch.manual_seed(99)
     made = []
     for seed in (5, 5, 6):
-        with seeded(seed):
-            made.append(digest(nn.Linear(3, 2)))
+        with isolate_construction(seed):
+            made.append(digest_weights(nn.Linear(3, 2)))
     assert torch.equal(torch.rand(3), expected)
     assert made[0] == made[1] != made[2]
     torch.manual_seed(5)
-    assert digest(nn.Linear(3, 2)) == made[0]
+    assert digest_weights(nn.Linear(3, 2)) == made[0]
 
 
 VALUES: dict[str, Callable[[], Tensor]] = {
@@ -195,7 +195,7 @@ def test_default_dtype(name: str, dtype: torch.dtype) -> None:
         torch.manual_seed(2)
         torch.set_default_dtype(dtype)
         expected = make()
-    with seeded(2):
+    with isolate_construction(2):
         torch.set_default_dtype(dtype)
         found = make()
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
@@ -206,7 +206,7 @@ def test_default_dtype(name: str, dtype: torch.dtype) -> None:
 def test_default_dtype_of_other_threads() -> None:
     """A default dtype that is set while constructing is that thread's, and gone when the module is made or is not."""
     with ThreadPoolExecutor(1) as pool:
-        with seeded(0):
+        with isolate_construction(0):
             torch.set_default_dtype(torch.bfloat16)
             assert resnet18().conv1.weight.dtype == torch.bfloat16
             assert pool.submit(lambda: torch.full((1,), 1 / 3).dtype).result() == torch.float32
@@ -214,7 +214,7 @@ def test_default_dtype_of_other_threads() -> None:
             with pytest.raises(TypeError, match="floating-point"):
                 torch.set_default_dtype(torch.int64)
         assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
-        with pytest.raises(KeyError), seeded(0):
+        with pytest.raises(KeyError), isolate_construction(0):
             _fail(torch.float16)
     assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
 

@@ -11,13 +11,13 @@ import torch
 
 from layertap.models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
 from layertap.models.digits.train import CARD, augmented, correct, splits, train
-from layertap.models.sources import Built, build
-from layertap.models.weights import digest
+from layertap.models.sources import BuiltModel, build_model
+from layertap.models.weights import digest_weights
 
 
 @pytest.fixture(scope="module")
-def model() -> Built:
-    return build(spec())
+def model() -> BuiltModel:
+    return build_model(spec())
 
 
 def figure(name: str) -> str:
@@ -26,7 +26,7 @@ def figure(name: str) -> str:
     return lines[0].split("|")[2].strip()
 
 
-def test_held_out_accuracy_is_the_cards(model: Built) -> None:
+def test_held_out_accuracy_is_the_cards(model: BuiltModel) -> None:
     """The shipped weights recognise at least 98 % of the held-out pictures, and the card gives that very figure."""
     training, held_out = splits()
     hits, count = correct(model.module, held_out), len(held_out.labels)
@@ -45,16 +45,16 @@ def test_split_holds_out_a_quarter_of_each_digit() -> None:
     assert torch.equal(splits()[1].images, held_out.images)
 
 
-def test_card_describes_the_shipped_weights(model: Built) -> None:
+def test_card_describes_the_shipped_weights(model: BuiltModel) -> None:
     """The card's digest and number of parameters are those of the shipped file, which is small."""
-    assert figure("Weights digest") == f"`{digest(model.module)}`"
+    assert figure("Weights digest") == f"`{digest_weights(model.module)}`"
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     assert figure("Parameters") == f"{parameters:,}"
     assert parameters <= 100_000
     assert WEIGHTS.stat().st_size < 500_000
 
 
-def test_model_as_configured(model: Built) -> None:
+def test_model_as_configured(model: BuiltModel) -> None:
     """The default model states its input, preprocessing and embedding, and shows no directory."""
     assert (model.inputs, model.preprocess, model.weights) == (INPUTS, PREPROCESS, "digits.safetensors")
     names = [name for name, _ in model.module.named_children()]
@@ -68,7 +68,7 @@ def test_model_as_configured(model: Built) -> None:
 def test_training_is_repeatable() -> None:
     """Two short trainings end at the same weights."""
     training, _ = splits()
-    assert digest(train(training, epochs=1)) == digest(train(training, epochs=1))
+    assert digest_weights(train(training, epochs=1)) == digest_weights(train(training, epochs=1))
 
 
 def test_augmented_pictures_stay_pictures() -> None:

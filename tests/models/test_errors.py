@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from layertap.models.errors import let_go
+from layertap.models.errors import clear_tracebacks
 
 
 def failing(kept: Exception, cause: Exception) -> None:
@@ -26,5 +26,5 @@ def test_let_go() -> None:
     kept.__cause__ = caught.value
     chain = (caught.value, cause, kept)
     assert all(error.__traceback__ for error in chain)
-    let_go(caught.value)
+    clear_tracebacks(caught.value)
     assert [error.__traceback__ for error in chain] == [None] * 3

@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 from timm.models.vision_transformer import VisionTransformer
 
-from layertap.models.catalog import Leaf
+from layertap.models.catalog import TensorInfo
 from layertap.models.errors import SelectorError
 from layertap.models.explanations import (
-    attentions,
+    average_heads,
+    find_attention_points,
+    find_map_layers,
+    find_zero_rows,
     grad_cam,
     is_map,
-    maps,
-    mean_attention,
     relevance,
-    relevant_attention,
     rollout,
     saliency,
-    zero_maps,
+    weight_by_gradient,
 )
 from layertap.models.points import HookPoint
 from tests.nets import resnet, surveyed, swin, vit
 
 LEAVES = {
-    "NCHW": Leaf((), (1, 3, 2, 4), "float32", layout="NCHW"),
-    "NHWC": Leaf((), (1, 2, 4, 3), "float32", layout="NHWC"),
-    "NTC": Leaf((), (1, 6, 3), "float32", layout="NTC", prefix=2),
+    "NCHW": TensorInfo((), (1, 3, 2, 4), "float32", layout="NCHW"),
+    "NHWC": TensorInfo((), (1, 2, 4, 3), "float32", layout="NHWC"),
+    "NTC": TensorInfo((), (1, 6, 3), "float32", layout="NTC", prefix=2),
 }
 
 
@@ -121,50 +121,50 @@ def test_relevant_attention() -> None:
     """Only what speaks for the objective, averaged over heads."""
     weights = np.array([[[[0.5, 0.5]], [[0.2, 0.8]]]], np.float32)
     gradients = np.array([[[[2.0, -4.0]], [[1.0, 0.5]]]], np.float32)
-    np.testing.assert_allclose(relevant_attention(weights, gradients), [[[0.6, 0.2]]], rtol=1e-6)
-    np.testing.assert_allclose(mean_attention(weights), [[[0.35, 0.65]]], rtol=1e-6)
+    np.testing.assert_allclose(weight_by_gradient(weights, gradients), [[[0.6, 0.2]]], rtol=1e-6)
+    np.testing.assert_allclose(average_heads(weights), [[[0.35, 0.65]]], rtol=1e-6)
 
 
 def test_what_can_be_rolled_out() -> None:
     """Attention over all patches in every layer: not windows, not convolutions."""
-    found = attentions(surveyed(vit(), 3, 32, 32, prefix=1), 1)
+    found = find_attention_points(surveyed(vit(), 3, 32, 32, prefix=1), 1)
     assert [point.layer for point, _ in found] == [
         f"encoder.layers.encoder_layer_{number}.self_attention" for number in range(2)
     ]
     for factory in (swin, resnet):
         with pytest.raises(SelectorError, match="rolled out"):
-            attentions(surveyed(factory(), 3, 32, 32), 0)
+            find_attention_points(surveyed(factory(), 3, 32, 32), 0)
 
 
 def test_zero_maps() -> None:
     """Which rows have nothing but zeros: NaN is something."""
     found = np.zeros((4, 2, 2), np.float32)
     found[1, 0, 1], found[2, 1, 1] = 1e-30, np.nan
-    assert zero_maps(found) == [0, 3]
-    assert zero_maps(found[1:2]) == []
+    assert find_zero_rows(found) == [0, 3]
+    assert find_zero_rows(found[1:2]) == []
 
 
 def test_what_is_a_map() -> None:
     """A grid of positions for every row: not what was pooled, not a sequence that makes no square."""
     assert all(is_map(leaf) for leaf in LEAVES.values())
-    assert not is_map(Leaf((), (1, 3, 1, 1), "float32", layout="NCHW"))
-    assert not is_map(Leaf((), (1, 7, 3), "float32", layout="NTC", prefix=2))
-    assert not is_map(Leaf((), (1, 3), "float32", layout="NC"))
-    assert not is_map(Leaf((), (4, 3, 2, 2), "float32", layout="NCHW"))
-    assert not is_map(Leaf((), (1, 3, 2, 2), "float32", layout=None))
+    assert not is_map(TensorInfo((), (1, 3, 1, 1), "float32", layout="NCHW"))
+    assert not is_map(TensorInfo((), (1, 7, 3), "float32", layout="NTC", prefix=2))
+    assert not is_map(TensorInfo((), (1, 3), "float32", layout="NC"))
+    assert not is_map(TensorInfo((), (4, 3, 2, 2), "float32", layout="NCHW"))
+    assert not is_map(TensorInfo((), (1, 3, 2, 2), "float32", layout=None))
 
 
 def test_maps() -> None:
     """Layers that return maps, the last one first, the outer one of those that return the same."""
     end = HookPoint(".", 0, (), "output")
-    assert maps(surveyed(resnet(), 3, 64, 64), end)[0][0].layer == "layer4"
-    assert maps(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0][0].call == 0
-    assert maps(surveyed(vit(), 3, 32, 32, prefix=1), end)[0][0].layer == "encoder"
-    point, leaf = maps(surveyed(swin(), 3, 32, 32), end)[0]
+    assert find_map_layers(surveyed(resnet(), 3, 64, 64), end)[0][0].layer == "layer4"
+    assert find_map_layers(surveyed(resnet(), 3, 64, 64), HookPoint("layer2.0.relu", 0, (), "output"))[0][0].call == 0
+    assert find_map_layers(surveyed(vit(), 3, 32, 32, prefix=1), end)[0][0].layer == "encoder"
+    point, leaf = find_map_layers(surveyed(swin(), 3, 32, 32), end)[0]
     assert leaf.shape[0] == 1
     assert point.layer in ("norm", "permute")
     with pytest.raises(SelectorError, match="no layer"):
-        maps(surveyed(resnet().fc, 512), end)
+        find_map_layers(surveyed(resnet().fc, 512), end)
 
 
 def test_maps_are_not_of_queries() -> None:
@@ -172,7 +172,7 @@ def test_maps_are_not_of_queries() -> None:
     catalog = surveyed(
         VisionTransformer(img_size=32, patch_size=8, depth=1, num_heads=2, embed_dim=24), 3, 32, 32, prefix=1
     )
-    names = [point.layer for point, _ in maps(catalog, HookPoint(".", 0, (), "output"))]
-    assert is_map(catalog.layers["blocks.0.attn.qkv"].calls[0].output.leaves[0])
+    names = [point.layer for point, _ in find_map_layers(catalog, HookPoint(".", 0, (), "output"))]
+    assert is_map(catalog.layers["blocks.0.attn.qkv"].calls[0].output.tensors[0])
     assert {"blocks.0.norm1", "blocks.0.attn", "blocks.0.mlp.fc1"} <= set(names)
     assert not [name for name in names if name.startswith("blocks.0.attn.")]

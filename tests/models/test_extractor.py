@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Catalog, Leaf
+from layertap.models.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.hooks import count
+from layertap.models.hooks import count_hooks
 from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Capture, Plan, resolve
+from layertap.models.plan import Capture, Plan, make_plan
 from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType, Selector
-from layertap.models.pooling import Reduced
-from layertap.models.selectors import parse
+from layertap.models.pooling import ReducedTensor
+from layertap.models.selectors import parse_selector
 from tests.conftest import Loader
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
@@ -39,11 +39,11 @@ def everything(catalog: Catalog, **how: object) -> Plan:
             for layer in catalog.layers.values()
             for number, call in enumerate(layer.calls)
             for site in ("input", "output")
-            for leaf in call.at(site).leaves
+            for leaf in call.at(site).tensors
             if leaf.dtype != "complex64" and not any("*" in part or "?" in part for part in leaf.path)
         )
     ]
-    return resolve(captures, catalog)
+    return make_plan(captures, catalog)
 
 
 def oracle(model: LoadedModel, rows: Mapping[str, Tensor]) -> dict[Key, Tensor]:
@@ -95,7 +95,7 @@ def test_every_tensor_alone(load_net: Loader, name: str) -> None:
     captures = sorted(everything(model.catalog).captures, key=lambda capture: str(capture.point))
     for capture in captures[:: max(len(captures) // 25, 1)]:
         selector = Selector("x", capture.point.layer, capture.point.call, capture.point.path, capture.point.site)
-        plan = resolve([selector], model.catalog)
+        plan = make_plan([selector], model.catalog)
         (reduced,) = model.extract(inputs, plan, model.catalog, 8).values()
         equal(reduced.values, truth[key(capture)], exact=True)
 
@@ -148,7 +148,7 @@ def _plan(captures: Iterable[Capture]) -> Plan:
     return Plan(results, results[-1].capture.point, 1.0, ())
 
 
-def close(left: Reduced, right: Reduced) -> None:
+def close(left: ReducedTensor, right: ReducedTensor) -> None:
     if left.scale is None or right.scale is None:
         torch.testing.assert_close(left.values, right.values, rtol=1e-4, atol=1e-4)
         return
@@ -161,7 +161,7 @@ def test_tied_names_share_a_call(load_net: Loader) -> None:
     model = load_net("Tied")
     inputs = batch(model.inputs, 2)
     truth = oracle(model, inputs)
-    plan = resolve([parse("encode#*"), parse("decode#*")], model.catalog)
+    plan = make_plan([parse_selector("encode#*"), parse_selector("decode#*")], model.catalog)
     taken = model.extract(inputs, plan, model.catalog, 8)
     values = {result.key: taken[result.capture].values for result in plan.results}
     assert list(values) == ["encode#0", "encode#1", "decode#0", "decode#1"]
@@ -174,7 +174,7 @@ def test_tied_names_share_a_call(load_net: Loader) -> None:
 def test_results_outlive_the_model(load_net: Loader) -> None:
     """What a model does to its tensors and weights afterwards does not change a result."""
     model = load_net("Inner")
-    plan = resolve([parse("table"), parse("linear"), parse("table:input")], model.catalog)
+    plan = make_plan([parse_selector("table"), parse_selector("linear"), parse_selector("table:input")], model.catalog)
     taken = model.extract(batch(model.inputs, 1), plan, model.catalog, 8)
     before = [reduced.values.clone() for reduced in taken.values()]
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_results_outlive_the_model(load_net: Loader) -> None:
 def test_a_parameter_as_output(load_net: Loader) -> None:
     """A module that returns its own parameter gives a copy of it, which asks for no gradient."""
     model = load_net("Inner")
-    plan = resolve([parse("table")], model.catalog)
+    plan = make_plan([parse_selector("table")], model.catalog)
     (reduced,) = model.extract(batch(model.inputs, 3), plan, model.catalog, 8).values()
     assert type(reduced.values) is Tensor
     assert not reduced.values.requires_grad
@@ -195,16 +195,16 @@ def test_a_parameter_as_output(load_net: Loader) -> None:
 
 
 def capture(layer: str, shape: tuple[int, ...], call: int = 0, **more: object) -> Capture:
-    return Capture(HookPoint(layer, call, (), "output"), Leaf((), shape, "float32", **more), Reduction())  # type: ignore[arg-type]
+    return Capture(HookPoint(layer, call, (), "output"), TensorInfo((), shape, "float32", **more), Reduction())  # type: ignore[arg-type]
 
 
 def test_a_point_that_is_not_reached() -> None:
     """A forward that ends before a promised point is an error that names it, and leaves no hook."""
     module = EarlyExit()
-    plan = resolve([parse("first"), parse("second")], surveyed(module, 4))
+    plan = make_plan([parse_selector("first"), parse_selector("second")], surveyed(module, 4))
     with pytest.raises(LayerNotReachedError, match="this input's forward never reached 'second#0:output'"):
         FeatureExtractor(module)(lambda: module(torch.full((1, 4), 1e6)), plan.captures, 1)
-    assert count(module) == 0
+    assert count_hooks(module) == 0
 
 
 def test_a_call_path_or_site_that_is_not_reached() -> None:
@@ -212,12 +212,12 @@ def test_a_call_path_or_site_that_is_not_reached() -> None:
     module = nn.Sequential(nn.Tanh())
     missing = [
         capture("0", (1, 4), call=1),
-        Capture(HookPoint("0", 0, ("logits",), "output"), Leaf((), (1, 4), "float32"), Reduction()),
+        Capture(HookPoint("0", 0, ("logits",), "output"), TensorInfo((), (1, 4), "float32"), Reduction()),
     ]
     for each in missing:
         with pytest.raises(LayerNotReachedError):
             FeatureExtractor(module)(lambda: module(torch.ones(1, 4)), [each], 1)
-        assert count(module) == 0
+        assert count_hooks(module) == 0
 
 
 def test_a_shape_that_the_catalogue_does_not_know() -> None:
@@ -227,10 +227,10 @@ def test_a_shape_that_the_catalogue_does_not_know() -> None:
     far = torch.full((2, 6, 4), 100.0)
     for pool in ("none", "mean"):
         selectors = [Selector("keep", "keep", reduction=Reduction(pool=pool))]
-        plan = resolve(selectors, catalog)
+        plan = make_plan(selectors, catalog)
         with pytest.raises(InputError, match=r"'keep#0:output' is float32 \[2, 3, 4\], not float32 \[2, 6, 4\]"):
             FeatureExtractor(module)(lambda: module(far), plan.captures, 2)
-        assert count(module) == 0
+        assert count_hooks(module) == 0
     with pytest.raises(InputError, match="is float64"):
         FeatureExtractor(module.double())(lambda: module(far.double() / 10), plan.captures, 2)
 
@@ -254,7 +254,7 @@ def test_the_forwards_own_exception() -> None:
         FeatureExtractor(module)(lambda: module(torch.ones(1, 5)), [capture("1", (1, 4))], 1)
     with pytest.raises(KeyboardInterrupt):
         FeatureExtractor(module)(_interrupt, [capture("1", (1, 4))], 1)
-    assert count(module) == 0
+    assert count_hooks(module) == 0
 
 
 def _interrupt() -> None:
@@ -276,7 +276,7 @@ def test_users_hooks_survive() -> None:
     values = {key(each)[0]: reduced.values for each, reduced in taken.items()}
     assert values["0"].tolist() == [[0] * 4]
     assert torch.equal(values["1"], torch.ones(1, 4).tanh())
-    assert (len(runs), count(module)) == (1, 2)
+    assert (len(runs), count_hooks(module)) == (1, 2)
     module(torch.ones(1, 4))
     assert len(runs) == 2
 

@@ -16,21 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layertap.models import digits
-from layertap.models.catalog import Leaf
-from layertap.models.edits import Edit, Goal
+from layertap.models.catalog import TensorInfo
+from layertap.models.edits import ResolvedIntervention, ResolvedObjective
 from layertap.models.fingerprint import (
-    architecture,
-    of_changes,
-    of_explanation,
-    of_model,
-    of_reply,
-    of_result,
-    of_rows,
+    digest_architecture,
+    digest_changes,
+    digest_explanation,
+    digest_model,
+    digest_reply,
+    digest_result,
+    digest_rows,
 )
-from layertap.models.loaded import load
-from layertap.models.plan import resolve
+from layertap.models.loaded import load_model
+from layertap.models.plan import make_plan
 from layertap.models.points import HookPoint, Objective, Operation, Reduction, Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.nets import Chain, Tied
@@ -51,17 +51,17 @@ json.dump(several(), sys.stdout)
 def identity(factory: str = "Chain", **how: Any) -> str:
     if factory == "Again":
         how |= {"source": f"python:{__name__}:Again"}
-    return load(replace(net_spec("Chain"), **how)).identity
+    return load_model(replace(net_spec("Chain"), **how)).identity
 
 
 def several() -> list[str]:
     """Fingerprints of many kinds, made of everything that goes into one."""
     found = []
     for factory in ("Chain", "Encoder"):
-        model = load(net_spec(factory))
-        plan = resolve([parse("*"), parse("*:input")], model.catalog)
-        found += [of_result(model.identity, item.point, item.reduction) for item in sorted(plan.captures, key=repr)]
-    return [*found, of_reply(found), load(replace(digits.spec(), device="cpu")).identity]
+        model = load_model(net_spec(factory))
+        plan = make_plan([parse_selector("*"), parse_selector("*:input")], model.catalog)
+        found += [digest_result(model.identity, item.point, item.reduction) for item in sorted(plan.captures, key=repr)]
+    return [*found, digest_reply(found), load_model(replace(digits.spec(), device="cpu")).identity]
 
 
 class Again(Chain):
@@ -70,7 +70,7 @@ class Again(Chain):
 
 def saved(path: Path, change: bool = False) -> str:
     """Weights of a Chain in a file, one bit of one of them changed."""
-    state = load_file(path) if path.exists() else load(net_spec("Chain")).module.state_dict()
+    state = load_file(path) if path.exists() else load_model(net_spec("Chain")).module.state_dict()
     if change:
         state["conv.bias"].view(torch.int32)[3] ^= 1
     save_file(state, path)
@@ -119,20 +119,20 @@ def test_preprocess() -> None:
     changes = {"resize": 33, "crop": None, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bicubic"}
     assert changes.keys() == {field.name for field in fields(PreprocessSpec)}
     specs = [PREPROCESS, None, *(replace(PREPROCESS, **{name: value}) for name, value in changes.items())]  # type: ignore[arg-type]
-    digests = [of_model("w", "s", "float32", spec, INPUTS) for spec in specs]
+    digests = [digest_model("w", "s", "float32", spec, INPUTS) for spec in specs]
     assert len(set(digests)) == len(digests)
-    assert of_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]
+    assert digest_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]
 
 
 def test_decode() -> None:
     """Reduced decoding counts where a resize step follows that averages, and nowhere else."""
 
     def digests(spec: PreprocessSpec | None) -> list[str]:
-        return [of_model("w", "s", "float32", spec, INPUTS, decode=decode) for decode in ("exact", "fast")]
+        return [digest_model("w", "s", "float32", spec, INPUTS, decode=decode) for decode in ("exact", "fast")]
 
     exact, fast = digests(PREPROCESS)
     assert exact != fast
-    assert exact == of_model("w", "s", "float32", PREPROCESS, INPUTS)
+    assert exact == digest_model("w", "s", "float32", PREPROCESS, INPUTS)
     for same in (None, replace(PREPROCESS, resize=None), replace(PREPROCESS, interpolation="nearest")):
         assert len(set(digests(same))) == 1
     assert identity(preprocess=PREPROCESS, inputs=PICTURES, decode="fast") != identity(
@@ -144,7 +144,7 @@ def test_decode_device() -> None:
     """Decoding on the device counts wherever a device can preprocess, resize step or not; on any machine."""
 
     def digest(spec: PreprocessSpec | None, decode: Any) -> str:
-        return of_model("w", "s", "float32", spec, INPUTS, decode=decode)
+        return digest_model("w", "s", "float32", spec, INPUTS, decode=decode)
 
     for other in (PREPROCESS, replace(PREPROCESS, resize=None), replace(PREPROCESS, interpolation="bicubic")):
         assert digest(other, "device") not in (digest(other, "exact"), digest(other, "fast"))
@@ -156,7 +156,7 @@ def test_decode_device() -> None:
 def test_of_model(at: int) -> None:
     """The digests of weights and architecture, and the dtype, all count."""
     weights, structure, dtype = (part + "x" * (index == at) for index, part in enumerate(("w", "s", "float32")))
-    assert of_model(weights, structure, dtype, None, INPUTS) != of_model("w", "s", "float32", None, INPUTS)
+    assert digest_model(weights, structure, dtype, None, INPUTS) != digest_model("w", "s", "float32", None, INPUTS)
 
 
 SETTINGS: dict[str, tuple[nn.Module, nn.Module]] = {
@@ -175,9 +175,9 @@ SETTINGS: dict[str, tuple[nn.Module, nn.Module]] = {
 def test_settings(name: str) -> None:
     """Two modules with the same weights and another setting are told apart."""
     one, other = SETTINGS[name]
-    assert architecture(one, "python:a:b") == architecture(one, "python:a:b")
-    assert architecture(one, "python:a:b") != architecture(other, "python:a:b")
-    assert architecture(one, "python:a:b") != architecture(one, "python:a:c")
+    assert digest_architecture(one, "python:a:b") == digest_architecture(one, "python:a:b")
+    assert digest_architecture(one, "python:a:b") != digest_architecture(other, "python:a:b")
+    assert digest_architecture(one, "python:a:b") != digest_architecture(one, "python:a:c")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_settings(name: str) -> None:
 )
 def test_silent_settings(one: nn.Module, other: nn.Module) -> None:
     """Settings that a module does not print count as well."""
-    assert architecture(one, "python:a:b") != architecture(other, "python:a:b")
+    assert digest_architecture(one, "python:a:b") != digest_architecture(other, "python:a:b")
 
 
 class Addressed(nn.Module):
@@ -207,27 +207,27 @@ class Addressed(nn.Module):
 def test_a_tied_module_is_part_of_the_architecture() -> None:
     """A module under two names is not the same as under one."""
     tied = Tied()
-    before = architecture(tied, "s")
+    before = digest_architecture(tied, "s")
     tied.decode = nn.Linear(5, 5)
-    assert architecture(tied, "s") == before
+    assert digest_architecture(tied, "s") == before
     del tied.decode
-    assert architecture(tied, "s") != before
+    assert digest_architecture(tied, "s") != before
 
 
 def test_nothing_of_the_machine() -> None:
     """What a module notes while it is used, a mode, a device, is no part of the architecture."""
     part = nn.MultiheadAttention(8, 2)
-    before = architecture(part, "s")
+    before = digest_architecture(part, "s")
     part.train()
     part.register_forward_hook(print)
-    assert architecture(part.to("meta"), "s") == before
+    assert digest_architecture(part.to("meta"), "s") == before
 
 
 def test_addresses() -> None:
     """An address in what a module prints changes nothing."""
     one, other = Addressed(), Addressed()
     assert one.extra_repr() != other.extra_repr()
-    assert architecture(one, "s") == architecture(other, "s")
+    assert digest_architecture(one, "s") == digest_architecture(other, "s")
 
 
 POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": "input"}
@@ -247,39 +247,42 @@ def test_result() -> None:
     assert REDUCTIONS.keys() == {field.name for field in fields(Reduction)}
     plain = Reduction()
     digests = [
-        of_result(MODEL, POINT, plain),
-        of_result("1" * 32, POINT, plain),
-        *(of_result(MODEL, replace(POINT, **{name: value}), plain) for name, value in POINTS.items()),
-        *(of_result(MODEL, POINT, replace(plain, **{name: value})) for name, value in REDUCTIONS.items()),
-        of_result(MODEL, POINT, Reduction(channels=(1, 0))),
-        of_result(MODEL, POINT, Reduction(tokens=(1, 0))),
-        of_result(MODEL, POINT, Reduction(stats=("std", "mean"))),
-        of_result(MODEL, replace(POINT, path=("0", "1")), plain),
-        of_result(MODEL, replace(POINT, path=("01",)), plain),
+        digest_result(MODEL, POINT, plain),
+        digest_result("1" * 32, POINT, plain),
+        *(digest_result(MODEL, replace(POINT, **{name: value}), plain) for name, value in POINTS.items()),
+        *(digest_result(MODEL, POINT, replace(plain, **{name: value})) for name, value in REDUCTIONS.items()),
+        digest_result(MODEL, POINT, Reduction(channels=(1, 0))),
+        digest_result(MODEL, POINT, Reduction(tokens=(1, 0))),
+        digest_result(MODEL, POINT, Reduction(stats=("std", "mean"))),
+        digest_result(MODEL, replace(POINT, path=("0", "1")), plain),
+        digest_result(MODEL, replace(POINT, path=("01",)), plain),
     ]
     assert len(set(digests)) == len(digests)
 
 
 def test_digests_stay() -> None:
     """What was asked for before an option was there has the digest that it had, in whatever it stands."""
-    assert of_model(MODEL, MODEL, net_spec("Chain").precision, None, INPUTS) == "600bda1f6d6d74a38ba8ff16c7b90192"
+    assert digest_model(MODEL, MODEL, net_spec("Chain").precision, None, INPUTS) == "600bda1f6d6d74a38ba8ff16c7b90192"
     gradient = replace(POINT, site="grad_output")
-    leaf = Leaf((), (1, 3), "float32", layout="NC")
-    goal = Goal(POINT, leaf, Objective("layer", selector=Selector("a", "a"), channel=1))
+    leaf = TensorInfo((), (1, 3), "float32", layout="NC")
+    goal = ResolvedObjective(POINT, leaf, Objective("layer", selector=Selector("a", "a"), channel=1))
     how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
-    assert of_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
-    assert of_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
-    assert of_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
-    assert of_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
-    assert of_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
-    assert of_result(MODEL, gradient, Reduction(), of_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
+    assert digest_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
+    assert digest_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
+    assert digest_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
+    assert digest_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
+    assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
+    assert digest_result(MODEL, gradient, Reduction(), digest_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
 
 
 def test_changes_without_padding() -> None:
     """Changes and objectives of texts leave padding out, which they did not always: another digest, for any length."""
-    for make in (lambda leaf: Goal(POINT, leaf, Objective("sum")), lambda leaf: Edit(POINT, leaf, Operation("zero"))):
+    for make in (
+        lambda leaf: ResolvedObjective(POINT, leaf, Objective("sum")),
+        lambda leaf: ResolvedIntervention(POINT, leaf, Operation("zero")),
+    ):
         plain, *texts = (
-            of_changes([make(Leaf((), (1, length, 3), "float32", layout="NTC", token_axes=axes))])
+            digest_changes([make(TensorInfo((), (1, length, 3), "float32", layout="NTC", token_axes=axes))])
             for length, axes in ((8, ()), (8, (1,)), (16, (1,)))
         )
         assert plain not in texts
@@ -288,31 +291,34 @@ def test_changes_without_padding() -> None:
 
 def test_rows() -> None:
     """Rows of the model's own making leave its part as it is; others make another of it, by whom and by shape."""
-    assert of_rows(MODEL, "", None) == of_rows(MODEL, "", [(4,)]) == MODEL
-    digests = [of_rows(model, "caller", shapes) for model in (MODEL, "1" * 32) for shapes in (None, [(4,)], [(5,)])]
-    digests += [of_rows(MODEL, "mixed", shapes) for shapes in (None, [(4,)], [(4,), ()])]
+    assert digest_rows(MODEL, "", None) == digest_rows(MODEL, "", [(4,)]) == MODEL
+    digests = [digest_rows(model, "caller", shapes) for model in (MODEL, "1" * 32) for shapes in (None, [(4,)], [(5,)])]
+    digests += [digest_rows(MODEL, "mixed", shapes) for shapes in (None, [(4,)], [(4,), ()])]
     assert len({MODEL, *digests}) == 1 + len(digests)
-    assert of_rows(MODEL, "caller", None) == "ddcbc74a2c4e380b6f61ed5622514d60"
-    assert of_rows(MODEL, "caller", ((3, 4, 4),)) == "a6946d68ca3df4fdf19a261d5dee2529"
+    assert digest_rows(MODEL, "caller", None) == "ddcbc74a2c4e380b6f61ed5622514d60"
+    assert digest_rows(MODEL, "caller", ((3, 4, 4),)) == "a6946d68ca3df4fdf19a261d5dee2529"
 
 
 @pytest.mark.parametrize("text", ["relu", "relu#1", "relu#-1", "rel*", "relu:output"])
 def test_spelling(text: str) -> None:
     """However one thing is spelled or called in the reply, its fingerprint is one."""
-    model = load(net_spec("Chain"))
+    model = load_model(net_spec("Chain"))
     found = {
-        of_result(model.identity, result.capture.point, result.capture.reduction)
-        for selector in (parse(text), replace(parse("relu"), alias="x"))
-        for result in resolve([selector], model.catalog).results
+        digest_result(model.identity, result.capture.point, result.capture.reduction)
+        for selector in (parse_selector(text), replace(parse_selector("relu"), alias="x"))
+        for result in make_plan([selector], model.catalog).results
     }
     assert len(found) == 1
 
 
 def test_reply() -> None:
     """A reply's fingerprint is that of its only result, or of the set of them in any order."""
-    assert of_reply(["a"]) == of_reply(["a", "a"]) == "a"
-    assert of_reply(["a", "b"]) == of_reply(["b", "a"]) == of_reply(["b", "a", "b"])
-    assert len({of_reply(["a"]), of_reply(["a", "b"]), of_reply(["a", "c"]), of_reply(["a", "b", "c"])}) == 4
+    assert digest_reply(["a"]) == digest_reply(["a", "a"]) == "a"
+    assert digest_reply(["a", "b"]) == digest_reply(["b", "a"]) == digest_reply(["b", "a", "b"])
+    assert (
+        len({digest_reply(["a"]), digest_reply(["a", "b"]), digest_reply(["a", "c"]), digest_reply(["a", "b", "c"])})
+        == 4
+    )
 
 
 def test_other_process() -> None:

@@ -17,11 +17,11 @@ from layertap.models.catalog import Catalog
 from layertap.models.dryrun import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import Plan, resolve
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.nets import Chain, Pruned, Structured, Tied, bottlenecks, resnet, swin, vit
 
 CPU = torch.device("cpu")
@@ -43,14 +43,14 @@ def exact(module: nn.Module, *shape: int) -> tuple[nn.Module, Catalog]:
 
 def plan_for(catalog: Catalog, objective: Objective, *texts: str) -> Plan:
     """The plan for some selectors and an objective."""
-    return resolve([parse(text) for text in texts], catalog, objective=objective)
+    return make_plan([parse_selector(text) for text in texts], catalog, objective=objective)
 
 
 def ours(module: nn.Module, catalog: Catalog, x: Tensor, objective: Objective, *texts: str) -> dict[str, Tensor]:
     """The project's gradients, by key; ``x`` is a batch."""
     plan = plan_for(catalog, objective, *texts)
-    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
-    taken = FeatureExtractor(module).shared(lambda: module(x), [share], len(x)).of(share)
+    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x), [share], len(x)).select(share)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
@@ -187,17 +187,17 @@ def test_rows_are_their_own() -> None:
     wishes = [
         (slice(0, 1), Objective("logit", 5), "layer2.0.conv2:grad_output"),
         (slice(1, 3), Objective("kl_div", "top"), "layer2.0.conv2:grad_output"),
-        (slice(3, 4), Objective("layer", selector=parse("layer3"), channel=7), "layer1:grad_input"),
+        (slice(3, 4), Objective("layer", selector=parse_selector("layer3"), channel=7), "layer1:grad_input"),
     ]
     plans = [plan_for(catalog, objective, text) for _, objective, text in wishes]
     shares = [
-        Share(where.start, where.stop, plan.captures, (), plan.goal)
+        RequestSlice(where.start, where.stop, plan.captures, (), plan.objective)
         for (where, _, _), plan in zip(wishes, plans, strict=True)
     ]
-    taken = FeatureExtractor(module).shared(lambda: module(x), shares, 4)
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, 4)
     for (where, objective, text), plan, share in zip(wishes, plans, shares, strict=True):
         alone = ours(module, catalog, x[where], objective, text)[text]
-        got = taken.of(share)[plan.results[0].capture].values
+        got = taken.select(share)[plan.results[0].capture].values
         assert alone.abs().max() > 0
         torch.testing.assert_close(got, alone, rtol=1e-6, atol=1e-15)
 
@@ -206,7 +206,7 @@ def test_objective_of_a_layer() -> None:
     """A channel's mean over its positions; layers after it are refused."""
     module, catalog = exact(resnet(), 3, 32, 32)
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    objective = Objective("layer", selector=parse("layer2"), channel=3)
+    objective = Objective("layer", selector=parse_selector("layer2"), channel=3)
     found = ours(module, catalog, x, objective, "layer1:grad_output")["layer1:grad_output"]
     whole: Any = module
     start = whole.layer1(whole.maxpool(whole.relu(whole.bn1(whole.conv1(x))))).clone().requires_grad_()
@@ -225,7 +225,7 @@ def test_nothing_is_left() -> None:
     first = ours(module, catalog, x, Objective("logit", 0), "layer?:grad_input")
     assert flags == [(name, value.requires_grad) for name, value in module.named_parameters()]
     assert all(value.grad is None for value in module.parameters())
-    assert hooks.count(module) == 0
+    assert hooks.count_hooks(module) == 0
     assert not module.training
     second = ours(module.requires_grad_(False), catalog, x, Objective("logit", 0), "layer?:grad_input")
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -312,15 +312,15 @@ def test_refused_where_the_model_keeps_no_graph(off: Callable[[], Any]) -> None:
     for text in ("first:grad_output", "second:grad_input", "second:grad_output"):
         with pytest.raises(InputError, match="without gradients"):
             ours(module, catalog, x, Objective("sum"), text)
-    edit = Intervention(parse("second:grad_output"), Operation("scale", by=2.0))
-    plan = resolve([parse("head:grad_input")], catalog, [edit], Objective("sum"))
-    share = Share(0, 2, plan.captures, plan.edits, plan.goal)
+    edit = Intervention(parse_selector("second:grad_output"), Operation("scale", by=2.0))
+    plan = make_plan([parse_selector("head:grad_input")], catalog, [edit], Objective("sum"))
+    share = RequestSlice(0, 2, plan.captures, plan.resolved_interventions, plan.objective)
     with pytest.raises(InputError, match="without gradients"):
-        FeatureExtractor(module).shared(lambda: module(x), [share], 2)
+        FeatureExtractor(module).extract_slices(lambda: module(x), [share], 2)
     found = ours(module, catalog, x, Objective("sum"), "head:grad_input")["head:grad_input"]
     net: Any = module
     torch.testing.assert_close(found.double(), net.head.weight.sum(0).expand(2, 4), rtol=1e-6, atol=0)
-    assert hooks.count(module) == 0
+    assert hooks.count_hooks(module) == 0
 
 
 @pytest.mark.parametrize("where", ["linear:grad_output", "linear:grad_input", "keep:grad_output"])
@@ -335,12 +335,14 @@ def test_refused_where_a_tensor_is_not_as_promised(where: str) -> None:
 def test_no_graph_outlives_its_forward() -> None:
     """Changed gradients do not tie the graph to what holds it: no collector would see that circle."""
     module, catalog = exact(resnet(), 3, 32, 32)
-    edit = Intervention(parse("layer1:grad_output"), Operation("scale", by=2.0))
-    plan = resolve([parse("layer3:grad_output")], catalog, [edit], Objective("logit", 1))
+    edit = Intervention(parse_selector("layer1:grad_output"), Operation("scale", by=2.0))
+    plan = make_plan([parse_selector("layer3:grad_output")], catalog, [edit], Objective("logit", 1))
     x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     before = graphs()
     for _ in range(3):
-        FeatureExtractor(module).shared(lambda: module(x), [Share(0, 1, plan.captures, plan.edits, plan.goal)], 1)
+        FeatureExtractor(module).extract_slices(
+            lambda: module(x), [RequestSlice(0, 1, plan.captures, plan.resolved_interventions, plan.objective)], 1
+        )
     assert graphs() == before
 
 
@@ -399,8 +401,8 @@ def test_tables_made_in_a_plain_forward() -> None:
     net: Any = module
     net.table = None
     x = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
-    plain = resolve([parse("head")], catalog)
-    FeatureExtractor(module).shared(lambda: module(x), [Share(0, 2, plain.captures)], 2)
+    plain = make_plan([parse_selector("head")], catalog)
+    FeatureExtractor(module).extract_slices(lambda: module(x), [RequestSlice(0, 2, plain.captures)], 2)
     found = ours(module, catalog, x, Objective("sum"), "linear:grad_output")["linear:grad_output"]
     wanted = (torch.arange(5.0)[:, None].double() * net.head.weight.sum(0) / 5).expand(2, 5, 4)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-12)

@@ -16,12 +16,12 @@ from layertap.models.catalog import Catalog
 from layertap.models.dryrun import survey
 from layertap.models.errors import InputError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import load
-from layertap.models.plan import Plan, resolve
+from layertap.models.loaded import load_model
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.oracle import record, seeded
 
 SUM = Objective("sum")
@@ -37,14 +37,14 @@ def known(net: nn.Module, *shape: int, dtype: str = "float64") -> tuple[nn.Modul
 
 def planned(catalog: Catalog, *texts: str, objective: Objective = SUM, **edits: Operation) -> Plan:
     """A plan; ``edits`` by layer, dots as double underscores."""
-    made = [Intervention(parse(name.replace("__", ".")), how) for name, how in edits.items()]
-    return resolve([parse(text) for text in texts], catalog, made, objective)
+    made = [Intervention(parse_selector(name.replace("__", ".")), how) for name, how in edits.items()]
+    return make_plan([parse_selector(text) for text in texts], catalog, made, objective)
 
 
 def answer(net: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
     """The project's answer, by key."""
-    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
-    taken = FeatureExtractor(net).shared(lambda: net(x.clone()), [share], len(x)).of(share)
+    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
+    taken = FeatureExtractor(net).extract_slices(lambda: net(x.clone()), [share], len(x)).select(share)
     return {result.key: taken[result.capture].values.double() for result in plan.results}
 
 
@@ -99,7 +99,7 @@ def test_no_zeros_before_a_cut(kind: str, texts: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="computes without gradients") as caught:
         ours(net, catalog, drawn(2, 4), *texts)
     assert "detach()" in caught.value.hint
-    assert hooks.count(net) == 0
+    assert hooks.count_hooks(net) == 0
 
 
 @pytest.mark.parametrize("kind", CUTS)
@@ -115,7 +115,7 @@ def test_gradients_after_a_cut(kind: str) -> None:
 def test_objectives_before_a_cut(kind: str) -> None:
     """An objective before the cut has its gradient."""
     net, catalog = known(CUTS[kind](), 4)
-    plan = planned(catalog, ".:grad_input", objective=Objective("layer", selector=parse("first"), channel=1))
+    plan = planned(catalog, ".:grad_input", objective=Objective("layer", selector=parse_selector("first"), channel=1))
     first: Any = net.first
     same(answer(net, drawn(2, 4), plan)[".:grad_input"], first.weight[1].expand(2, 4))
 
@@ -147,16 +147,19 @@ def test_neighbours_do_not_hide_a_cut(kind: str, mate: tuple[str, str | None]) -
     """A request that is refused alone is refused beside one whose objective does have a graph, whatever that is."""
     net, catalog = known(CUTS[kind](), 4)
     text, layer = mate
-    other = Objective("layer", selector=parse(layer)) if layer else SUM
+    other = Objective("layer", selector=parse_selector(layer)) if layer else SUM
     fine = planned(catalog, text, objective=other)
     cut = planned(catalog, "first:grad_output")
     x = drawn(3, 4)
-    good = Share(0, 1, fine.captures, (), fine.goal)
-    taken = FeatureExtractor(net).shared(lambda: net(x[:1]), [good], 1).of(good)
+    good = RequestSlice(0, 1, fine.captures, (), fine.objective)
+    taken = FeatureExtractor(net).extract_slices(lambda: net(x[:1]), [good], 1).select(good)
     assert all(reduced.values.any() for reduced in taken.values())
-    for shares in ([good, Share(1, 3, cut.captures, (), cut.goal)], [Share(1, 3, cut.captures, (), cut.goal), good]):
+    for shares in (
+        [good, RequestSlice(1, 3, cut.captures, (), cut.objective)],
+        [RequestSlice(1, 3, cut.captures, (), cut.objective), good],
+    ):
         with pytest.raises(InputError, match="computes without gradients"):
-            FeatureExtractor(net).shared(lambda: net(x), shares, 3)
+            FeatureExtractor(net).extract_slices(lambda: net(x), shares, 3)
 
 
 class Words(nn.Module):
@@ -230,7 +233,7 @@ class Greedy(nn.Module):
 def test_another_forward_takes_the_input_as_it_was_sent() -> None:
     """Where a graph is looked for in a second forward a model that writes to its input does so once."""
     inputs = (InputSpec("x", (4,)),)
-    model = load(ModelSpec("net", "python:tests.models.test_graphs:Greedy", inputs=inputs, device="cpu"))
+    model = load_model(ModelSpec("net", "python:tests.models.test_graphs:Greedy", inputs=inputs, device="cpu"))
     plan = planned(model.catalog, "side:grad_output")
     taken = model.extract({"x": torch.ones(2, 4)}, plan, model.catalog, 8)
     assert not next(iter(taken.values())).values.any()
@@ -301,7 +304,7 @@ def test_checkpointed(texts: tuple[str, ...]) -> None:
     assert tuple(found) == texts
     for text in texts:
         same(found[text], truth[text])
-    assert hooks.count(net) == 0
+    assert hooks.count_hooks(net) == 0
 
 
 def test_checkpointed_values_are_taken_once() -> None:
@@ -352,7 +355,7 @@ def test_checkpointed_calls_that_can_not_be_told_apart() -> None:
     plan = planned(catalog, ".:grad_input", low__relu=Operation("scale", by=2.0))
     with pytest.raises(InputError, match="can't be told apart"):
         answer(net, drawn(2, 4), plan)
-    assert hooks.count(net) == 0
+    assert hooks.count_hooks(net) == 0
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -366,7 +369,7 @@ def test_checkpointed_by_the_old_way() -> None:
         ours(net, catalog, x, "low.one:grad_output")
     found = ours(net, catalog, x, "head:grad_input")["head:grad_input"]
     same(found, by_hand(net, x)["high:grad_output"])
-    assert hooks.count(net) == 0
+    assert hooks.count_hooks(net) == 0
 
 
 class Rounds(nn.Module):
@@ -427,4 +430,4 @@ def test_a_lost_device_is_no_cut_graph() -> None:
     net, catalog = known(Lost(detach=True), 4)
     with pytest.raises(torch.AcceleratorError):
         ours(net, catalog, drawn(2, 4), "first:grad_output")
-    assert hooks.count(net) == 0
+    assert hooks.count_hooks(net) == 0

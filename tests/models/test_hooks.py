@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models import points
-from layertap.models.hooks import ATTACH, Take, count
+from layertap.models.hooks import ATTACH, OnCall, count_hooks
 from layertap.models.points import Side
 from tests.nets import Gate, Recursive, Retries
 
@@ -25,7 +25,7 @@ def watch(module: nn.Module, site: Side, run: Callable[[], object]) -> Seen:
     with ExitStack() as stack:
         ATTACH[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
         run()
-    assert count(module) == 0
+    assert count_hooks(module) == 0
     return seen
 
 
@@ -120,15 +120,15 @@ def test_hooks_of_others() -> None:
             ATTACH[site](stack, module, lambda call, value: seen.append((call, _copied(value))))
         module(x)
     assert [value.tolist() for _, value in seen] == [[1, 1], (torch.tensor([1.0, 1.0]).tanh() * 100).tolist()]
-    assert count(module) == 2
+    assert count_hooks(module) == 2
     handle.remove()
-    assert count(module) == 1
+    assert count_hooks(module) == 1
 
 
 def test_hooks_go_where_the_forward_raises() -> None:
     """An exception out of the forward, or out of a hook's own work, leaves no hook."""
 
-    def attach(site: Side, take: Take, x: Tensor) -> None:
+    def attach(site: Side, take: OnCall, x: Tensor) -> None:
         with ExitStack() as stack:
             ATTACH[site](stack, module, take)
             module(x)
@@ -142,7 +142,7 @@ def test_hooks_go_where_the_forward_raises() -> None:
             attach(site, lambda call, value: None, torch.ones(1, 4))
         with pytest.raises(RuntimeError, match="no memory"):
             attach(site, fail, torch.ones(1, 3))
-        assert count(module) == 0
+        assert count_hooks(module) == 0
 
 
 def test_count() -> None:
@@ -155,7 +155,7 @@ def test_count() -> None:
         inner.register_full_backward_hook(print),
         inner[0].register_full_backward_pre_hook(print),
     ]
-    assert count(model) == 4
+    assert count_hooks(model) == 4
     for handle in handles:
         handle.remove()
-    assert count(model) == 0
+    assert count_hooks(model) == 0

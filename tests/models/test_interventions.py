@@ -15,11 +15,11 @@ from layertap.models.catalog import Catalog
 from layertap.models.dryrun import survey
 from layertap.models.errors import RequestError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import Plan, resolve
-from layertap.models.points import Intervention, Objective, Operation, Values
-from layertap.models.selectors import parse
+from layertap.models.plan import Plan, make_plan
+from layertap.models.points import Intervention, Objective, Operation, TensorData
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.nets import Structured, WindowMajor, Windows, bottlenecks, resnet, surveyed, swin, vit
 
 Change = Callable[[Tensor], Tensor]
@@ -47,20 +47,22 @@ def by_hand(module: nn.Module, name: str, **changes: Change) -> nn.Module:
 
 def planned(catalog: Catalog, how: Operation, where: str, *texts: str, objective: Objective | None = None) -> Plan:
     """The plan for some selectors with one intervention."""
-    return resolve([parse(text) for text in texts], catalog, [Intervention(parse(where), how)], objective)
+    return make_plan(
+        [parse_selector(text) for text in texts], catalog, [Intervention(parse_selector(where), how)], objective
+    )
 
 
 def ours(module: nn.Module, x: Tensor, plan: Plan) -> dict[str, Tensor]:
     """The project's answer, by key."""
-    share = Share(0, len(x), plan.captures, plan.edits, plan.goal)
-    taken = FeatureExtractor(module).shared(lambda: module(x.clone()), [share], len(x)).of(share)
+    share = RequestSlice(0, len(x), plan.captures, plan.resolved_interventions, plan.objective)
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), [share], len(x)).select(share)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
-def values(array: Any) -> Values:
+def values(array: Any) -> TensorData:
     """A tensor as a request has it."""
     found = np.asarray(array, np.float32)
-    return Values(found.shape, found.tobytes())
+    return TensorData(found.shape, found.tobytes())
 
 
 def randoms(*shape: int, seed: int = 0) -> Tensor:
@@ -160,7 +162,7 @@ def test_tokens_and_channels_last(factory: Callable[[], nn.Module], where: str) 
     """Channels and tokens are found on whatever axis they are."""
     module = factory().eval()
     catalog = surveyed(module, 3, 32, 32, prefix=1 if factory is vit else 0)
-    layout = catalog.layers[where].calls[0].output.leaves[0].layout
+    layout = catalog.layers[where].calls[0].output.tensors[0].layout
     how = Operation("zero", channels=(1, 4), tokens=(0, 3) if layout == "NTC" else None)
     x = randoms(2, 3, 32, 32, seed=3)
     found = ours(module, x, planned(catalog, how, where, "."))["."]
@@ -186,17 +188,19 @@ def test_only_its_own_rows() -> None:
     catalog = surveyed(module, 3, 32, 32)
     x = randoms(5, 3, 32, 32, seed=4)
     plans = [
-        resolve([parse("layer2"), parse(".")], catalog),
+        make_plan([parse_selector("layer2"), parse_selector(".")], catalog),
         planned(catalog, Operation("noise", std=1.0, seed=3), "layer1", "layer2", "."),
         planned(catalog, Operation("zero"), "layer1:input", "layer2", "."),
-        resolve([parse("layer1:input"), parse("layer1")], catalog),
+        make_plan([parse_selector("layer1:input"), parse_selector("layer1")], catalog),
     ]
     cuts = [(0, 1), (1, 3), (3, 4), (4, 5)]
-    shares = [Share(*cut_, plan.captures, plan.edits) for cut_, plan in zip(cuts, plans, strict=True)]
-    taken = FeatureExtractor(module).shared(lambda: module(x.clone()), shares, 5)
+    shares = [
+        RequestSlice(*cut_, plan.captures, plan.resolved_interventions) for cut_, plan in zip(cuts, plans, strict=True)
+    ]
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), shares, 5)
     for (start, stop), plan, share in zip(cuts, plans, shares, strict=True):
         alone = ours(module, x[start:stop], plan)
-        own = taken.of(share)
+        own = taken.select(share)
         for result in plan.results:
             torch.testing.assert_close(own[result.capture].values, alone[result.key], rtol=1e-4, atol=1e-5)
 
@@ -209,7 +213,9 @@ def test_several_in_order() -> None:
     steps = [Operation("add", value=1.0), Operation("scale", by=2.0)]
     found = []
     for order in (steps, steps[::-1]):
-        plan = resolve([parse("layer1")], catalog, [Intervention(parse("layer1"), how) for how in order])
+        plan = make_plan(
+            [parse_selector("layer1")], catalog, [Intervention(parse_selector("layer1"), how) for how in order]
+        )
         found.append(ours(module, x, plan)["layer1"])
     torch.testing.assert_close(found[0] - found[1], torch.ones_like(found[0]), rtol=1e-4, atol=1e-4)
 
@@ -219,7 +225,7 @@ def test_structured_values() -> None:
     module = Structured().eval()
     catalog = surveyed(module, 4)
     x = randoms(2, 4, seed=6)
-    plain = resolve([parse(".")], catalog)
+    plain = make_plan([parse_selector(".")], catalog)
     expected = ours(module, x, plain)
     for path in ("[pair][right]", "[card][value]", "[card][more][1]", "[list][0][0]"):
         found = ours(module, x, planned(catalog, Operation("zero"), f"nested{path}", "."))
@@ -264,7 +270,9 @@ def test_every_call_by_default() -> None:
     half = Operation("scale", by=0.5)
 
     def calls(where: str) -> list[tuple[str, int]]:
-        return [(edit.point.layer, edit.point.call) for edit in planned(catalog, half, where, ".").edits]
+        return [
+            (edit.point.layer, edit.point.call) for edit in planned(catalog, half, where, ".").resolved_interventions
+        ]
 
     assert calls("layer1.0.relu") == calls("layer1.0.relu#*") == [("layer1.0.relu", call) for call in range(3)]
     assert calls("layer1.0.relu#1") == [("layer1.0.relu", 1)]
@@ -283,7 +291,7 @@ def test_calls_that_differ() -> None:
     with pytest.raises(RequestError, match=r"'layer1\.0\.relu#0' are different numbers between 0 and 63") as caught:
         planned(catalog, how, "layer1.0.relu", ".")
     assert caught.value.hint == "name one call: 'layer1.0.relu#2'"
-    assert [edit.point.call for edit in planned(catalog, how, "layer1.0.relu#2", ".").edits] == [2]
+    assert [edit.point.call for edit in planned(catalog, how, "layer1.0.relu#2", ".").resolved_interventions] == [2]
     with pytest.raises(RequestError, match="between 0 and 255") as caught:
         planned(catalog, Operation("zero", channels=(256,)), "layer1.0.relu#2", ".")
     assert not caught.value.hint
@@ -293,10 +301,10 @@ def test_gradients_of_calls_before_the_objective() -> None:
     """Of a module's calls those are clipped that the objective hangs on; where there is none it is refused."""
     catalog = surveyed(bottlenecks(), 3, 32, 32)
     how = Operation("clamp", max=0.5)
-    early = Objective("layer", selector=parse("layer1.0.conv3"))
+    early = Objective("layer", selector=parse_selector("layer1.0.conv3"))
     asked = "layer1.0.relu:grad_output", "layer1.0.conv1:grad_output"
-    assert [edit.point.call for edit in planned(catalog, how, *asked, objective=early).edits] == [0, 1]
-    early = Objective("layer", selector=parse("layer1.0.conv1"))
+    assert [edit.point.call for edit in planned(catalog, how, *asked, objective=early).resolved_interventions] == [0, 1]
+    early = Objective("layer", selector=parse_selector("layer1.0.conv1"))
     with pytest.raises(RequestError, match="runs later"):
         planned(catalog, how, *asked, objective=early)
     with pytest.raises(RequestError, match="runs later"):
@@ -344,8 +352,10 @@ def test_refused_where_rows_do_not_stand_in_order(how: Operation) -> None:
     plan = planned(surveyed(module, 8, 6), how, "inner", ".")
     together = ours(module, x, plan)["."]
     for row in range(3):
-        share = Share(0, 1, plan.captures, plan.edits, first=row)
-        taken = FeatureExtractor(module).shared(lambda row=row: module(x[row : row + 1]), [share], 1).of(share)
+        share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, first=row)
+        taken = (
+            FeatureExtractor(module).extract_slices(lambda row=row: module(x[row : row + 1]), [share], 1).select(share)
+        )
         torch.testing.assert_close(together[row : row + 1], taken[plan.results[0].capture].values)
 
 
@@ -385,8 +395,10 @@ def test_input_overwritten_by_a_part() -> None:
     hidden = module.linear(x)
     added = ours(module, x, planned(catalog, Operation("add", value=0.5), "relu:input", "."))["."]
     torch.testing.assert_close(added, module.head((hidden + 0.5).relu()))
-    plan = resolve(
-        [parse(text) for text in (".", "relu:grad_input", "linear:grad_output")], catalog, objective=Objective("sum")
+    plan = make_plan(
+        [parse_selector(text) for text in (".", "relu:grad_input", "linear:grad_output")],
+        catalog,
+        objective=Objective("sum"),
     )
     found = ours(module, x, plan)
     torch.testing.assert_close(found["."], module.head(hidden.relu()))

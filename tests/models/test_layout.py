@@ -18,19 +18,19 @@ from tests.nets import Cube, Sound, resnet, surveyed, swin
 def outputs(catalog: Catalog) -> dict[str, str | None]:
     """Layer and call to the layout of the first leaf."""
     return {
-        f"{layer.name}#{number}": call.output.leaves[0].layout
+        f"{layer.name}#{number}": call.output.tensors[0].layout
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        if call.output.leaves
+        if call.output.tensors
     }
 
 
 def inputs(catalog: Catalog) -> dict[str, str | None]:
     return {
-        f"{layer.name}#{number}": call.input.leaves[0].layout
+        f"{layer.name}#{number}": call.input.tensors[0].layout
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        if call.input.leaves
+        if call.input.tensors
     }
 
 
@@ -86,7 +86,7 @@ def test_layouts_do_not_depend_on_the_size(name: str) -> None:
 
 def one(module: nn.Module, *shape: int) -> str | None:
     """The layout of what a module returns as the only part of a model."""
-    return surveyed(nn.Sequential(module), *shape).layers["0"].calls[0].output.leaves[0].layout
+    return surveyed(nn.Sequential(module), *shape).layers["0"].calls[0].output.tensors[0].layout
 
 
 @pytest.mark.parametrize(
@@ -189,5 +189,5 @@ def test_prefix_tokens() -> None:
         Apply(lambda x: x[:, 0]),
     )
     catalog = surveyed(module, 3, 16, 24, prefix=2)
-    found = {name: layer.calls[0].output.leaves[0].prefix for name, layer in catalog.layers.items()}
+    found = {name: layer.calls[0].output.tensors[0].prefix for name, layer in catalog.layers.items()}
     assert found == {".": 0, "0": 0, "1": 0, "2": 0, "3": 2, "4": 2, "5": 0, "6": 0, "7": 0}

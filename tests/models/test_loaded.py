@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models import digits, hooks
-from layertap.models.catalog import Leaf
+from layertap.models.catalog import TensorInfo
 from layertap.models.dtypes import DTYPES
 from layertap.models.errors import InputError, LoadError
-from layertap.models.loaded import MAX_CATALOGS, LoadedModel, load
-from layertap.models.plan import Capture, Plan, Result, resolve
+from layertap.models.loaded import MAX_CATALOGS, LoadedModel, load_model
+from layertap.models.plan import Capture, Plan, Result, make_plan
 from layertap.models.points import HookPoint, Reduction
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, Chain, batch, resnet
@@ -31,12 +31,12 @@ def captures(model: LoadedModel, how: Reduction) -> Iterator[Capture]:
     for layer in model.catalog.layers.values():
         for number, call in enumerate(layer.calls):
             for site in ("output", "input"):
-                for leaf in call.at(site).leaves:  # type: ignore[arg-type]
+                for leaf in call.at(site).tensors:  # type: ignore[arg-type]
                     if not leaf.mixed and leaf.dtype != "complex64" and _fits(leaf, how):
                         yield Capture(HookPoint(layer.name, number, leaf.path, site), leaf, how)  # type: ignore[arg-type]
 
 
-def _fits(leaf: Leaf, how: Reduction) -> bool:
+def _fits(leaf: TensorInfo, how: Reduction) -> bool:
     return how.pool == "none" or (leaf.row_axis is not None and leaf.layout is not None)
 
 
@@ -47,7 +47,7 @@ def everything(model: LoadedModel, how: Reduction) -> Plan:
 
 
 def extract(model: LoadedModel, rows: dict[str, Tensor], *texts: str, max_rows: int = 8) -> dict[str, Tensor]:
-    plan = resolve([parse(text) for text in texts], model.catalog)
+    plan = make_plan([parse_selector(text) for text in texts], model.catalog)
     found = model.extract(rows, plan, model.catalog, max_rows)
     return {result.key: found[result.capture].values for result in plan.results}
 
@@ -71,7 +71,7 @@ def test_chunks(load_net: Loader, name: str, pool: str) -> None:
 def close_in_int8(model: LoadedModel, text: str, how: Reduction) -> None:
     rows = batch(model.inputs, 5)
     exact, small = (
-        resolve([replace(parse(text), reduction=replace(how, dtype=dtype))], model.catalog)
+        make_plan([replace(parse_selector(text), reduction=replace(how, dtype=dtype))], model.catalog)
         for dtype in ("float32", "int8")
     )
     expected = next(iter(model.extract(rows, exact, model.catalog, 5).values())).values
@@ -174,7 +174,7 @@ def test_input_site_before_writing(load_net: Loader) -> None:
 
 def test_digits() -> None:
     """The embedded model loads with its weights and preprocessing and gives its embedding."""
-    model = load(replace(digits.spec(), device="cpu"))
+    model = load_model(replace(digits.spec(), device="cpu"))
     assert (model.weights, model.embedding, model.preprocess) == ("digits.safetensors", "pool", digits.PREPROCESS)
     assert model.catalog.rowwise
     assert extract(model, batch(model.inputs, 2), "pool", "head")["head"].shape == (2, 10)
@@ -184,7 +184,7 @@ def test_digits() -> None:
 def test_torchvision() -> None:
     """An architecture of torchvision with the weights of a seed: the same seed, the same model."""
     one, same, other = (
-        load(ModelSpec("m", "torchvision:squeezenet1_1", f"random:{seed}", "cpu", preprocess=SMALL))
+        load_model(ModelSpec("m", "torchvision:squeezenet1_1", f"random:{seed}", "cpu", preprocess=SMALL))
         for seed in (7, 7, 8)
     )
     assert (one.digest, one.identity) == (same.digest, same.identity)
@@ -222,7 +222,7 @@ def test_python(load_net: Loader) -> None:
 def test_refused(spec: ModelSpec, reason: str) -> None:
     """A device that is not there and inputs that do not fit are refused at loading."""
     with pytest.raises(LoadError, match=reason) as caught:
-        load(spec)
+        load_model(spec)
     assert caught.value.hint
 
 
@@ -250,11 +250,11 @@ def test_other_shape(load_net: Loader) -> None:
     model = load_net("Chain")
     own = model.catalog
     other = model.catalog_for(((3, 12, 10),))
-    assert other.layers["conv"].calls[0].output.leaves[0].shape == (1, 8, 12, 10)
+    assert other.layers["conv"].calls[0].output.tensors[0].shape == (1, 8, 12, 10)
     assert model.catalog_for(((3, 12, 10),)) is other
     assert model.catalog is model.catalog_for(model.shapes) is own
     x = torch.randn(3, 3, 12, 10)
-    plan = resolve([parse("conv")], other)
+    plan = make_plan([parse_selector("conv")], other)
     (found,) = model.extract({"image": x}, plan, other, 2).values()
     torch.testing.assert_close(found.values, record(model.module, x)["conv", 0, (), "output"])
 
@@ -301,10 +301,10 @@ class Hooked(Chain):
 
 def test_own_hooks() -> None:
     """Hooks that a module brings along are not counted, and are still there afterwards."""
-    model = load(replace(net_spec("Chain"), source=f"python:{__name__}:Hooked"))
+    model = load_model(replace(net_spec("Chain"), source=f"python:{__name__}:Hooked"))
     x = batch(model.inputs, 2)
     extract(model, x, "conv", "relu", max_rows=1)
-    assert (model.hooks, model.replicas[0].own_hooks, hooks.count(model.module)) == (0, 1, 1)
+    assert (model.hooks, model.replicas[0].own_hooks, hooks.count_hooks(model.module)) == (0, 1, 1)
     handle = model.module.register_forward_hook(lambda *_: None)
     assert model.hooks == 1
     handle.remove()
@@ -319,7 +319,7 @@ def test_half_precision(load_net: Loader, dtype: str) -> None:
         found = extract(model, x, text, max_rows=2)[text]
         assert found.numpy().dtype == "float32"
         torch.testing.assert_close(found, extract(full, x, text)[text], rtol=0.05, atol=0.05)
-    leaves = [leaf.dtype for layer in model.catalog.layers.values() for leaf in layer.calls[0].output.leaves]
+    leaves = [leaf.dtype for layer in model.catalog.layers.values() for leaf in layer.calls[0].output.tensors]
     assert set(leaves) == {dtype}
     assert model.digest == full.digest
     assert model.identity != full.identity
@@ -341,7 +341,7 @@ def test_channels_last(load_net: Loader, dtype: str, tolerance: float) -> None:
         scale = max(float(value.float().abs().max()), 1e-6)
         torch.testing.assert_close(found, value.float(), rtol=0, atol=tolerance * scale, msg=f"{name}#{call}:{site}")
     outputs = [
-        [(layer.name, each.output.leaves) for layer in one.catalog.layers.values() for each in layer.calls]
+        [(layer.name, each.output.tensors) for layer in one.catalog.layers.values() for each in layer.calls]
         for one in (model, plain)
     ]
     assert outputs[0] == outputs[1]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from layertap.models import fingerprint
 from layertap.models.errors import LoadError
-from layertap.models.loaded import load
+from layertap.models.loaded import load_model
 from layertap.models.registry import Registry
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights import digest
+from layertap.models.weights import digest_weights
 
 ROW = (InputSpec("x", (4,)),)
 HERE = "python:tests.models.test_loading"
@@ -52,15 +52,15 @@ def spec(factory: str, **fields: object) -> ModelSpec:
 def test_seeds_do_not_meet() -> None:
     """Models that are constructed at the same time have the weights of their seeds, as one after another."""
     specs = [ModelSpec(arch, f"torchvision:{arch}", weights="random:0") for arch in ("resnet18", "squeezenet1_1") * 2]
-    alone = [load(each).digest for each in specs[:2]]
+    alone = [load_model(each).digest for each in specs[:2]]
     with ThreadPoolExecutor(4) as pool:
-        assert [model.digest for model in pool.map(load, specs)] == alone * 2
+        assert [model.digest for model in pool.map(load_model, specs)] == alone * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_complex_buffers_stay_complex(dtype: str) -> None:
     """A model's dtype is that of its real numbers: complex ones keep both of their parts."""
-    model = load(spec("Turned", dtype=dtype, weights="random:0"))
+    model = load_model(spec("Turned", dtype=dtype, weights="random:0"))
     assert model.module.get_buffer("turn").is_complex()
 
 
@@ -74,5 +74,5 @@ def test_a_factory_that_exits() -> None:
 
 def test_what_no_checkpoint_holds_counts() -> None:
     """Buffers outside the state dict and settings that are not printed are part of a model's fingerprint."""
-    assert digest(Mode(scale=1.0)) != digest(Mode(scale=2.0))
-    assert fingerprint.architecture(Mode("a"), "s") != fingerprint.architecture(Mode("b"), "s")
+    assert digest_weights(Mode(scale=1.0)) != digest_weights(Mode(scale=2.0))
+    assert fingerprint.digest_architecture(Mode("a"), "s") != fingerprint.digest_architecture(Mode("b"), "s")

@@ -20,7 +20,7 @@ from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
-from layertap.models.ondevice import Decoder, agrees, decoder_for
+from layertap.models.ondevice import DeviceDecoder, create_device_decoder, matches_cpu
 from layertap.models.preprocess import preprocess_pixels
 from layertap.models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
 from tests.service.busy import until
@@ -66,14 +66,14 @@ PICTURES = [CHINA.crop((left, 7 * left, left + 90 + left, 7 * left + 70)) for le
 
 def test_each_gets_its_own() -> None:
     """Pictures of many threads, of many sizes, gray and progressive ones among them, while others decode."""
-    decoder = Decoder(CPU, PLAIN)
+    decoder = DeviceDecoder(CPU, PLAIN)
     kinds: tuple[dict[str, Any], ...] = ({}, {"progressive": True}, {"subsampling": 0})
     files = [
         jpeg(picture.convert("L") if place % 5 == 0 else picture, **kinds[place % 3])
         for place, picture in enumerate(PICTURES)
     ]
     with ThreadPoolExecutor(8) as pool:
-        rows = list(pool.map(lambda place: decoder.row(files[place], PICTURES[place].size), range(len(files))))
+        rows = list(pool.map(lambda place: decoder.decode_row(files[place], PICTURES[place].size), range(len(files))))
     for row, file in zip(rows, files, strict=True):
         assert row is not None
         wanted = by_pillow(Image.open(BytesIO(file)).convert("RGB"), PLAIN)
@@ -82,20 +82,20 @@ def test_each_gets_its_own() -> None:
 
 def test_a_bad_one_among_others() -> None:
     """Pictures that wait are decoded together; one that can't be, or is of another size, harms no other."""
-    decoder = Decoder(CPU, PLAIN)
+    decoder = DeviceDecoder(CPU, PLAIN)
     good = [(jpeg(picture), picture.size) for picture in PICTURES[:4]]
     bad = [(good[0][0][:300], PICTURES[0].size), (good[1][0], (1, 1)), (b"no picture", (5, 5))]
     asked = [good[0], bad[0], good[1], bad[1], bad[2], *good[2:]]
     with ThreadPoolExecutor(len(asked)) as pool:
         with decoder._turn:
-            answers = [pool.submit(decoder.row, *each) for each in asked]
+            answers = [pool.submit(decoder.decode_row, *each) for each in asked]
             until(lambda: len(decoder._waiting) == len(asked))
             assert not any(answer.done() for answer in answers)
         rows = [answer.result() for answer in answers]
     assert [row is None for row in rows] == [each in bad for each in asked]
     for (file, _), row in zip(asked, rows, strict=True):
         if row is not None:
-            alone = decoder.row(file, Image.open(BytesIO(file)).size)
+            alone = decoder.decode_row(file, Image.open(BytesIO(file)).size)
             assert alone is not None
             assert torch.equal(row, alone)
 
@@ -104,11 +104,11 @@ def test_trial() -> None:
     """A decoder is compared with Pillow before it is used: by colours, sizes and values."""
     imagenet = PreprocessSpec(resize=232, crop=224)
     for spec in (PLAIN, imagenet, replace(imagenet, interpolation="bicubic"), PreprocessSpec()):
-        assert agrees(Decoder(CPU, spec), spec)
+        assert matches_cpu(DeviceDecoder(CPU, spec), spec)
     for other in (replace(imagenet, crop=200), replace(imagenet, mean=(0.4, 0.5, 0.485))):
-        assert not agrees(Decoder(CPU, other), imagenet)
+        assert not matches_cpu(DeviceDecoder(CPU, other), imagenet)
     swapped = replace(imagenet, mean=imagenet.mean[::-1], std=imagenet.std[::-1])
-    assert not agrees(Decoder(CPU, swapped), imagenet)
+    assert not matches_cpu(DeviceDecoder(CPU, swapped), imagenet)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def lines() -> Iterator[list[Any]]:
 def test_the_cpu_decodes(lines: list[Any], how: PreprocessSpec, device: str, says: str) -> None:
     """Where a GPU can't do it there is no decoder, and one line says why."""
     spec = ModelSpec("net", "python:a:b", decode="device")
-    assert decoder_for(spec, how, torch.device(device)) is None
+    assert create_device_decoder(spec, how, torch.device(device)) is None
     assert [told["model"] for told in lines] == ["net"]
     assert says in lines[0]["reason"]
 
@@ -141,7 +141,7 @@ def test_the_cpu_decodes(lines: list[Any], how: PreprocessSpec, device: str, say
 def test_nobody_asked(lines: list[Any]) -> None:
     """Nothing is tried, and nothing told, where pictures are decoded otherwise, or there are none."""
     for spec, how in ((ModelSpec("net", "python:a:b", decode="fast"), PLAIN), (replace(DEVICE), None)):
-        assert decoder_for(spec, how, torch.device("cuda")) is None
+        assert create_device_decoder(spec, how, torch.device("cuda")) is None
     assert lines == []
 
 
@@ -150,7 +150,7 @@ DEVICE = ModelSpec("net", "python:a:b", decode="device")
 
 def test_gray_is_gray() -> None:
     """A gray JPEG has three channels that are the same."""
-    row = Decoder(CPU, PLAIN).row(jpeg(CHINA.convert("L")), CHINA.size)
+    row = DeviceDecoder(CPU, PLAIN).decode_row(jpeg(CHINA.convert("L")), CHINA.size)
     assert row is not None
     assert np.array_equal(row[0], row[1])
     assert np.array_equal(row[0], row[2])

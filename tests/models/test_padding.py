@@ -7,23 +7,23 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
-from layertap.models.edits import edits_of, goal_of
+from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.edits import resolve_intervention, resolve_objective
 from layertap.models.errors import SelectorError
-from layertap.models.interventions import changed
-from layertap.models.padding import Lengths, cut, lengths_of, own_rows
+from layertap.models.interventions import apply_operation
+from layertap.models.padding import TextLengths, measure_lengths, strip_padding, truncate
 from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse
-from layertap.models.text import Text
+from layertap.models.selectors import parse_selector
+from layertap.models.text import TextSpec
 
 REAL = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
 LEAVES = {
-    "rows first": (Leaf((), (1, 5, 2), "float32", token_axes=(1,)), (2, 5, 2)),
-    "tokens first": (Leaf((), (5, 1, 2), "float32", row_axis=1, token_axes=(0,)), (5, 2, 2)),
-    "tokens last": (Leaf((), (1, 2, 5), "float32", token_axes=(2,)), (2, 2, 5)),
-    "attention": (Leaf((), (1, 3, 5, 5), "float32", token_axes=(2, 3)), (2, 3, 5, 5)),
-    "folded": (Leaf((), (5, 2), "float32", token_axes=(0,)), (10, 2)),
-    "the same for all": (Leaf((), (1, 5, 2), "float32", row_axis=None, token_axes=(1,)), (1, 5, 2)),
+    "rows first": (TensorInfo((), (1, 5, 2), "float32", token_axes=(1,)), (2, 5, 2)),
+    "tokens first": (TensorInfo((), (5, 1, 2), "float32", row_axis=1, token_axes=(0,)), (5, 2, 2)),
+    "tokens last": (TensorInfo((), (1, 2, 5), "float32", token_axes=(2,)), (2, 2, 5)),
+    "attention": (TensorInfo((), (1, 3, 5, 5), "float32", token_axes=(2, 3)), (2, 3, 5, 5)),
+    "folded": (TensorInfo((), (5, 2), "float32", token_axes=(0,)), (10, 2)),
+    "the same for all": (TensorInfo((), (1, 5, 2), "float32", row_axis=None, token_axes=(1,)), (1, 5, 2)),
 }
 
 
@@ -44,10 +44,10 @@ def test_cut_and_own_rows_and_changes() -> None:
     """In each layout the same numbers are kept, and only these are changed."""
     for name, (leaf, shape) in LEAVES.items():
         value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        kept, own = cut(value, leaf, 3, REAL)
+        kept, own = truncate(value, leaf, 3, REAL)
         assert own.shape_for(2 if leaf.row_axis is not None else 1) == tuple(kept.shape)
-        apart = list(own_rows(value, leaf, REAL))
-        other = changed(value, leaf, Operation("scale", by=2.0), 0, REAL)
+        apart = list(strip_padding(value, leaf, REAL))
+        other = apply_operation(value, leaf, Operation("scale", by=2.0), 0, REAL)
         assert other.shape == value.shape
         for place, row in enumerate(each(name, value)):
             length = 3 if leaf.row_axis is None else int(REAL[place].sum())
@@ -66,24 +66,24 @@ def test_cut_and_own_rows_and_changes() -> None:
 
 def test_lengths() -> None:
     """A text has the tokens that its mask keeps, and ends with the last of them, wherever it begins."""
-    text = Text("ids", "mask", 8, 0, 10)
+    text = TextSpec("ids", "mask", 8, 0, 10)
     mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
-    assert lengths_of({"ids": mask, "mask": mask}, text) == Lengths(2, 4, 4, 4)
-    assert lengths_of({"ids": mask[:1], "mask": mask[:1]}, text) == Lengths(2, 2, 3, 2)
-    assert lengths_of({"ids": mask}, Text("ids", None, 8, 0, 10)) == Lengths(5, 5, 5, 5)
+    assert measure_lengths({"ids": mask, "mask": mask}, text) == TextLengths(2, 4, 4, 4)
+    assert measure_lengths({"ids": mask[:1], "mask": mask[:1]}, text) == TextLengths(2, 2, 3, 2)
+    assert measure_lengths({"ids": mask}, TextSpec("ids", None, 8, 0, 10)) == TextLengths(5, 5, 5, 5)
 
 
 def test_changes_within_a_text() -> None:
     """Regions and channels along an axis of tokens end with the text, however far it is padded."""
-    maps = Leaf(("maps",), (1, 3, 8, 8), "float32", layout="NCHW", token_axes=(2, 3))
-    pairs = Leaf(("pairs",), (1, 8, 8), "float32", layout="NTC", token_axes=(1, 2))
-    call = Call(Moment(0, 0.0, ()), Moment(1, 1.0, (maps, pairs)))
+    maps = TensorInfo(("maps",), (1, 3, 8, 8), "float32", layout="NCHW", token_axes=(2, 3))
+    pairs = TensorInfo(("pairs",), (1, 8, 8), "float32", layout="NTC", token_axes=(1, 2))
+    call = Call(CallBoundary(0, 0.0, ()), CallBoundary(1, 1.0, (maps, pairs)))
     catalog = Catalog({"a": Layer("a", "Net", True, 0, (call,), ())}, 0.0, True)
-    lengths = Lengths(5, 5, 8, 5)
+    lengths = TextLengths(5, 5, 8, 5)
     for end, fits in ((5, True), (6, False)):
-        zero = Intervention(parse("a[maps]"), Operation("zero", region=(0, 0, end, 1)))
-        goal = Objective("layer", selector=parse("a[pairs]"), channel=end - 1)
+        zero = Intervention(parse_selector("a[maps]"), Operation("zero", region=(0, 0, end, 1)))
+        goal = Objective("layer", selector=parse_selector("a[pairs]"), channel=end - 1)
         with nullcontext() if fits else pytest.raises(SelectorError, match="within 5 by 5"):
-            edits_of(zero, None, catalog, lengths)
+            resolve_intervention(zero, None, catalog, lengths)
         with nullcontext() if fits else pytest.raises(SelectorError, match="between 0 and 4"):
-            goal_of(goal, catalog, lengths)
+            resolve_objective(goal, catalog, lengths)

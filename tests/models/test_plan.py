@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import MAX_FAULTS, Plan, resolve
+from layertap.models.plan import MAX_FAULTS, Plan, make_plan
 from layertap.models.points import Pool, Reduction, ReplyDType, Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from tests.conftest import Loader
 from tests.nets import Cube, Inner, NeverCalled, Recursive, Structured, TimeFirst, Windows, batch, surveyed, vit
 
-TOKENS = Leaf((), (1, 5, 8), "float32", layout="NTC", prefix=1)
+TOKENS = TensorInfo((), (1, 5, 8), "float32", layout="NTC", prefix=1)
 PICTURE = replace(TOKENS, shape=(1, 8, 4, 4), layout="NCHW", prefix=0)
 LEAVES = {
     "tokens": TOKENS,
@@ -31,10 +31,15 @@ LEAVES = {
 }
 
 
-def catalog_of(leaves: dict[str, Leaf]) -> Catalog:
+def catalog_of(leaves: dict[str, TensorInfo]) -> Catalog:
     layers = {
         name: Layer(
-            name, "Part", True, 0, (Call(Moment(2 * at + 1, 0.0, (leaf,)), Moment(2 * at + 2, 0.1, (leaf,))),), ()
+            name,
+            "Part",
+            True,
+            0,
+            (Call(CallBoundary(2 * at + 1, 0.0, (leaf,)), CallBoundary(2 * at + 2, 0.1, (leaf,))),),
+            (),
         )
         for at, (name, leaf) in enumerate(leaves.items())
     }
@@ -42,11 +47,11 @@ def catalog_of(leaves: dict[str, Leaf]) -> Catalog:
 
 
 def chosen(text: str, alias: str | None = None, type: str | None = None, **how: Any) -> Selector:  # noqa: A002
-    return replace(parse(text), alias=alias, type=type, reduction=Reduction(**how))
+    return replace(parse_selector(text), alias=alias, type=type, reduction=Reduction(**how))
 
 
 def planned(catalog: Catalog, *texts: str, **how: Any) -> Plan:
-    return resolve([chosen(text, **how) for text in texts], catalog)
+    return make_plan([chosen(text, **how) for text in texts], catalog)
 
 
 def keys(plan: Plan) -> list[str]:
@@ -124,16 +129,16 @@ def test_once(never: Catalog) -> None:
 def test_not_once(never: Catalog) -> None:
     """The same layer with another pool is another thing, and needs another name."""
     two = [chosen("last"), chosen("last", alias="flat", pool="flatten")]
-    assert keys(resolve(two, never)) == ["last", "flat"]
-    assert keys(resolve([chosen("last", alias="a"), chosen("last", alias="b")], never)) == ["a", "b"]
+    assert keys(make_plan(two, never)) == ["last", "flat"]
+    assert keys(make_plan([chosen("last", alias="a"), chosen("last", alias="b")], never)) == ["a", "b"]
 
 
 def test_alias(structured: Catalog) -> None:
     """``as`` names a single result, and is the stem of the leaves of one value."""
-    assert keys(resolve([chosen("linear:input", alias="raw")], structured)) == ["raw"]
-    assert keys(resolve([chosen("lin*", alias="raw")], structured)) == ["raw"]
-    assert keys(resolve([chosen("nested[pair]", alias="p")], structured)) == ["p[pair][left]", "p[pair][right]"]
-    assert keys(resolve([chosen("*", alias="raw", type="Linear")], structured)) == ["raw"]
+    assert keys(make_plan([chosen("linear:input", alias="raw")], structured)) == ["raw"]
+    assert keys(make_plan([chosen("lin*", alias="raw")], structured)) == ["raw"]
+    assert keys(make_plan([chosen("nested[pair]", alias="p")], structured)) == ["p[pair][left]", "p[pair][right]"]
+    assert keys(make_plan([chosen("*", alias="raw", type="Linear")], structured)) == ["raw"]
 
 
 @pytest.mark.parametrize(
@@ -149,14 +154,14 @@ def test_alias(structured: Catalog) -> None:
 def test_conflict(never: Catalog, selectors: list[Selector]) -> None:
     """Two different results of one name are refused."""
     with pytest.raises(SelectorError, match="two different results would both be called") as caught:
-        resolve(selectors, never)
+        make_plan(selectors, never)
     assert "'as'" in caught.value.hint
 
 
 def test_empty(never: Catalog) -> None:
     """A request without layers is refused."""
     with pytest.raises(SelectorError, match="names no layer"):
-        resolve([], never)
+        make_plan([], never)
 
 
 BAD: dict[str, tuple[Selector, str]] = {
@@ -188,7 +193,7 @@ def test_refused(name: str) -> None:
     """What can't be done is refused with its reason, and a pointer to the selector among the good ones."""
     selector, reason = BAD[name]
     with pytest.raises(RequestError) as caught:
-        resolve([chosen("picture"), selector, chosen("picture")], catalog_of(LEAVES))
+        make_plan([chosen("picture"), selector, chosen("picture")], catalog_of(LEAVES))
     assert reason in caught.value.detail
     assert [(fault.detail, fault.hint, fault.pointer) for fault in caught.value.faults] == [
         (caught.value.detail, caught.value.hint, "/layers/1")
@@ -200,7 +205,7 @@ def test_all_faults() -> None:
     bad = list(BAD.values())
     for some in (bad[:MAX_FAULTS], bad[-MAX_FAULTS:], bad):
         with pytest.raises(RequestError) as caught:
-            resolve([chosen("tokens"), *(selector for selector, _ in some)], catalog_of(LEAVES))
+            make_plan([chosen("tokens"), *(selector for selector, _ in some)], catalog_of(LEAVES))
         faults = caught.value.faults
         assert [fault.pointer for fault in faults] == [f"/layers/{at + 1}" for at in range(min(len(some), MAX_FAULTS))]
         assert all(reason in fault.detail for fault, (_, reason) in zip(faults, some, strict=False))
@@ -262,8 +267,8 @@ def test_skipped(never: Catalog) -> None:
 
 def test_splits() -> None:
     """Rows may run apart unless one capture mixes them."""
-    assert planned(catalog_of(LEAVES), "tokens", "shared").splits
-    assert not planned(catalog_of(LEAVES), "tokens", "mixed").splits
+    assert planned(catalog_of(LEAVES), "tokens", "shared").may_split
+    assert not planned(catalog_of(LEAVES), "tokens", "mixed").may_split
 
 
 class Odd(nn.Module):
@@ -308,7 +313,7 @@ def sizes(what: Sized, how: dict[str, Any]) -> None:
         scale = 0 if reduced.scale is None else reduced.scale.nbytes
         assert capture.nbytes(rows) == reduced.values.nbytes + scale, capture
     given = [found[result.capture] for result in plan.results]
-    assert plan.numbers(rows) == sum(item.values.numel() for item in given)
+    assert plan.count_numbers(rows) == sum(item.values.numel() for item in given)
     assert plan.nbytes(rows) == sum(
         item.values.nbytes + (0 if item.scale is None else item.scale.nbytes) for item in given
     )
@@ -343,7 +348,7 @@ def test_sizes_narrowed(load_net: Loader) -> None:
     """Narrowing to channels makes the sizes smaller by as much."""
     catalog = load_net("Chain").catalog
     full, part = (planned(catalog, "conv", channels=channels) for channels in (None, (0, 5)))
-    assert (full.numbers(2), part.numbers(2)) == (2 * 8 * 64, 2 * 2 * 64)
+    assert (full.count_numbers(2), part.count_numbers(2)) == (2 * 8 * 64, 2 * 2 * 64)
     assert part.nbytes(2) == 2 * 2 * 64 * 4
 
 
@@ -364,8 +369,8 @@ def test_what_has_no_rows_is_not_pooled() -> None:
         with pytest.raises(RequestError, match=f"'{name}' does not hold one entry for each input") as caught:
             planned(catalog, name, pool="flatten")
         assert caught.value.hint == "use pool 'none'"
-    assert planned(catalog, "table", "linear").splits
-    assert not planned(catalog, "mean", "linear").splits
+    assert planned(catalog, "table", "linear").may_split
+    assert not planned(catalog, "mean", "linear").may_split
 
 
 def test_names_of_a_request_are_escaped(never: Catalog) -> None:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.catalog import Leaf
+from layertap.models.catalog import TensorInfo
 from layertap.models.errors import InputError
 from layertap.models.plan import Capture
 from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType
-from layertap.models.pooling import reduce, reduced_shape
+from layertap.models.pooling import compute_reduced_shape, reduce
 
 Array = NDArray[Any]
 POINT = HookPoint("layer", 0, (), "output")
@@ -28,7 +28,7 @@ POINT = HookPoint("layer", 0, (), "output")
 class Case:
     """A leaf, and how numpy brings a batch of it into (rows, channels, positions), prefix tokens first."""
 
-    leaf: Leaf
+    leaf: TensorInfo
     split: Callable[[Array, int], Array]
     rows: int = 3
 
@@ -38,7 +38,7 @@ class Case:
 
 
 def case(shape: tuple[int, ...], layout: str | None, split: Callable[[Array, int], Array], **more: Any) -> Case:
-    return Case(Leaf((), shape, "float32", layout=layout, **more), split)
+    return Case(TensorInfo((), shape, "float32", layout=layout, **more), split)
 
 
 CASES = {
@@ -111,7 +111,7 @@ def test_class_token(name: str) -> None:
 @pytest.mark.parametrize("pool", POOLS)
 def test_arithmetic_is_float32_at_least(pool: Pool, dtype: torch.dtype) -> None:
     """A pool of a half-precision tensor is as exact as float32: sums are not rounded on the way."""
-    leaf = Leaf((), (1, 2, 64, 64), str(dtype).removeprefix("torch."), layout="NCHW")
+    leaf = TensorInfo((), (1, 2, 64, 64), str(dtype).removeprefix("torch."), layout="NCHW")
     value = (values((2, 2, 64, 64)).abs() + 100).to(dtype)
     expected = POOLS[pool](as_numpy(value).reshape(2, 2, -1), 0)
     np.testing.assert_allclose(reduce(value, leaf, Reduction(pool=pool)).values.numpy(), expected, rtol=2e-6)
@@ -121,7 +121,7 @@ def test_arithmetic_is_float32_at_least(pool: Pool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("pool", ["none", "flatten", "max", "mean", "mean_all", "gem"])
 def test_whole_numbers(pool: Pool, dtype: torch.dtype) -> None:
     """Integers and booleans stay what they are unless an average is asked for; the plan knows which."""
-    leaf = Leaf((), (1, 3, 4), str(dtype).removeprefix("torch."), layout="NCL")
+    leaf = TensorInfo((), (1, 3, 4), str(dtype).removeprefix("torch."), layout="NCL")
     value = torch.arange(24).reshape(2, 3, 4).to(dtype)
     how = Reduction(pool=pool, dtype="float16")
     found = reduce(value, leaf, how).values
@@ -139,7 +139,7 @@ def test_whole_numbers(pool: Pool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_normalize(pool: Pool, dtype: torch.dtype) -> None:
     """``normalize`` gives rows of length one, and zero where a row is zero."""
-    leaf = Leaf((), (1, 5, 6), str(dtype).removeprefix("torch."), layout="NCL")
+    leaf = TensorInfo((), (1, 5, 6), str(dtype).removeprefix("torch."), layout="NCL")
     value = values((3, 5, 6), dtype)
     value[1] = 0
     how = Reduction(pool=pool, normalize=True)
@@ -193,7 +193,9 @@ def test_shapes_and_bytes_are_predicted(name: str) -> None:
             continue
         found = reduce(value, item.leaf, how)
         capture = Capture(POINT, item.leaf, how)
-        assert tuple(found.values.shape) == capture.shape(item.rows) == reduced_shape(item.leaf, how, item.rows), how
+        assert (
+            tuple(found.values.shape) == capture.shape(item.rows) == compute_reduced_shape(item.leaf, how, item.rows)
+        ), how
         assert f"torch.{capture.dtype}" == str(found.values.dtype), how
         scale = 0 if found.scale is None else found.scale.nbytes
         assert found.values.nbytes + scale == capture.nbytes(item.rows), how
@@ -201,7 +203,7 @@ def test_shapes_and_bytes_are_predicted(name: str) -> None:
 
 def test_a_tensor_without_axes() -> None:
     """A scalar comes through, in every reply dtype, and takes the bytes that were predicted."""
-    leaf = Leaf((), (), "float32", row_axis=None)
+    leaf = TensorInfo((), (), "float32", row_axis=None)
     dtypes: list[ReplyDType] = ["float32", "float16", "int8"]
     for dtype in dtypes:
         found = reduce(torch.tensor(2.5), leaf, Reduction(dtype=dtype))
@@ -214,7 +216,7 @@ def test_a_tensor_without_axes() -> None:
 def test_int8_error(rows: list[list[float]]) -> None:
     """An int8 result times its scale is within half a step of the value; the largest of each row is exact."""
     value = torch.tensor(rows)
-    found = reduce(value, Leaf((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
+    found = reduce(value, TensorInfo((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
     assert found.scale is not None
     assert (found.values.dtype, found.scale.dtype, found.scale.shape) == (torch.int8, torch.float32, (len(rows),))
     back = found.values.double() * found.scale.double()[:, None]
@@ -224,7 +226,7 @@ def test_int8_error(rows: list[list[float]]) -> None:
 
 def test_int8_of_zeros() -> None:
     """A row of zeros is zeros, and its scale a normal number, also where denormal ones count as zero."""
-    found = reduce(torch.zeros(2, 3), Leaf((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
+    found = reduce(torch.zeros(2, 3), TensorInfo((), (1, 3), "float32", layout="NC"), Reduction(dtype="int8"))
     assert found.scale is not None
     assert float(found.scale.min()) >= torch.finfo(torch.float32).tiny
     assert found.values.tolist() == [[0, 0, 0], [0, 0, 0]]
@@ -232,7 +234,7 @@ def test_int8_of_zeros() -> None:
 
 def test_int8_scales_are_of_each_row() -> None:
     """One row's scale does not depend on another's size."""
-    leaf = Leaf((), (1, 2, 3), "float32", layout="NTC")
+    leaf = TensorInfo((), (1, 2, 3), "float32", layout="NTC")
     value = values((3, 2, 3))
     alone = reduce(value[:1], leaf, Reduction(dtype="int8"))
     value[1] *= 1e6
@@ -247,7 +249,7 @@ def test_int8_scales_are_of_each_row() -> None:
 @pytest.mark.parametrize("pool", ["none", "flatten", "cls", "mean", "max"])
 def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
     """A result is no view: it takes its own size, is contiguous, and does not change with the model's tensor."""
-    leaf = Leaf((), (1, 1, 4), "float32", layout="NTC", prefix=1 if pool == "cls" else 0)
+    leaf = TensorInfo((), (1, 1, 4), "float32", layout="NTC", prefix=1 if pool == "cls" else 0)
     storage = values((2, 197, 4))
     views = {
         "slice": storage[:, :1],
@@ -267,7 +269,7 @@ def test_results_own_their_memory(pool: Pool, dtype: ReplyDType) -> None:
 
 def test_channels_last_memory_comes_out_in_c_order() -> None:
     """The order of a tensor's memory has no bearing on a result."""
-    leaf = Leaf((), (1, 3, 4, 5), "float32", layout="NCHW")
+    leaf = TensorInfo((), (1, 3, 4, 5), "float32", layout="NCHW")
     value = values((2, 3, 4, 5))
     found = reduce(value.contiguous(memory_format=torch.channels_last), leaf, Reduction()).values
     assert found.stride() == (60, 20, 5, 1)
@@ -277,7 +279,7 @@ def test_channels_last_memory_comes_out_in_c_order() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_every_float_becomes_the_reply_dtype(dtype: torch.dtype) -> None:
     """A model's own dtype never reaches the reply: bfloat16 has no numpy type."""
-    leaf = Leaf((), (1, 3), str(dtype).removeprefix("torch."), layout="NC")
+    leaf = TensorInfo((), (1, 3), str(dtype).removeprefix("torch."), layout="NC")
     value = values((2, 3), dtype)
     for reply, wanted in (("float32", torch.float32), ("float16", torch.float16)):
         found = reduce(value, leaf, Reduction(dtype=reply)).values  # type: ignore[arg-type]
@@ -329,14 +331,14 @@ def test_padding_is_left_in_elsewhere() -> None:
     other = values((3, 5, 4, 3))
     mean = Reduction(pool="mean")
     assert torch.equal(reduce(other, grid, mean, REAL).values, reduce(other, grid, mean).values)
-    longer = Leaf((), (1, 7, 5), "float32", layout="NTC")
+    longer = TensorInfo((), (1, 7, 5), "float32", layout="NTC")
     more = values((3, 7, 5))
     assert torch.equal(reduce(more, longer, mean, REAL).values, reduce(more, longer, mean).values)
 
 
 def test_nothing_left_to_pool() -> None:
     """A row of a class token alone has no mean of the others."""
-    leaf = Leaf((), (1, 2, 5), "float32", layout="NTC", prefix=1, token_axes=(1,))
+    leaf = TensorInfo((), (1, 2, 5), "float32", layout="NTC", prefix=1, token_axes=(1,))
     with pytest.raises(InputError, match="nothing to pool"):
         reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean"), torch.tensor([[True, False]]))
     found = reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean_all"), torch.tensor([[True, False]]))

@@ -14,7 +14,14 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
-from layertap.models.preprocess import enough, from_timm, from_torchvision, output_size, preprocess, resized_size
+from layertap.models.preprocess import (
+    compute_least_size,
+    compute_output_size,
+    compute_resized_size,
+    from_timm,
+    from_torchvision,
+    preprocess,
+)
 from layertap.models.spec import PreprocessSpec
 
 
@@ -50,7 +57,7 @@ def test_equals_torchvision_bit_for_bit(spec: PreprocessSpec, image: Image.Image
     assert torch.equal(result, BY_SPEC[spec].transforms()(image))
     assert result.dtype == torch.float32
     assert result.is_contiguous()
-    assert output_size(spec) in (None, tuple(result.shape[1:]))
+    assert compute_output_size(spec) in (None, tuple(result.shape[1:]))
 
 
 def test_presets_differ_enough_to_prove_something() -> None:
@@ -116,12 +123,12 @@ def test_no_steps_only_scale() -> None:
 def test_resized_size_is_known_beforehand(resize: int | tuple[int, int] | None, size: tuple[int, int]) -> None:
     """The width and height said beforehand are those of the image the resize step makes."""
     spec = PreprocessSpec(resize=resize)
-    assert resized_size(spec, *size) == tuple(preprocess(noise(*size), spec).shape[:0:-1])
+    assert compute_resized_size(spec, *size) == tuple(preprocess(noise(*size), spec).shape[:0:-1])
 
 
 def test_thin_image_is_known_to_grow() -> None:
     """A 1 x 20000 image is known to become a thousand million pixels if its short side were resized."""
-    assert resized_size(PreprocessSpec(resize=256), 1, 20_000) == (256, 256 * 20_000)
+    assert compute_resized_size(PreprocessSpec(resize=256), 1, 20_000) == (256, 256 * 20_000)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +145,4 @@ def test_thin_image_is_known_to_grow() -> None:
 )
 def test_enough(how: dict[str, Any], least: tuple[int, int] | None) -> None:
     """A picture may be decoded at twice what it is resized to; in full where it is not resized smoothly."""
-    assert enough(PreprocessSpec(**how), 4000, 3000) == least
+    assert compute_least_size(PreprocessSpec(**how), 4000, 3000) == least

@@ -10,9 +10,9 @@ import pytest
 from torch import nn
 
 from layertap.models.errors import LoadError, UnknownModelError
-from layertap.models.plan import resolve
+from layertap.models.plan import make_plan
 from layertap.models.registry import Registry
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
 from tests.nets import batch
@@ -114,7 +114,7 @@ def test_unloaded_is_freed() -> None:
     """Nothing holds an unloaded model's module: its memory is free at once, also after it ran."""
     registry = Registry([net_spec("resnet")])
     model = registry.load("resnet")
-    plan = resolve([parse("layer1"), parse("bn1:input")], model.catalog)
+    plan = make_plan([parse_selector("layer1"), parse_selector("bn1:input")], model.catalog)
     model.extract(batch(model.inputs, 2), plan, model.catalog, 1)
     module = weakref.ref(model.module)
     del model

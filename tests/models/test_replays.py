@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled import Compiled
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Plan, resolve
-from layertap.models.replays import Replay, Replays
-from layertap.models.selectors import parse
-from layertap.models.union import Share
-from layertap.models.warm.checking import check
+from layertap.models.compiled import CompiledPlan
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Plan, make_plan
+from layertap.models.replays import CudaGraph, CudaGraphs
+from layertap.models.selectors import parse_selector
+from layertap.models.union import RequestSlice
+from layertap.models.warm.checking import check_against_hooks
 from layertap.models.warm.compiling import WarmError
 from tests.conftest import net_spec
 from tests.nets import batch
@@ -54,25 +54,25 @@ class Again:
             place.copy_(value)
 
 
-def kept(graph: Any, shape: tuple[int, ...], rows: int, pool: Tensor | None = None) -> Replay:
+def kept(graph: Any, shape: tuple[int, ...], rows: int, pool: Tensor | None = None) -> CudaGraph:
     """A replay of so many rows."""
     inputs = (torch.full((rows, *shape), torch.nan),)
     outputs = tuple(torch.full_like(value, torch.nan) for value in graph.run(list(inputs)))
-    return Replay(rows, inputs, outputs, Again(graph, inputs, outputs), pool)
+    return CudaGraph(rows, inputs, outputs, Again(graph, inputs, outputs), pool)
 
 
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
-    return load(net_spec("Chain"), 2, 1)
+    return load_model(net_spec("Chain"), 2, 1)
 
 
 @pytest.fixture
 def plan(model: LoadedModel) -> Plan:
-    return resolve([parse(text) for text in LAYERS], model.catalog)
+    return make_plan([parse_selector(text) for text in LAYERS], model.catalog)
 
 
 @pytest.fixture
-def graphs(model: LoadedModel, plan: Plan) -> Compiled:
+def graphs(model: LoadedModel, plan: Plan) -> CompiledPlan:
     """Graphs that run the model with hooks of their own, and replays of them for each replica."""
     captures = tuple(result.capture for result in plan.results)
 
@@ -81,9 +81,9 @@ def graphs(model: LoadedModel, plan: Plan) -> Compiled:
         return [seen[each.point.layer, each.point.call, each.point.path, each.point.site] for each in captures]
 
     one, several = Counted(run), Counted(run)
-    made = Compiled(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
+    made = CompiledPlan(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
     known = {
-        own: Replays([kept(one if size == 1 else several, model.shapes[0], size) for size in reversed(SIZES)])
+        own: CudaGraphs([kept(one if size == 1 else several, model.shapes[0], size) for size in reversed(SIZES)])
         for own in model.replicas
     }
     one.rows.clear()
@@ -91,18 +91,18 @@ def graphs(model: LoadedModel, plan: Plan) -> Compiled:
     return replace(made, replays=known)
 
 
-def ran(graphs: Compiled) -> list[int]:
-    assert isinstance(graphs.one, Counted)
-    assert isinstance(graphs.several, Counted)
-    return [*graphs.one.rows, *graphs.several.rows]
+def ran(graphs: CompiledPlan) -> list[int]:
+    assert isinstance(graphs.single_row, Counted)
+    assert isinstance(graphs.batch, Counted)
+    return [*graphs.single_row.rows, *graphs.batch.rows]
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 9), (20, 20)])
-def test_filled_up(model: LoadedModel, plan: Plan, graphs: Compiled, rows: int, size: int) -> None:
+def test_filled_up(model: LoadedModel, plan: Plan, graphs: CompiledPlan, rows: int, size: int) -> None:
     """A batch runs in the next size, one that is larger than all as it is; its rows are those of hooks."""
     part = batch(model.inputs, rows, seed=rows)
-    share = Share(0, rows, plan.captures)
-    found = model.run(model.replicas[0], [part], [share], compiled=graphs).of(share)
+    share = RequestSlice(0, rows, plan.captures)
+    found = model.run(model.replicas[0], [part], [share], compiled=graphs).select(share)
     assert ran(graphs) == [size]
     seen = record(model.module, *part.values())
     for capture in graphs.captures:
@@ -110,36 +110,36 @@ def test_filled_up(model: LoadedModel, plan: Plan, graphs: Compiled, rows: int, 
         torch.testing.assert_close(found[capture].values, expected)
 
 
-def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
     """What is filled up to a number already goes on to the next size."""
     part = batch(model.inputs, 1, seed=1)
-    share = Share(0, 1, plan.captures)
+    share = RequestSlice(0, 1, plan.captures)
     model.run(model.replicas[0], [part], [share], 3, None, graphs)
     assert ran(graphs) == [4]
 
 
-def test_results_last(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+def test_results_last(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
     """What one batch gave is not overwritten by the next of its size, nor is what was sent."""
     parts = [batch(model.inputs, 3, seed=seed) for seed in (1, 2)]
     sent = [{name: value.clone() for name, value in part.items()} for part in parts]
-    share = Share(0, 3, plan.captures)
-    one, other = [model.run(model.replicas[0], [part], [share], compiled=graphs).of(share) for part in parts]
-    (again,) = [model.run(model.replicas[0], [part], [share], compiled=graphs).of(share) for part in parts[:1]]
+    share = RequestSlice(0, 3, plan.captures)
+    one, other = [model.run(model.replicas[0], [part], [share], compiled=graphs).select(share) for part in parts]
+    (again,) = [model.run(model.replicas[0], [part], [share], compiled=graphs).select(share) for part in parts[:1]]
     for capture in plan.captures:
         assert torch.equal(one[capture].values, again[capture].values)
         assert not torch.equal(one[capture].values, other[capture].values)
     assert all(torch.equal(part[name], kept[name]) for part, kept in zip(parts, sent, strict=True) for name in part)
 
 
-def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
     """Each gets its own rows of a batch that was filled up."""
     pieces = [batch(model.inputs, count, seed=count) for count in (1, 3, 2)]
-    shares = [Share(0, 1, plan.captures), Share(1, 4, plan.captures), Share(4, 6, plan.captures)]
+    shares = [RequestSlice(0, 1, plan.captures), RequestSlice(1, 4, plan.captures), RequestSlice(4, 6, plan.captures)]
     taken = model.run(model.replicas[1], pieces, shares, compiled=graphs)
     assert ran(graphs) == [8]
     for piece, share in zip(pieces, shares, strict=True):
         seen = record(model.module, *piece.values())
-        for capture, found in taken.of(share).items():
+        for capture, found in taken.select(share).items():
             expected = seen[capture.point.layer, capture.point.call, capture.point.path, capture.point.site]
             torch.testing.assert_close(found.values, expected)
 
@@ -147,7 +147,7 @@ def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: Compil
 def test_one_at_a_time() -> None:
     """Replays of a replica share memory: from many threads, each gets what comes of its own rows."""
     doubled = Counted(lambda rows: [rows * 2])
-    replays = Replays([kept(doubled, (50_000,), size) for size in (1, 2)])
+    replays = CudaGraphs([kept(doubled, (50_000,), size) for size in (1, 2)])
     asked = [torch.full((1 + number % 2, 50_000), float(number)) for number in range(200)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda rows: replays.run([rows])[0], asked))
@@ -155,30 +155,30 @@ def test_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.01])
-def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: Compiled, shift: float) -> None:
+def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: CompiledPlan, shift: float) -> None:
     """Replays are compared with the hooked forward: one that gives other numbers is found, for any of its sizes."""
-    wrong = Counted(lambda rows: [value + shift for value in graphs.several.run([rows])])
+    wrong = Counted(lambda rows: [value + shift for value in graphs.batch.run([rows])])
     own = model.replicas[0]
-    known = Replays([kept(wrong if size == 8 else graphs.several, model.shapes[0], size) for size in SIZES])
+    known = CudaGraphs([kept(wrong if size == 8 else graphs.batch, model.shapes[0], size) for size in SIZES])
     changed = replace(graphs, replays={own: known})
-    check(model, plan, changed, own, (1, 2, 4))
+    check_against_hooks(model, plan, changed, own, (1, 2, 4))
     if not shift:
-        check(model, plan, changed, own, (5, 8))
+        check_against_hooks(model, plan, changed, own, (5, 8))
         return
     with pytest.raises(WarmError, match="other numbers"):
-        check(model, plan, changed, own, (1, 2, 5))
+        check_against_hooks(model, plan, changed, own, (1, 2, 5))
 
 
-def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: Compiled) -> None:
+def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
     """A graph whose outputs are overwritten by its next run is none that may answer."""
 
-    class Reused(Replays):
+    class Reused(CudaGraphs):
         def run(self, inputs: Any) -> list[Tensor]:
             known = self._known[len(inputs[0])]
             super().run(inputs)
             return list(known.outputs)
 
     own = model.replicas[0]
-    known = Reused([kept(graphs.several, model.shapes[0], 4)])
+    known = Reused([kept(graphs.batch, model.shapes[0], 4)])
     with pytest.raises(WarmError, match="other numbers"):
-        check(model, plan, replace(graphs, replays={own: known}), own, (2, 4))
+        check_against_hooks(model, plan, replace(graphs, replays={own: known}), own, (2, 4))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models import hooks, replica
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Capture, resolve
-from layertap.models.selectors import parse
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Capture, make_plan
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.conftest import net_spec
 from tests.nets import Chain, Tied, batch, resnet
 from tests.oracle import record
@@ -33,14 +33,14 @@ def here(factory: str, inputs: tuple[InputSpec, ...] = FOUR) -> ModelSpec:
 
 
 def wanted(model: LoadedModel, *texts: str) -> dict[str, Capture]:
-    plan = resolve([parse(text) for text in texts], model.catalog)
+    plan = make_plan([parse_selector(text) for text in texts], model.catalog)
     return {result.key: result.capture for result in plan.results}
 
 
 def extract(model: LoadedModel, number: int, x: dict[str, Tensor], captures: dict[str, Capture]) -> dict[str, Tensor]:
     """What one replica gives."""
-    share = Share(0, len(next(iter(x.values()))), frozenset(captures.values()))
-    found = model.run(model.replicas[number], [x], [share]).of(share)
+    share = RequestSlice(0, len(next(iter(x.values()))), frozenset(captures.values()))
+    found = model.run(model.replicas[number], [x], [share]).select(share)
     return {key: found[capture].values for key, capture in captures.items()}
 
 
@@ -56,7 +56,7 @@ def tensors(module: nn.Module) -> list[Tensor]:
 )
 def test_replicas(name: str) -> None:
     """Other modules over the same parameters and buffers; each gives what an offline hook sees."""
-    model = load(net_spec(name), replicas=3)
+    model = load_model(net_spec(name), replicas=3)
     first, *others = (each.module for each in model.replicas)
     assert len(others) == 2
     assert model.module is first
@@ -79,7 +79,7 @@ def test_replicas(name: str) -> None:
 
 def test_tied_parts_stay_tied() -> None:
     """One module under two names is one in a replica too, and gives its calls under both."""
-    model = load(net_spec("Tied"), replicas=2)
+    model = load_model(net_spec("Tied"), replicas=2)
     twin = model.replicas[1].module
     assert isinstance(twin, Tied)
     assert twin.encode is twin.decode
@@ -94,19 +94,19 @@ def test_tied_parts_stay_tied() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_as_many_as_asked_for(count: int) -> None:
-    assert len(load(net_spec("Chain"), replicas=count).replicas) == count
+    assert len(load_model(net_spec("Chain"), replicas=count).replicas) == count
 
 
 def test_one_replica_unless_asked() -> None:
     """It is the module itself."""
-    model = load(net_spec("Chain"))
+    model = load_model(net_spec("Chain"))
     assert [each.module for each in model.replicas] == [model.module]
 
 
 def test_of_a_module() -> None:
     module = resnet()
     module.conv1.register_forward_hook(lambda *_: None)
-    own = replica.of(module)
+    own = replica.create_replica(module)
     assert own.module is module
     assert (own.own_hooks, own.hooks) == (1, 0)
 
@@ -114,7 +114,7 @@ def test_of_a_module() -> None:
 def test_a_weight_that_changes_in_one_changes_in_all() -> None:
     """There is one weight."""
     module = Chain()
-    twin = replica.copied(module)
+    twin = replica.copy_module(module)
     assert isinstance(twin, Chain)
     with torch.no_grad():
         module.conv.weight.fill_(3.0)
@@ -138,10 +138,10 @@ class Heavy(nn.Module):
 def test_no_weight_is_stored_twice() -> None:
     """With four replicas as many large tensors are alive as with one."""
     before = _alive()
-    model = load(here("Heavy"))
+    model = load_model(here("Heavy"))
     weights = sum(tensor.nbytes for tensor in tensors(model.module))
     assert _alive() - before == weights
-    model = load(here("Heavy"), replicas=4)
+    model = load_model(here("Heavy"), replicas=4)
     assert len(model.replicas) == 4
     assert _alive() - before == weights
 
@@ -159,7 +159,7 @@ def _alive() -> int:
 
 def test_hooks_are_counted_over_all_replicas() -> None:
     """A hook on any part of any replica counts, wherever it is."""
-    model = load(net_spec("Chain"), replicas=3)
+    model = load_model(net_spec("Chain"), replicas=3)
     handles = [each.module.register_forward_hook(lambda *_: None) for each in model.replicas]
     handles += [model.replicas[2].module.get_submodule("conv").register_forward_pre_hook(lambda *_: None)]
     assert model.hooks == 4
@@ -179,9 +179,9 @@ class Hooked(Chain):
 
 def test_hooks_that_a_module_brings_along() -> None:
     """Each replica has them, they work there, and they are not counted."""
-    model = load(replace(here("Hooked"), inputs=net_spec("Chain").inputs), replicas=2)
+    model = load_model(replace(here("Hooked"), inputs=net_spec("Chain").inputs), replicas=2)
     assert len(model.replicas) == 2
-    assert [hooks.count(each.module) for each in model.replicas] == [1, 1]
+    assert [hooks.count_hooks(each.module) for each in model.replicas] == [1, 1]
     assert [each.own_hooks for each in model.replicas] == [1, 1]
     assert model.hooks == 0
     rows = batch(model.inputs, 2)
@@ -190,7 +190,7 @@ def test_hooks_that_a_module_brings_along() -> None:
         torch.testing.assert_close(
             extract(model, number, rows, wanted(model, "conv"))["conv"], truth["conv", 0, (), "output"]
         )
-    assert [hooks.count(each.module) for each in model.replicas] == [1, 1]
+    assert [hooks.count_hooks(each.module) for each in model.replicas] == [1, 1]
 
 
 # Two threads
@@ -211,7 +211,7 @@ MIDDLE = {"Chain": "conv", "bottlenecks": "layer1"}  # runs once, whatever is as
 @pytest.mark.parametrize("name", ROUNDS)
 def test_two_threads_at_once(name: str) -> None:
     """Two forwards that are halfway at the same moment, with hooks of different requests: each gets its own."""
-    model = load(net_spec(name), replicas=2)
+    model = load_model(net_spec(name), replicas=2)
     inputs = [batch(model.inputs, 1 + seed % 2, seed) for seed in range(4)]
     truth = [record(model.module, *rows.values()) for rows in inputs]
     asked = [wanted(model, *texts) for texts in LAYERS[name]]
@@ -405,7 +405,7 @@ ONLY_ONCE = (
 @pytest.mark.parametrize("name", ONLY_ONCE)
 def test_one_replica_only(name: str) -> None:
     """What can't be run by two threads at once is loaded for one, and runs."""
-    model = load(here(name), replicas=2)
+    model = load_model(here(name), replicas=2)
     assert len(model.replicas) == 1
     rows = batch(model.inputs, 2)
     found = extract(model, 0, rows, wanted(model, "linear"))["linear"]
@@ -444,7 +444,7 @@ class Lists(Plain):
 @pytest.mark.parametrize("name", ["Plain", "Cached", "Lists", "Heavy"])
 def test_two_replicas(name: str) -> None:
     """A cache that a forward left behind, and a state that is copied along, keep nobody from having two."""
-    model = load(here(name), replicas=2)
+    model = load_model(here(name), replicas=2)
     assert len(model.replicas) == 2
     rows = batch(model.inputs, 2)
     one, two = (extract(model, number, rows, wanted(model, "."))["."] for number in range(2))
@@ -456,6 +456,6 @@ def test_copied_tells_what_it_could_not_do(make: Callable[[], nn.Module]) -> Non
     """None where there is no second tree over the same tensors; the module is as it was."""
     module = make().eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    assert replica.copied(module) is None
+    assert replica.copy_module(module) is None
     assert all(value.equal(before[name]) for name, value in module.state_dict().items())
-    assert hooks.count(module) == 0
+    assert hooks.count_hooks(module) == 0

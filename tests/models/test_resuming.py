@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models import fingerprint
 from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Plan, resolve
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Objective, Selector
-from layertap.models.resuming import Resumption, start_of
-from layertap.models.selectors import parse
+from layertap.models.resuming import Resumption, find_start
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import Key, record
@@ -31,16 +31,16 @@ ROW = InputSpec("x", (4,))
 
 
 def resumed(model: LoadedModel, layer: str) -> Resumption:
-    return model.resumption(*start_of(parse(layer), model.catalog))
+    return model.resumption(*find_start(parse_selector(layer), model.catalog))
 
 
 def plan_of(known: Resumption, *texts: str, objective: Objective | None = None) -> Plan:
-    return resolve([Selector(**vars(parse(text))) for text in texts], known.catalog, (), objective)
+    return make_plan([Selector(**vars(parse_selector(text))) for text in texts], known.catalog, (), objective)
 
 
 def ours(model: LoadedModel, known: Resumption, given: Tensor, plan: Plan, replica: int = 0) -> dict[str, Tensor]:
-    share = Share(0, len(given), plan.captures, plan.edits, plan.goal)
-    taken = model.run(model.replicas[replica], [{"given": given}], [share], None, known).of(share)
+    share = RequestSlice(0, len(given), plan.captures, plan.resolved_interventions, plan.objective)
+    taken = model.run(model.replicas[replica], [{"given": given}], [share], None, known).select(share)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
@@ -51,7 +51,7 @@ def points(known: Resumption) -> set[Key]:
         for layer in known.catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site, moment in (("input", call.input), ("output", call.output))
-        for leaf in moment.leaves
+        for leaf in moment.tensors
     }
 
 
@@ -99,7 +99,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def loaded() -> Callable[[str], LoadedModel]:
     """Each model once."""
-    return cache(lambda net: load(net_spec(net), 2))
+    return cache(lambda net: load_model(net_spec(net), 2))
 
 
 @pytest.mark.parametrize(("net", "layer"), CASES)
@@ -282,13 +282,13 @@ class Look(nn.Module):
 
 def test_numbers_outside_of_tensors() -> None:
     """What a standing module returned beside tensors is of another input: what hangs on it is not offered."""
-    known = resumed(load(own("Peeks")), "first")
+    known = resumed(load_model(own("Peeks")), "first")
     assert {layer for layer, *_ in points(known)} == {"first", "second"}
 
 
 def test_buffers_are_left_alone() -> None:
     """A model that writes to its buffers as it runs would keep what is no number: it is refused, and restored."""
-    model = load(own("Counts"))
+    model = load_model(own("Counts"))
     before = model.module.get_buffer("seen").clone()
     with pytest.raises(SelectorError, match="can't be resumed"):
         resumed(model, "first")
@@ -309,9 +309,9 @@ class Aside(nn.Module):
 
 def test_zero_where_nothing_flows() -> None:
     """A gradient that is zero is so in a forward that goes on from a layer too."""
-    model = load(own("Aside"))
+    model = load_model(own("Aside"))
     known = resumed(model, "first")
-    objective = Objective("layer", selector=parse("main"))
+    objective = Objective("layer", selector=parse_selector("main"))
     found = ours(model, known, torch.ones(2, 4), plan_of(known, "side:grad_output", objective=objective))
     assert torch.equal(found["side:grad_output"], torch.zeros(2, 4))
 
@@ -344,7 +344,7 @@ class Masks(nn.Module):
 
 def test_masks_and_whole_numbers_are_no_answer() -> None:
     """What hangs on a mask that is false in every trial is not offered; what hangs on its shape only, is."""
-    model = load(own("Masks"))
+    model = load_model(own("Masks"))
     known = resumed(model, "first")
     large, plain = torch.full((1, 4), 2e4), torch.ones(1, 4)
     given = model.module.get_submodule("first")(plain)
@@ -375,7 +375,7 @@ class EndOfText(nn.Module):
 
 def test_tokens_are_no_answer() -> None:
     """The model's inputs are hollow too: what is looked up by them is not offered."""
-    known = resumed(load(own("EndOfText", InputSpec("ids", (6,), "int64", (0, 50_000)))), "first")
+    known = resumed(load_model(own("EndOfText", InputSpec("ids", (6,), "int64", (0, 50_000)))), "first")
     assert {layer for layer, *_ in points(known)} == {"first"}
 
 
@@ -394,9 +394,9 @@ class Long(nn.Module):
 
 def test_starts_differ_however_long_their_names() -> None:
     """Fingerprints hang on where a forward began: on the whole name, not on what of it is shown."""
-    model = load(own("Long"))
+    model = load_model(own("Long"))
     one, other = (
-        fingerprint.of_changes((), resumed(model, name).catalog.start) for name in sorted(model.catalog.layers)[-2:]
+        fingerprint.digest_changes((), resumed(model, name).catalog.start) for name in sorted(model.catalog.layers)[-2:]
     )
     assert one is not None
     assert one != other
@@ -426,7 +426,7 @@ class Crowded(Fussy):
 
 def test_tried_once() -> None:
     """A layer that can't be resumed from is not tried again and again."""
-    model = load(own("Fussy"))
+    model = load_model(own("Fussy"))
     with pytest.raises(SelectorError, match="can't be resumed from 'first'"):
         resumed(model, "first")
     ran = model.module.ran
@@ -437,7 +437,7 @@ def test_tried_once() -> None:
 
 def test_want_of_memory_is_no_refusal() -> None:
     """It says nothing of the layer, so it is tried again."""
-    model = load(own("Crowded"))
+    model = load_model(own("Crowded"))
     with pytest.raises(OutOfMemoryError):
         resumed(model, "first")
     ran = model.module.ran
@@ -493,7 +493,7 @@ class Larger(nn.Module):
 @pytest.mark.parametrize("factory", ["Remembers", "Compares"])
 def test_what_hides_in_a_forward(factory: str) -> None:
     """What a part kept of its last forward, or a comparison that was false, is of other rows: it is not offered."""
-    known = resumed(load(own(factory)), "first")
+    known = resumed(load_model(own(factory)), "first")
     assert {path for layer, _, path, _ in points(known) if layer == "."} == {("0",)}
     assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
 
@@ -515,7 +515,7 @@ class Replaces(nn.Module):
 
 def test_buffers_are_put_back() -> None:
     """Also where they are other tensors, of other shapes, or others than before."""
-    model = load(own("Replaces"))
+    model = load_model(own("Replaces"))
     before = dict(model.module.named_buffers())
     copies = {name: buffer.clone() for name, buffer in before.items()}
     with pytest.raises(SelectorError, match="can't be resumed"):
@@ -545,10 +545,10 @@ class Fine(nn.Module):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_layer_finer_than_the_model(dtype: Any) -> None:
     """What is sent is not rounded to the model's dtype."""
-    model = load(replace(own("Finer"), dtype=dtype))
+    model = load_model(replace(own("Finer"), dtype=dtype))
     known = resumed(model, "first")
     given = torch.tensor([[1.0009, -0.30003, 1e6, 3e-9]])
     found = ours(model, known, given, plan_of(known, "first", "second"))
     assert all(torch.equal(value, given) for value in found.values())
-    takes = model.taking(known.takes)
+    takes = model.with_inputs(known.takes)
     assert takes.dtype is torch.float32

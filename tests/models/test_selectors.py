@@ -11,10 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layertap.models.catalog import Call, Catalog, Layer, Leaf, Moment
+from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError, UnknownLayerError
-from layertap.models.points import SITES, Selector, path_text
-from layertap.models.selectors import MAX_TEXT, Found, find, glob_match, parse, parse_call, parse_path, parse_site
+from layertap.models.points import SITES, Selector, format_path
+from layertap.models.selectors import (
+    MAX_TEXT,
+    SelectorMatch,
+    find_matches,
+    matches_glob,
+    parse_call,
+    parse_path,
+    parse_selector,
+    parse_site,
+)
 
 GOOD = {
     "layer4": ("layer4", None, None, "output"),
@@ -76,7 +85,7 @@ BAD = {
 @pytest.mark.parametrize("text", GOOD)
 def test_good_texts(text: str) -> None:
     """Every part of the grammar is read, and nothing else is special."""
-    selector = parse(text)
+    selector = parse_selector(text)
     assert (selector.pattern, selector.call, selector.path, selector.site) == GOOD[text]
     assert selector.text == text
     assert selector.type is None
@@ -86,20 +95,20 @@ def test_good_texts(text: str) -> None:
 def test_bad_texts(text: str) -> None:
     """What does not fit the grammar is refused with what is wrong and, cut and escaped, what was written."""
     with pytest.raises(SelectorError, match=re.escape(BAD[text] or "")) as caught:
-        parse(text)
+        parse_selector(text)
     assert len(caught.value.detail) < 200
     assert caught.value.hint
 
 
 def test_only_the_last_colon_is_a_sites() -> None:
     """A colon within a name stays with the name."""
-    assert parse("a:input:input").pattern == "a:input"
+    assert parse_selector("a:input:input").pattern == "a:input"
 
 
 def test_messages_escape_what_they_quote() -> None:
     """Control characters and lone surrogates of a request do not get into a message."""
     with pytest.raises(SelectorError) as caught:
-        parse("a\n\x1b[31m\ud800#x")
+        parse_selector("a\n\x1b[31m\ud800#x")
     assert caught.value.detail.isascii()
     assert caught.value.detail.isprintable()
 
@@ -123,8 +132,8 @@ paths = st.none() | st.lists(keys, min_size=1, max_size=3).map(tuple)
 @given(names, calls, paths, st.sampled_from(["", ":output", ":input"]))
 def test_round_trip(name: str, call: int | str | None, path: tuple[str, ...] | None, site: str) -> None:
     """What is put together by the grammar is taken apart into the same parts."""
-    text = name + ("" if call is None else f"#{call}") + path_text(path or ()) + site
-    selector = parse(text)
+    text = name + ("" if call is None else f"#{call}") + format_path(path or ()) + site
+    selector = parse_selector(text)
     assert (selector.pattern, selector.call, selector.path) == (name, call, path)
     assert selector.site == (site[1:] or "output")
 
@@ -133,7 +142,7 @@ def test_round_trip(name: str, call: int | str | None, path: tuple[str, ...] | N
 def test_any_text_is_read_or_refused(text: str) -> None:
     """No text does anything but give a selector or a SelectorError."""
     try:
-        read = parse(text).pattern
+        read = parse_selector(text).pattern
     except SelectorError as error:
         read = error.detail
     assert read
@@ -146,7 +155,7 @@ few = st.text("ab.*?[", max_size=12)
 @given(few, few)
 def test_globs_by_fnmatch(pattern: str, name: str) -> None:
     """Globs agree with the standard library's, its brackets escaped."""
-    assert glob_match(pattern, name) == fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+    assert matches_glob(pattern, name) == fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 @settings(max_examples=300)
@@ -162,21 +171,23 @@ def test_globs_by_dynamic_programming(pattern: str, name: str) -> None:
                 table[i][j] = table[i - 1][j] or table[i][j - 1]
             else:
                 table[i][j] = table[i - 1][j - 1] and char in ("?", letter)
-    assert glob_match(pattern, name) == table[-1][-1]
+    assert matches_glob(pattern, name) == table[-1][-1]
 
 
 def test_a_glob_that_would_blow_up_a_regular_expression() -> None:
     """Many stars against a long name that does not fit take at most length times length steps."""
-    assert not glob_match("*a" * 200 + "b", "a" * 2000)
-    assert glob_match("*" * 500, "a" * 2000)
+    assert not matches_glob("*a" * 200 + "b", "a" * 2000)
+    assert matches_glob("*" * 500, "a" * 2000)
 
 
-def leaf(*path: str) -> Leaf:
-    return Leaf(path, (1, 4), "float32", layout="NC")
+def leaf(*path: str) -> TensorInfo:
+    return TensorInfo(path, (1, 4), "float32", layout="NC")
 
 
-def layer(name: str, kind: str, *calls: tuple[Leaf, ...]) -> Layer:
-    runs = tuple(Call(Moment(2 * k, 0.0, (leaf(),)), Moment(2 * k + 1, 0.0, out)) for k, out in enumerate(calls))
+def layer(name: str, kind: str, *calls: tuple[TensorInfo, ...]) -> Layer:
+    runs = tuple(
+        Call(CallBoundary(2 * k, 0.0, (leaf(),)), CallBoundary(2 * k + 1, 0.0, out)) for k, out in enumerate(calls)
+    )
     return Layer(name, kind, True, 0, runs, ())
 
 
@@ -199,9 +210,9 @@ CATALOG = Catalog(
 )
 
 
-def found(text: str, **fields: object) -> list[Found]:
-    selector = parse(text)
-    return find(Selector(**{**vars(selector), **fields}), CATALOG)[0]
+def found(text: str, **fields: object) -> list[SelectorMatch]:
+    selector = parse_selector(text)
+    return find_matches(Selector(**{**vars(selector), **fields}), CATALOG)[0]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +294,7 @@ def test_what_is_not_there(text: str, detail: str, hint: str) -> None:
 
 def test_silent_layers_that_a_glob_passes_over() -> None:
     """A glob leaves out layers that never run and says which."""
-    items, skipped = find(parse("*e*"), CATALOG)
+    items, skipped = find_matches(parse_selector("*e*"), CATALOG)
     assert [item.key for item in items] == ["block.relu#2"]
     assert skipped == ["silent", "head.silent"]
 
@@ -316,13 +327,13 @@ def test_documents() -> None:
         shown |= {name for query in IN_QUERY.findall(text) for name in unquote(query).split(",")}
     assert shown >= {".[attention_mask]:input", "head:input", "block2.relu#0", "blocks.*.attn:attention", "pool"}
     for text in shown:
-        parse(text)
+        parse_selector(text)
 
 
 @pytest.mark.parametrize("name", ["attention", "input", "output"])
 def test_layer_called_as_a_site(name: str) -> None:
     """A layer may have the name of a site, with a path too."""
-    selector = parse(f"{name}[0]")
+    selector = parse_selector(f"{name}[0]")
     assert (selector.pattern, selector.path, selector.site) == (name, ("0",), "output")
 
 
@@ -337,6 +348,6 @@ def test_layer_called_as_a_site(name: str) -> None:
 def test_site_before_path(text: str, typed: str) -> None:
     """A selector whose site stands before its path is refused with what to type."""
     with pytest.raises(SelectorError, match="the site stands before the path") as caught:
-        parse(text)
+        parse_selector(text)
     assert caught.value.hint == f"write '{typed}'"
-    assert parse(typed).path is not None
+    assert parse_selector(typed).path is not None

@@ -13,12 +13,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models import convnext_tiny
 
-from layertap.models.edits import goal_of
-from layertap.models.explanations import maps
+from layertap.models.edits import resolve_objective
+from layertap.models.explanations import find_map_layers
 from layertap.models.extractor import FeatureExtractor
 from layertap.models.points import HookPoint, Objective
-from layertap.models.selectors import parse
-from layertap.models.sensitivity import last_sensitive
+from layertap.models.selectors import parse_selector
+from layertap.models.sensitivity import find_last_sensitive
 from tests.nets import resnet, surveyed, swin, vit
 from tests.oracle import seeded
 
@@ -49,9 +49,9 @@ class NoGraphAtFirst(nn.Module):
 def looked_at(module: nn.Module, prefix: int = 0, objective: Objective | None = None) -> tuple[HookPoint, HookPoint]:
     """The layer that is chosen, and the last one that returns a map."""
     catalog = surveyed(module.requires_grad_(False), 3, 32, 32, prefix=prefix)
-    goal = goal_of(objective or Objective("logit", "top"), catalog)
-    found = maps(catalog, goal.point)
-    chosen = last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal)
+    goal = resolve_objective(objective or Objective("logit", "top"), catalog)
+    found = find_map_layers(catalog, goal.point)
+    chosen = find_last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal)
     assert chosen is not None
     return chosen[0], found[0][0]
 
@@ -107,7 +107,7 @@ def test_patches_have_no_gradient_later() -> None:
 
 def test_objective_of_a_layer() -> None:
     """It is the last before an objective that looks at a layer, whatever runs later."""
-    objective = Objective("layer", selector=parse("layer2"), channel=3)
+    objective = Objective("layer", selector=parse_selector("layer2"), channel=3)
     chosen, last = looked_at(resnet(), 0, objective)
     assert chosen.layer == last.layer == "layer2"
 
@@ -117,6 +117,6 @@ def test_no_layer_matters() -> None:
     module = vit().requires_grad_(False)
     nn.init.zeros_(module.heads.head.weight)
     catalog = surveyed(module, 3, 32, 32, prefix=1)
-    goal = goal_of(Objective("logit", 2), catalog)
-    found = maps(catalog, goal.point)
-    assert last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal) is None
+    goal = resolve_objective(Objective("logit", 2), catalog)
+    found = find_map_layers(catalog, goal.point)
+    assert find_last_sensitive(FeatureExtractor(module), lambda: module(ROW.clone()), found, goal) is None

@@ -15,15 +15,15 @@ from torchvision.models import get_model, get_model_weights
 
 from layertap.models.errors import LoadError
 from layertap.models.preprocess import from_torchvision
-from layertap.models.sources import Built, build, listed_architectures
+from layertap.models.sources import BuiltModel, build_model, list_default_architectures
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights import digest
+from layertap.models.weights import digest_weights
 
 VECTOR = (InputSpec("x", (4,)),)
 
 
-def built(source: str, weights: str | Path = "random:0", **fields: object) -> Built:
-    return build(ModelSpec("m", source, str(weights), **fields))  # type: ignore[arg-type]
+def built(source: str, weights: str | Path = "random:0", **fields: object) -> BuiltModel:
+    return build_model(ModelSpec("m", source, str(weights), **fields))  # type: ignore[arg-type]
 
 
 def refused(source: str, weights: str | Path = "random:0", **fields: object) -> LoadError:
@@ -81,9 +81,11 @@ def test_seeded_weights_are_the_architectures_own(name: str) -> None:
     """random:SEED is what get_model gives after manual_seed(SEED), every time, and another seed is another model."""
     first = built(f"torchvision:{name}", "random:3")
     assert (
-        digest(first.module) == digest(seeded_model(name, 3)) == digest(built(f"torchvision:{name}", "random:3").module)
+        digest_weights(first.module)
+        == digest_weights(seeded_model(name, 3))
+        == digest_weights(built(f"torchvision:{name}", "random:3").module)
     )
-    assert digest(first.module) != digest(built(f"torchvision:{name}", "random:4").module)
+    assert digest_weights(first.module) != digest_weights(built(f"torchvision:{name}", "random:4").module)
     assert first.weights == "random:3"
 
 
@@ -135,7 +137,7 @@ def test_default_weights_come_from_torchs_cache(cache: Path) -> None:
     for weights in ("DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.IMAGENET1K_V1"):
         model = built("torchvision:resnet18", weights)
         assert model.weights == "ResNet18_Weights.IMAGENET1K_V1"
-        assert digest(model.module) == digest(module)
+        assert digest_weights(model.module) == digest_weights(module)
         assert model.preprocess == from_torchvision(member.transforms())
 
 
@@ -169,7 +171,7 @@ def test_checkpoint_of_an_unreleased_model_gives_that_model(tmp_path: Path, name
     module = seeded_model(name, 1, **options)
     model = built(f"torchvision:{name}", save(module, tmp_path / f"mine{suffix}"))
     assert model.weights == f"mine{suffix}"
-    assert digest(model.module) == digest(module)
+    assert digest_weights(model.module) == digest_weights(module)
     image = torch.rand(2, 3, 96, 96)
     with torch.inference_mode():
         expected, result = module(image), model.module(image)
@@ -191,7 +193,7 @@ def test_released_file_is_built_as_torchvision_builds_it(cache: Path, tmp_path: 
     expected = get_model(name, weights=member, progress=False).eval()
     for weights in ("DEFAULT", tmp_path / file):
         module = built(f"torchvision:{name}", weights).module
-        assert digest(module) == digest(expected)
+        assert digest_weights(module) == digest_weights(expected)
         assert [part for part, _ in module.named_modules()] == [part for part, _ in expected.named_modules()]
         image = torch.rand(1, 3, 128, 128)
         with torch.inference_mode():
@@ -203,7 +205,7 @@ def test_checkpoint_without_googlenets_heads(tmp_path: Path) -> None:
     module = seeded_model("googlenet", 2, init_weights=True, aux_logits=False, transform_input=True)
     model = built("torchvision:googlenet", save(module, tmp_path / "tuned.pth"))
     assert model.module.transform_input is True
-    assert digest(model.module) == digest(module)
+    assert digest_weights(model.module) == digest_weights(module)
 
 
 def test_segmentation_checkpoint_with_auxiliary_head(tmp_path: Path) -> None:
@@ -226,7 +228,9 @@ def test_densenets_old_names_are_read(tmp_path: Path) -> None:
         old[block + layer + rest] = value
     assert old.keys() != module.state_dict().keys()
     torch.save(old, tmp_path / "densenet121-a639ec97.pth")
-    assert digest(built("torchvision:densenet121", tmp_path / "densenet121-a639ec97.pth").module) == digest(module)
+    assert digest_weights(
+        built("torchvision:densenet121", tmp_path / "densenet121-a639ec97.pth").module
+    ) == digest_weights(module)
 
 
 def test_transformer_takes_the_size_of_its_positions(tmp_path: Path) -> None:
@@ -274,7 +278,7 @@ def test_checkpoint_of_another_architecture(tmp_path: Path) -> None:
 
 def test_listed_architectures_are_the_classifiers() -> None:
     """The default configuration lists classification, and neither segmentation, video, detection nor int8."""
-    names = listed_architectures()
+    names = list_default_architectures()
     assert len(names) >= 80
     assert names == sorted(names)
     assert {"resnet50", "vit_b_16", "googlenet"} <= set(names)
@@ -282,7 +286,9 @@ def test_listed_architectures_are_the_classifiers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*listed_architectures(), "fcn_resnet101", "deeplabv3_resnet50", "s3d", "swin3d_b"])
+@pytest.mark.parametrize(
+    "name", [*list_default_architectures(), "fcn_resnet101", "deeplabv3_resnet50", "s3d", "swin3d_b"]
+)
 def test_every_architecture_is_built_without_a_warning(name: str) -> None:
     """Each offered architecture is built from a seed and takes the input that it states."""
     model = built(f"torchvision:{name}")
@@ -304,8 +310,8 @@ def test_timm_model_with_its_own_facts(ident: str, prefix: int) -> None:
     assert model.inputs == (InputSpec("x", tuple(model.module.pretrained_cfg["input_size"])),)
     assert model.module(torch.zeros(1, *model.inputs[0].shape)).shape[0] == 1
     assert model.prefix_tokens == prefix == getattr(model.module, "num_prefix_tokens", 0)
-    assert digest(model.module) == digest(built(f"timm:{ident}", "random:3").module)
-    assert digest(model.module) != digest(built(f"timm:{ident}", "random:4").module)
+    assert digest_weights(model.module) == digest_weights(built(f"timm:{ident}", "random:3").module)
+    assert digest_weights(model.module) != digest_weights(built(f"timm:{ident}", "random:4").module)
 
 
 def test_timm_tag_and_checkpoint(tmp_path: Path) -> None:
@@ -314,7 +320,7 @@ def test_timm_tag_and_checkpoint(tmp_path: Path) -> None:
     module = timm.create_model("vit_tiny_patch16_224", num_classes=21843)
     model = built(source, save(module, tmp_path / "v.safetensors"))
     assert (model.weights, model.architecture) == ("v.safetensors", source)
-    assert digest(model.module) == digest(module)
+    assert digest_weights(model.module) == digest_weights(module)
 
 
 @pytest.mark.parametrize(
@@ -367,9 +373,9 @@ def test_factory_with_each_kind_of_weights(tmp_path: Path) -> None:
     module = built("python:operators_models:linear", "random:1", inputs=VECTOR).module
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        assert digest(nn.Linear(4, 2)) == digest(module)
+        assert digest_weights(nn.Linear(4, 2)) == digest_weights(module)
     model = built("python:operators_models:linear", save(module, tmp_path / "l.pth"), inputs=VECTOR)
-    assert digest(model.module) == digest(module)
+    assert digest_weights(model.module) == digest_weights(module)
     assert (model.inputs, model.preprocess, model.prefix_tokens) == (VECTOR, None, 0)
     assert built("python:operators_models:tokens", "random:1", inputs=VECTOR).prefix_tokens == 5
 

@@ -11,16 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.catalog import Catalog, Leaf
+from layertap.models.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import load
-from layertap.models.plan import Capture, resolve
-from layertap.models.points import STATS, HookPoint, Objective, Reduction, Selector, Site, Stat, path_text
+from layertap.models.loaded import load_model
+from layertap.models.plan import Capture, make_plan
+from layertap.models.points import STATS, HookPoint, Objective, Reduction, Selector, Site, Stat, format_path
 from layertap.models.pooling import reduce
-from layertap.models.selectors import parse
-from layertap.models.statistics import columns
-from layertap.models.union import Share, spans_of
+from layertap.models.selectors import parse_selector
+from layertap.models.statistics import list_columns
+from layertap.models.union import RequestSlice, find_spans
 from tests.conftest import net_spec
 from tests.nets import batch, surveyed
 from tests.oracle import record
@@ -75,8 +75,8 @@ def values(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def leaf(shape: tuple[int, ...], layout: str | None = None, dtype: str = "float32", **more: Any) -> Leaf:
-    return Leaf((), shape, dtype, layout=layout, **more)
+def leaf(shape: tuple[int, ...], layout: str | None = None, dtype: str = "float32", **more: Any) -> TensorInfo:
+    return TensorInfo((), shape, dtype, layout=layout, **more)
 
 
 LEAVES = {
@@ -121,12 +121,12 @@ def test_subsets(stats: tuple[Stat, ...]) -> None:
     """Those that were asked for, in the order given, with a name for each column."""
     here, value = LEAVES["NCHW"], values(2, 5, 4, 3)
     every = dict(zip(NAMES, reduce(value, here, ALL).values.unbind(1), strict=True))
-    assert columns(STATS) == NAMES
+    assert list_columns(STATS) == NAMES
     found = reduce(value, here, Reduction(stats=stats)).values
-    assert found.shape == (2, len(columns(stats)))
-    for name, column in zip(columns(stats), found.unbind(1), strict=True):
+    assert found.shape == (2, len(list_columns(stats)))
+    for name, column in zip(list_columns(stats), found.unbind(1), strict=True):
         assert torch.equal(column, every[name]), name
-    assert list(dict.fromkeys(name.partition("[")[0] for name in columns(stats))) == list(stats)
+    assert list(dict.fromkeys(name.partition("[")[0] for name in list_columns(stats))) == list(stats)
 
 
 @pytest.mark.parametrize("how", [{"channels": (3, 0)}, {"tokens": (5, 1)}, {"channels": (1,), "tokens": (2,)}], ids=str)
@@ -209,7 +209,7 @@ def test_one_value() -> None:
 
 
 def stats_of(text: str) -> Selector:
-    parsed = parse(text)
+    parsed = parse_selector(text)
     return Selector(**{**vars(parsed), "reduction": ALL})
 
 
@@ -217,9 +217,9 @@ def stats_of(text: str) -> Selector:
 @pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "Windows", "Structured", "Kinds", "Encoder"])
 def test_models(name: str, site: Site) -> None:
     """Of every layer of real models: the statistics of what an independent hook copies."""
-    model = load(net_spec(name))
+    model = load_model(net_spec(name))
     rows = batch(model.inputs, 3)
-    plan = resolve(everywhere(model.catalog, site), model.catalog)
+    plan = make_plan(everywhere(model.catalog, site), model.catalog)
     found = model.extract(rows, plan, model.catalog, 8)
     seen = record(model.module, *rows.values())
     assert len(plan.results) >= 2
@@ -232,10 +232,10 @@ def test_models(name: str, site: Site) -> None:
 def everywhere(catalog: Catalog, site: Site = "output") -> list[Selector]:
     """One for each tensor of a model that has rows of its own."""
     return [
-        stats_of(f"{layer.name}#{number}{path_text(leaf.path)}:{site}")
+        stats_of(f"{layer.name}#{number}{format_path(leaf.path)}:{site}")
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for leaf in call.at(site).leaves
+        for leaf in call.at(site).tensors
         if leaf.row_axis is not None and not leaf.mixed and leaf.dtype != "complex64"
     ]
 
@@ -246,9 +246,9 @@ def test_gradients(site: Site) -> None:
     torch.manual_seed(3)
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 5)).requires_grad_(False)
     catalog = surveyed(module, 4)
-    plan = resolve([stats_of(f"0:{site}")], catalog, objective=Objective("sum"))
-    share = Share(0, 2, plan.captures, plan.edits, plan.goal)
-    taken = FeatureExtractor(module).shared(lambda: module(values(2, 4)), [share], 2).of(share)
+    plan = make_plan([stats_of(f"0:{site}")], catalog, objective=Objective("sum"))
+    share = RequestSlice(0, 2, plan.captures, plan.resolved_interventions, plan.objective)
+    taken = FeatureExtractor(module).extract_slices(lambda: module(values(2, 4)), [share], 2).select(share)
     first, second = (np.asarray(part.weight.detach().double().numpy()) for part in module)  # type: ignore[operator,union-attr]
     gradient = np.ones(5) @ second if site == "grad_output" else np.ones(5) @ second @ first
     check(next(iter(taken.values())).values, [gradient, gradient])
@@ -260,19 +260,19 @@ def test_gradients(site: Site) -> None:
 @pytest.mark.parametrize("name", ["resnet", "swin", "TimeFirst", "Windows"])
 def test_neighbours_change_no_bit(name: str) -> None:
     """A request's statistics are those of a forward in which its neighbours ask for nothing, bit by bit."""
-    model = load(net_spec(name))
-    captures = resolve(everywhere(model.catalog)[::4], model.catalog).captures
+    model = load_model(net_spec(name))
+    captures = make_plan(everywhere(model.catalog)[::4], model.catalog).captures
     pieces = [batch(model.inputs, rows, seed=rows) for rows in (1, 3, 2)]
     bounds = [(0, 1), (1, 4), (4, 6)]
 
-    def shares(asking: Sequence[int]) -> list[Share]:
-        return [Share(*span, captures if place in asking else frozenset()) for place, span in enumerate(bounds)]
+    def shares(asking: Sequence[int]) -> list[RequestSlice]:
+        return [RequestSlice(*span, captures if place in asking else frozenset()) for place, span in enumerate(bounds)]
 
     together = shares((0, 1, 2))
     whole = model.run(model.replicas[0], pieces, together)
     for place, share in enumerate(together):
-        alone = model.run(model.replicas[0], pieces, shares([place])).of(share)
-        for capture, reduced in whole.of(share).items():
+        alone = model.run(model.replicas[0], pieces, shares([place])).select(share)
+        for capture, reduced in whole.select(share).items():
             assert torch.equal(reduced.values, alone[capture].values), capture.point
             assert len(reduced.values) == share.stop - share.start
 
@@ -282,14 +282,14 @@ def test_spans() -> None:
     point = HookPoint("layer", 0, (), "output")
     for how, spans in ((Reduction(), ((0, 5),)), (ALL, ((0, 2), (2, 5)))):
         capture = Capture(point, LEAVES["NCHW"], how)
-        shares = [Share(0, 2, frozenset([capture])), Share(2, 5, frozenset([capture]))]
-        assert spans_of(shares, 5) == {capture: spans}
+        shares = [RequestSlice(0, 2, frozenset([capture])), RequestSlice(2, 5, frozenset([capture]))]
+        assert find_spans(shares, 5) == {capture: spans}
 
 
 def test_rows_over_several_forwards() -> None:
     """The rows of a request that runs in parts are joined in order."""
-    model = load(net_spec("TimeFirst"))
-    plan = resolve([stats_of("norm:input")], model.catalog)
+    model = load_model(net_spec("TimeFirst"))
+    plan = make_plan([stats_of("norm:input")], model.catalog)
     rows = batch(model.inputs, 5)
     (found,) = model.extract(rows, plan, model.catalog, 2).values()
     seen = record(model.module, *rows.values())["norm", 0, (), "input"].numpy()
@@ -301,7 +301,7 @@ def test_rows_over_several_forwards() -> None:
 
 def refused(catalog: Catalog, text: str, how: Reduction) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        resolve([Selector(**{**vars(parse(text)), "reduction": how})], catalog)
+        make_plan([Selector(**{**vars(parse_selector(text)), "reduction": how})], catalog)
     assert caught.value.faults[0].hint
     return caught.value
 
@@ -309,21 +309,21 @@ def refused(catalog: Catalog, text: str, how: Reduction) -> RequestError:
 @pytest.mark.parametrize("more", [{"pool": "mean"}, {"pool": "flatten", "normalize": True}, {"normalize": True}])
 def test_contradictions(more: dict[str, Any]) -> None:
     """Nothing is done to statistics."""
-    catalog = load(net_spec("Chain")).catalog
+    catalog = load_model(net_spec("Chain")).catalog
     assert "contradicts" in refused(catalog, "conv", Reduction(**more, stats=STATS)).detail
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_reply_dtypes(dtype: Any) -> None:
     """Counts do not fit narrow types."""
-    catalog = load(net_spec("Chain")).catalog
+    catalog = load_model(net_spec("Chain")).catalog
     assert "'dtype'" in refused(catalog, "conv", Reduction(dtype=dtype, stats=STATS)).detail
 
 
 @pytest.mark.parametrize(("net", "layer"), [("Inner", "table"), ("WindowMajor", "inner")])
 def test_no_rows(net: str, layer: str) -> None:
     """What is the same for all rows, or of which no part is one row's, has no statistics of each."""
-    assert "each input" in refused(load(net_spec(net)).catalog, layer, ALL).detail
+    assert "each input" in refused(load_model(net_spec(net)).catalog, layer, ALL).detail
 
 
 class Empty(torch.nn.Module):

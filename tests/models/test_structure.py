@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.errors import InputError
-from layertap.models.structure import call_value, call_with, leaves, refused, with_leaf
+from layertap.models.structure import find_refused, iterate_tensors, pack_arguments, replace_arguments, replace_tensor
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 
@@ -108,19 +108,19 @@ class Scaled(namedtuple("Scaled", ("value", "other"))):
 )
 def test_paths(value: object, paths: list[tuple[str, ...]]) -> None:
     """Each tensor is found once, by the keys, fields and indices that lead to it, in the value's own order."""
-    assert [path for path, _ in leaves(value)] == paths
+    assert [path for path, _ in iterate_tensors(value)] == paths
 
 
 def test_the_very_tensors() -> None:
     """A leaf is the tensor itself, not a copy."""
     value = {"a": (A, Card(B, "", [C]))}
-    assert [id(leaf) for _, leaf in leaves(value)] == [id(A), id(B), id(C)]
+    assert [id(leaf) for _, leaf in iterate_tensors(value)] == [id(A), id(B), id(C)]
 
 
 def test_agrees_with_the_oracle() -> None:
     """Every kind of container at once gives what an independent flattening gives."""
     value = Nested()(torch.randn(2, 5))
-    ours, theirs = dict(leaves(value)), flatten(value)
+    ours, theirs = dict(iterate_tensors(value)), flatten(value)
     assert ours.keys() == theirs.keys()
     assert all(ours[path] is theirs[path] for path in ours)
 
@@ -129,45 +129,45 @@ def test_agrees_with_the_oracle() -> None:
 def test_tensors_without_plain_memory_are_passed_over() -> None:
     """Sparse and nested tensors are no leaves: nothing here can pool or write them."""
     value = {"a": [sparse(), A], "b": jagged(), "c": torch.ones(2, 2).to_sparse_csr()}
-    assert [path for path, _ in leaves(value)] == [("a", "1")]
-    assert list(refused(value)) == [(("a", "0"), "sparse"), (("b",), "nested"), (("c",), "sparse")]
-    assert list(refused(sparse())) == [((), "sparse")]
-    assert list(refused(torch.ones(2, 2).to_mkldnn())) == [((), "opaque")]
-    assert list(refused({"a": [A, "text"], "b": None})) == []
+    assert [path for path, _ in iterate_tensors(value)] == [("a", "1")]
+    assert list(find_refused(value)) == [(("a", "0"), "sparse"), (("b",), "nested"), (("c",), "sparse")]
+    assert list(find_refused(sparse())) == [((), "sparse")]
+    assert list(find_refused(torch.ones(2, 2).to_mkldnn())) == [((), "opaque")]
+    assert list(find_refused({"a": [A, "text"], "b": None})) == []
 
 
 def test_a_field_that_was_never_set() -> None:
     """A dataclass whose later field is not there yet gives the fields that are."""
-    assert [path for path, _ in leaves(Unfinished(A))] == [("value",)]
+    assert [path for path, _ in iterate_tensors(Unfinished(A))] == [("value",)]
 
 
 def test_a_lone_argument_stands_for_itself() -> None:
     """An argument is the value if no other holds a tensor, whether it came by position or by name."""
-    assert call_value((A,), {}) is A
-    assert call_value((A, None, 3), {"mask": None, "flag": True}) is A
-    assert call_value((), {"query": A}) is A
-    assert call_value((None, {"x": A}), {}) == {"x": A}
+    assert pack_arguments((A,), {}) is A
+    assert pack_arguments((A, None, 3), {"mask": None, "flag": True}) is A
+    assert pack_arguments((), {"query": A}) is A
+    assert pack_arguments((None, {"x": A}), {}) == {"x": A}
 
 
 def test_several_arguments_by_index_and_name() -> None:
     """Arguments that hold tensors keep their index or their name; the others do not count."""
-    value = call_value((A, "text", (B,)), {"mask": C, "flag": False})
-    assert [path for path, _ in leaves(value)] == [("0",), ("2", "0"), ("mask",)]
+    value = pack_arguments((A, "text", (B,)), {"mask": C, "flag": False})
+    assert [path for path, _ in iterate_tensors(value)] == [("0",), ("2", "0"), ("mask",)]
 
 
 def test_no_tensor_at_all() -> None:
     """A call without tensors has no leaves."""
-    assert list(leaves(call_value((1, "x"), {"flag": True}))) == []
+    assert list(iterate_tensors(pack_arguments((1, "x"), {"flag": True}))) == []
 
 
 def test_sparse_arguments_count() -> None:
     """A sparse tensor is an argument that holds one: beside it another keeps its index, alone it stands for itself."""
     adjacency = sparse()
-    value = call_value((A, adjacency, 3), {})
-    assert [path for path, _ in leaves(value)] == [("0",)]
-    assert list(refused(value)) == [(("1",), "sparse")]
-    assert call_value((adjacency,), {"flag": True}) is adjacency
-    args, kwargs = call_with((A, adjacency, 3), {"mask": B}, {("0",): C, ("mask",): A})
+    value = pack_arguments((A, adjacency, 3), {})
+    assert [path for path, _ in iterate_tensors(value)] == [("0",)]
+    assert list(find_refused(value)) == [(("1",), "sparse")]
+    assert pack_arguments((adjacency,), {"flag": True}) is adjacency
+    args, kwargs = replace_arguments((A, adjacency, 3), {"mask": B}, {("0",): C, ("mask",): A})
     assert args == (C, adjacency, 3)
     assert kwargs == {"mask": A}
 
@@ -208,7 +208,7 @@ def test_another_tensor_in_the_same_container(kind: str) -> None:
     make, path = KINDS[kind]
     value = make()
     before = flat(value)
-    made = with_leaf(value, path, NEW)
+    made = replace_tensor(value, path, NEW)
     assert type(made) is type(value)
     after = flat(made)
     assert list(after) == list(before)
@@ -249,5 +249,5 @@ def flat(value: Any) -> dict[tuple[str, ...], Tensor]:
 def test_what_can_not_be_made_again(value: Any, path: tuple[str, ...]) -> None:
     """A container that does not take what it holds, or takes it and holds something else, is refused."""
     with pytest.raises(InputError, match="can't be made again") as caught:
-        with_leaf(value, path, NEW)
+        replace_tensor(value, path, NEW)
     assert caught.value.hint

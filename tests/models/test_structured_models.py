@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from layertap.models.errors import InputError, RequestError
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import resolve
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import make_plan
 from layertap.models.points import Intervention, Objective, Operation, Reduction, Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.nets import INPUTS, batch
 from tests.oracle import Key, Path, flatten, record, seeded
@@ -106,7 +106,7 @@ def loaded(name: str) -> LoadedModel:
     """A model of this file or of the others', with random weights."""
     inputs = MADE.get(name) or INPUTS[name]
     source = f"python:{HERE if name in MADE else NETS}:{name}"
-    model = load(ModelSpec(name, source, weights="random:0", inputs=inputs, device="cpu"))
+    model = load_model(ModelSpec(name, source, weights="random:0", inputs=inputs, device="cpu"))
     seeded(model.module, 3)
     return model
 
@@ -178,7 +178,7 @@ def changed(module: nn.Module, key: Key, change: Callable[[Tensor], Tensor]) -> 
 
 def answers(model: LoadedModel, inputs: Mapping[str, Tensor], texts: list[str], *more: Any) -> dict[str, Tensor]:
     """The project's answer, by key."""
-    plan = resolve([parse(each) for each in texts], model.catalog, *more)
+    plan = make_plan([parse_selector(each) for each in texts], model.catalog, *more)
     taken = model.extract(inputs, plan, model.catalog, 8)
     return {result.key: taken[result.capture].values for result in plan.results}
 
@@ -254,7 +254,7 @@ def test_changes(name: str) -> None:
     plain = flatten(called(model, inputs))
     differing = 0
     for key in truth:
-        how = Intervention(parse(text(key, key[3])), Operation("scale", by=-1.5))
+        how = Intervention(parse_selector(text(key, key[3])), Operation("scale", by=-1.5))
         found = answers(model, inputs, ["."], [how])
         with changed(model.module, key, lambda leaf: leaf * -1.5), torch.no_grad():
             wanted = flatten(called(model, inputs))
@@ -285,7 +285,7 @@ def test_calls_from_both_ends() -> None:
     assert not torch.equal(gradients["encode#0:grad_input"], gradients["encode#1:grad_input"])
     ends = {}
     for name in (*names, "encode#*"):
-        how = Intervention(parse(name), Operation("add", value=1.0))
+        how = Intervention(parse_selector(name), Operation("add", value=1.0))
         ends[name] = answers(model, inputs, ["."], [how])["."]
     for name, call in names.items():  # without a call every one is changed
         assert torch.equal(ends[name], ends[f"encode#{call}" if "#" in name else "encode#*"])
@@ -304,11 +304,11 @@ def test_parts_that_never_run(name: str, layer: str, site: str) -> None:
     model = loaded(name)
     objective = SUM if site.startswith("grad") else None
     with pytest.raises(RequestError, match="never runs"):
-        resolve([parse(f"{layer}:{site}")], model.catalog, (), objective)
+        make_plan([parse_selector(f"{layer}:{site}")], model.catalog, (), objective)
     if site != "grad_input":
-        how = Intervention(parse(f"{layer}:{site}"), Operation("scale", by=2.0))
+        how = Intervention(parse_selector(f"{layer}:{site}"), Operation("scale", by=2.0))
         with pytest.raises(RequestError, match="never runs"):
-            resolve([parse(".:grad_input")], model.catalog, [how], SUM)
+            make_plan([parse_selector(".:grad_input")], model.catalog, [how], SUM)
 
 
 def test_parametrised_weights_are_no_rows() -> None:
@@ -324,10 +324,10 @@ def test_parametrised_weights_are_no_rows() -> None:
     torch.testing.assert_close(turned, net.turned.weight)
     pooled = Selector(name, name, reduction=Reduction(pool="mean"))
     with pytest.raises(RequestError, match="one entry for each input"):
-        resolve([pooled], model.catalog)
-    linear = resolve([Selector("", "*", type="Linear")], model.catalog)
+        make_plan([pooled], model.catalog)
+    linear = make_plan([Selector("", "*", type="Linear")], model.catalog)
     assert [result.key for result in linear.results] == ["scaled", "turned"]
-    how = Intervention(parse(name), Operation("zero"))
+    how = Intervention(parse_selector(name), Operation("zero"))
     with torch.no_grad():
         expected = net.turned(net.scaled.bias.expand(3, -1).tanh())
     torch.testing.assert_close(answers(model, inputs, ["."], [how])["."], expected)
@@ -433,22 +433,22 @@ def test_sparse_and_nested_tensors_are_refused(asked: str) -> None:
     model = loaded("Graph")
     words, hint = SPARSE[asked]
     with pytest.raises(RequestError, match=words) as caught:
-        resolve([parse(asked)], model.catalog, (), SUM if "grad" in asked else None)
+        make_plan([parse_selector(asked)], model.catalog, (), SUM if "grad" in asked else None)
     assert hint in caught.value.hint
     assert caught.value.faults[0].pointer == "/layers/0"
     if "grad_input" not in asked:
-        how = Intervention(parse(asked), Operation("scale", by=2.0))
+        how = Intervention(parse_selector(asked), Operation("scale", by=2.0))
         with pytest.raises(RequestError, match=words):
-            resolve([parse("linear:grad_output")], model.catalog, [how], SUM)
+            make_plan([parse_selector("linear:grad_output")], model.catalog, [how], SUM)
 
 
 def test_attention_where_values_are_sparse() -> None:
     """A layer without attention says just that, whatever it returns."""
     with pytest.raises(RequestError, match="computes no attention"):
-        resolve([parse("adjacency:attention")], loaded("Graph").catalog)
+        make_plan([parse_selector("adjacency:attention")], loaded("Graph").catalog)
     model = loaded("SparseAttention")
     with pytest.raises(RequestError, match="the attention of layer 'attention' holds no tensor"):
-        resolve([parse("attention#0:attention")], model.catalog)
+        make_plan([parse_selector("attention#0:attention")], model.catalog)
     assert list(answers(model, batch(model.inputs, 2), ["attention#1:attention"])) == ["attention#1:attention"]
 
 
@@ -468,9 +468,9 @@ def test_what_is_dense_beside_them() -> None:
     assert torch.equal(gradients["mix[1]:grad_input"], torch.full((3, 4), 2.0))
     assert torch.equal(gradients["both:grad_output"], torch.ones(3, 4))
     for place in ("mix[1]:input", "mix:input"):
-        changed_input = answers(model, inputs, ["."], [Intervention(parse(place), Operation("zero"))])
+        changed_input = answers(model, inputs, ["."], [Intervention(parse_selector(place), Operation("zero"))])
         torch.testing.assert_close(next(iter(changed_input.values())), x.relu() * 2)
-    changed_output = answers(model, inputs, ["."], [Intervention(parse("both"), Operation("zero"))])
+    changed_output = answers(model, inputs, ["."], [Intervention(parse_selector("both"), Operation("zero"))])
     assert not next(iter(changed_output.values())).any()
 
 
@@ -478,11 +478,11 @@ def test_a_model_whose_output_is_sparse() -> None:
     """The whole output is refused by name, as an objective too; its input is there."""
     model = loaded("OnlySparse")
     with pytest.raises(RequestError, match=r"output of layer '\.' is sparse"):
-        resolve([parse(".")], model.catalog)
+        make_plan([parse_selector(".")], model.catalog)
     with pytest.raises(RequestError, match="is sparse"):
-        resolve([parse(".:grad_input")], model.catalog, (), Objective("layer", selector=parse(".")))
+        make_plan([parse_selector(".:grad_input")], model.catalog, (), Objective("layer", selector=parse_selector(".")))
     with pytest.raises(RequestError, match="no floating tensor to differentiate"):
-        resolve([parse(".:grad_input")], model.catalog, (), SUM)
+        make_plan([parse_selector(".:grad_input")], model.catalog, (), SUM)
     inputs = batch(model.inputs, 2)
     assert torch.equal(answers(model, inputs, [".:input"])[".:input"], inputs["x"])
 
@@ -532,7 +532,7 @@ def test_a_container_that_can_not_be_made_again() -> None:
     for at in (0, 1):
         assert torch.equal(found[f"points[{at}]"], truth["points", 0, (str(at),), "output"])
     with pytest.raises(InputError, match="'Point' can't be made again") as caught:
-        answers(model, inputs, ["."], [Intervention(parse("points[0]"), Operation("scale", by=2.0))])
+        answers(model, inputs, ["."], [Intervention(parse_selector("points[0]"), Operation("scale", by=2.0))])
     assert "a layer before it" in caught.value.hint
     with pytest.raises(InputError, match="'Point' can't be made again"):
         answers(model, inputs, ["points[1]:grad_output"], (), SUM)

@@ -21,14 +21,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from layertap.models.errors import LoadError
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Capture, resolve
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Capture, make_plan
 from layertap.models.points import HookPoint, Intervention, Objective, Operation, Reduction
 from layertap.models.preprocess import preprocess
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.union import Share
-from layertap.models.weights import digest
+from layertap.models.union import RequestSlice
+from layertap.models.weights import digest_weights
 from tests.conftest import net_spec
 from tests.oracle import Key, record
 from tests.transformers_nets import CLS, POSITIONS, VOCABULARY, net, pictures, saved, texts, tokenizer
@@ -46,13 +46,13 @@ SITES = ("output", "input")
 
 
 def loaded(folder: Path, replicas: int = 1, **fields: Any) -> LoadedModel:
-    return load(ModelSpec("m", f"transformers:{folder}", device="cpu", **fields), replicas)
+    return load_model(ModelSpec("m", f"transformers:{folder}", device="cpu", **fields), replicas)
 
 
 def refused(folder: Path | str, **fields: Any) -> str:
     """What a refusal says, once it is sure that no directory is in it."""
     with pytest.raises(LoadError) as caught:
-        load(ModelSpec("m", f"transformers:{folder}", device="cpu", **fields))
+        load_model(ModelSpec("m", f"transformers:{folder}", device="cpu", **fields))
     said = caught.value.detail + " | " + caught.value.hint
     assert "/" not in said
     return said
@@ -66,7 +66,7 @@ def extracted(
     model: LoadedModel, rows: Rows, *names: str, changes: tuple[Intervention, ...] = (), goal: Objective | None = None
 ) -> dict[str, Tensor]:
     catalog = shapes(model, rows)
-    plan = resolve([parse(name) for name in names], catalog, changes, goal)
+    plan = make_plan([parse_selector(name) for name in names], catalog, changes, goal)
     found = model.extract(rows, plan, catalog, 8)
     return {result.key: found[result.capture].values for result in plan.results}
 
@@ -81,8 +81,8 @@ def everything(model: LoadedModel, rows: Rows) -> dict[Key, Tensor]:
         for site in SITES
         for leaf in call.at(site).leaves  # type: ignore[arg-type]
     }
-    share = Share(0, len(next(iter(rows.values()))), frozenset(captures.values()))
-    taken = model.run(model.replicas[0], [rows], [share]).of(share)
+    share = RequestSlice(0, len(next(iter(rows.values()))), frozenset(captures.values()))
+    taken = model.run(model.replicas[0], [rows], [share]).select(share)
     return {key: taken[capture].values for key, capture in captures.items()}
 
 
@@ -147,7 +147,7 @@ def test_nothing_beside_what_is_computed(tmp_path: Path) -> None:
     config |= {"use_cache": True, "return_dict": False, "output_hidden_states": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = loaded(tmp_path)
-    assert {leaf.path for leaf in model.catalog.layers["."].calls[0].output.leaves} == {("logits",)}
+    assert {leaf.path for leaf in model.catalog.layers["."].calls[0].output.tensors} == {("logits",)}
     assert model.module.training is False
     assert (model.hooks, model.replicas[0].own_hooks) == (0, 0)
 
@@ -177,7 +177,7 @@ def test_outputs_that_a_model_gathers(tmp_path: Path) -> None:
     fresh = net("depth")  # whose own hooks come after the one that changes
     with hooked(fresh.get_submodule(layer), lambda _, args, output: _half(output)):
         changed = fresh(**rows).predicted_depth
-    change = Intervention(parse(layer), Operation("scale", by=0.5, channels=(4,)))
+    change = Intervention(parse_selector(layer), Operation("scale", by=0.5, channels=(4,)))
     (found,) = extracted(model, rows, ".[predicted_depth]", changes=(change,)).values()
     assert torch.equal(found, changed)
     assert not torch.equal(found, depth)
@@ -194,10 +194,10 @@ def test_replicas(tmp_path: Path) -> None:
 
     def work(place: int) -> None:
         catalog = shapes(model, rows)
-        plan = resolve([parse(wanted[place])], catalog)
+        plan = make_plan([parse_selector(wanted[place])], catalog)
         for _ in range(20):
-            share = Share(0, 2, plan.captures)
-            taken = model.run(model.replicas[place], [rows], [share]).of(share)
+            share = RequestSlice(0, 2, plan.captures)
+            taken = model.run(model.replicas[place], [rows], [share]).select(share)
             (value,) = expected[place].values()
             if not all(torch.equal(each.values, value) for each in taken.values()):
                 wrong.append(wanted[place])
@@ -299,7 +299,7 @@ def test_changed_values(tmp_path: Path) -> None:
 
     model = loaded(tmp_path)
     for layer, hook in (("encoder.layer.0", bare), ("encoder", wrapped)):
-        change = Intervention(parse(layer), Operation("scale", by=0.5, channels=(4,)))
+        change = Intervention(parse_selector(layer), Operation("scale", by=0.5, channels=(4,)))
         found = extracted(model, rows, ".[last_hidden_state]", "pooler", changes=(change,))
         with hooked(module.get_submodule(layer), hook):
             expected = module(**rows)
@@ -380,7 +380,16 @@ def test_buckets(tmp_path: Path) -> None:
     saved("bert", tmp_path)
     text = loaded(tmp_path).text
     assert text is not None
-    assert [text.bucket(tokens) for tokens in (1, 8, 9, 16, 17, 32, 33, 40)] == [8, 8, 16, 16, 32, 32, 40, 40]
+    assert [text.get_padded_length(tokens) for tokens in (1, 8, 9, 16, 17, 32, 33, 40)] == [
+        8,
+        8,
+        16,
+        16,
+        32,
+        32,
+        40,
+        40,
+    ]
 
 
 PROCESSORS: dict[str, tuple[dict[str, Any], PreprocessSpec | None]] = {
@@ -469,13 +478,13 @@ def test_weights(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "several" / "model.safetensors.index.json").is_file()
     file = next((tmp_path / "one").glob("*.safetensors"))
     shutil.copy(file, tmp_path / "mine.safetensors")
-    assert loaded(tmp_path / "one").digest == loaded(tmp_path / "several").digest == digest(module)
+    assert loaded(tmp_path / "one").digest == loaded(tmp_path / "several").digest == digest_weights(module)
     mine = loaded(tmp_path / "one", weights=str(tmp_path / "mine.safetensors"))
-    assert (mine.digest, mine.weights) == (digest(module), "mine.safetensors")
+    assert (mine.digest, mine.weights) == (digest_weights(module), "mine.safetensors")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         drawn = type(module)(type(module.config).from_pretrained(tmp_path / "one"))
-    assert loaded(tmp_path / "one", weights="random:7").digest == digest(drawn)
+    assert loaded(tmp_path / "one", weights="random:7").digest == digest_weights(drawn)
 
 
 @pytest.mark.parametrize("change", ["missing", "of another shape"])
@@ -547,7 +556,7 @@ def test_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fingerprints_of_other_models() -> None:
     """What rows a model is surveyed with, and how long others may be, makes no other model of it."""
     plain, told = (
-        load(net_spec("Encoder", inputs=(InputSpec("x", (5, 8), **options),)))
+        load_model(net_spec("Encoder", inputs=(InputSpec("x", (5, 8), **options),)))
         for options in ({}, {"values": (0, 9), "longest": 7})
     )
     assert plain.identity == told.identity

@@ -19,9 +19,9 @@ from layertap.models import hooks
 from layertap.models.errors import LayerNotReachedError
 from layertap.models.extractor import FeatureExtractor
 from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Capture, resolve
+from layertap.models.plan import Capture, make_plan
 from layertap.models.points import HookPoint, Reduction, Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from tests.conftest import Loader
 from tests.nets import Chain, EarlyExit, Swallows, batch, resnet, surveyed
 from tests.oracle import record
@@ -31,8 +31,8 @@ Found = dict[str, Any]
 
 def ours(model: LoadedModel, x: Tensor, *texts: str, **how: Any) -> dict[str, Tensor]:
     """The project's answer, by key."""
-    selectors = [Selector(**{**vars(parse(text)), "reduction": Reduction(**how)}) for text in texts]
-    plan = resolve(selectors, model.catalog)
+    selectors = [Selector(**{**vars(parse_selector(text)), "reduction": Reduction(**how)}) for text in texts]
+    plan = make_plan(selectors, model.catalog)
     taken = model.extract({"x": x}, plan, model.catalog, 64)
     return {result.key: taken[result.capture].values for result in plan.results}
 
@@ -210,7 +210,7 @@ def test_4_replicas_share_weights_and_no_hooks() -> None:
     first = resnet().eval()
     second = copy.deepcopy(first, {id(value): value for value in (*first.parameters(), *first.buffers())})
     assert next(first.parameters()) is next(second.parameters())
-    plan = resolve([parse("conv1"), parse("layer1.0.relu#*")], surveyed(first, 3, 32, 32))
+    plan = make_plan([parse_selector("conv1"), parse_selector("layer1.0.relu#*")], surveyed(first, 3, 32, 32))
     inputs = [torch.full((1, 3, 32, 32), value) for value in (1.0, 2.0)]
     together = threading.Barrier(2)
 
@@ -265,17 +265,17 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
 
     with pytest.raises(KeyError):
         attach()
-    assert hooks.count(model.module) == len(left) == 2
+    assert hooks.count_hooks(model.module) == len(left) == 2
     for handle in left:
         handle.remove()
     own = model.module.register_forward_hook(lambda _, args, output: None)
-    plan = resolve([parse("conv1"), parse("bn1:input")], model.catalog)
+    plan = make_plan([parse_selector("conv1"), parse_selector("bn1:input")], model.catalog)
     missing = [*plan.captures, Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.leaf, Reduction())]
     with pytest.raises(KeyError):
         model.extractor(lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):
         ours(model, torch.ones(1, 2, 8, 8), "bn1:input", "layer1")
-    assert hooks.count(model.module) == 1
+    assert hooks.count_hooks(model.module) == 1
     own.remove()
 
 
@@ -288,7 +288,7 @@ def test_6_removing_all_hooks_takes_those_of_others() -> None:
     module(torch.ones(1, 3, 8, 8))
     assert calls == []
     module.conv.register_forward_hook(lambda _, args, output: calls.append(1))
-    plan = resolve([parse("conv")], surveyed(module, 3, 8, 8))
+    plan = make_plan([parse_selector("conv")], surveyed(module, 3, 8, 8))
     calls.clear()
     FeatureExtractor(module)(lambda: module(torch.ones(1, 3, 8, 8)), plan.captures, 1)
     module(torch.ones(1, 3, 8, 8))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.errors import LoadError
-from layertap.models.loaded import load
-from layertap.models.plan import resolve
-from layertap.models.selectors import parse
+from layertap.models.loaded import load_model
+from layertap.models.plan import make_plan
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import Share
+from layertap.models.union import RequestSlice
 from tests.conftest import Loader
 from tests.models.test_traps import naive, ours, rows
 from tests.nets import Tied
@@ -117,7 +117,7 @@ def test_12_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
         net(x)
     assert found == {}
     with pytest.raises(LoadError, match="is compiled") as caught:
-        load(spec(make.__name__))
+        load_model(spec(make.__name__))
     assert "without torch.compile" in caught.value.hint
 
 
@@ -125,7 +125,7 @@ def test_12_hooks_on_what_is_compiled(make: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize("make", [Two, Function, never])
 def test_12_what_hides_no_module_is_taken(make: Callable[[], nn.Module]) -> None:
     """A compiled function without modules in it does no harm: every layer is there, before and after plain forwards."""
-    model = load(spec(make.__name__), replicas=2)
+    model = load_model(spec(make.__name__), replicas=2)
     x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     plain = Two().eval()
     truth = record(plain, x)
@@ -153,23 +153,23 @@ def test_18_bits_depend_on_the_number_of_rows(load_net: Loader) -> None:
         sizes = [model.module(x[:count])[:1] for count in range(1, 9)]
     torch.testing.assert_close(alone, together)
     assert not all(torch.equal(alone, each) for each in sizes)
-    plan = resolve([parse("encoder"), parse(".")], model.catalog)
+    plan = make_plan([parse_selector("encoder"), parse_selector(".")], model.catalog)
 
     def among(others: Tensor, place: int) -> list[Tensor]:
         """The row's results in a forward of 8 rows, at a place among others'."""
         pieces = [others[:place], x[:1], others[place:7]]
         ends = [place, place + 1, 8]
-        share = Share(ends[0], ends[1], plan.captures)
+        share = RequestSlice(ends[0], ends[1], plan.captures)
         taken = model.run(model.replicas[0], [{"x": piece} for piece in pieces if len(piece)], [share])
-        return [reduced.values for reduced in taken.of(share).values()]
+        return [reduced.values for reduced in taken.select(share).values()]
 
     first = among(x[1:], 0)
     for seed in range(1, 4):
         for place in (0, 3, 7):
             mates = rows(model, 7, seed) * 10.0**seed
             assert all(torch.equal(*pair) for pair in zip(first, among(mates, place), strict=True))
-    padded = Share(0, 1, plan.captures)
-    filled = model.run(model.replicas[0], [{"x": x[:1]}], [padded], padded=8).of(padded).values()
+    padded = RequestSlice(0, 1, plan.captures)
+    filled = model.run(model.replicas[0], [{"x": x[:1]}], [padded], padded=8).select(padded).values()
     assert all(torch.equal(one, other.values) for one, other in zip(first, filled, strict=True))
 
 
@@ -197,11 +197,11 @@ def test_19_axis_0_is_not_rows(load_net: Loader) -> None:
     x = rows(model, 5)
     with naive(model.module, [""]) as found:
         model.module(x)
-    plan = resolve([parse(".")], model.catalog)
-    shares = [Share(0, 2, plan.captures), Share(2, 5, plan.captures)]
+    plan = make_plan([parse_selector(".")], model.catalog)
+    shares = [RequestSlice(0, 2, plan.captures), RequestSlice(2, 5, plan.captures)]
     taken = model.run(model.replicas[0], [{"x": x[:2]}, {"x": x[2:]}], shares)
     for share in shares:
-        (value,) = (reduced.values for reduced in taken.of(share).values())
+        (value,) = (reduced.values for reduced in taken.select(share).values())
         own = record(model.module, x[share.start : share.stop])[".", 0, (), "output"]
         assert found[""][share.start : share.stop].shape != own.shape
         torch.testing.assert_close(value, own)

@@ -13,10 +13,10 @@ from torchvision.models import VisionTransformer
 from layertap.models.errors import RequestError
 from layertap.models.extractor import FeatureExtractor
 from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Plan, resolve
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Objective
-from layertap.models.selectors import parse
-from layertap.models.union import Share
+from layertap.models.selectors import parse_selector
+from layertap.models.union import RequestSlice
 from tests.conftest import Loader
 from tests.models.test_attention import multi_head, timm_vit
 from tests.models.test_gradients import split
@@ -29,7 +29,7 @@ LOGIT = Objective("logit", 2)
 
 def gradients(model: LoadedModel, x: Tensor, *texts: str, objective: Objective = LOGIT) -> dict[str, Tensor]:
     """The project's gradients, by key."""
-    return answers(model, x, resolve([parse(text) for text in texts], model.catalog, objective=objective))
+    return answers(model, x, make_plan([parse_selector(text) for text in texts], model.catalog, objective=objective))
 
 
 def answers(model: LoadedModel, x: Tensor, plan: Plan) -> dict[str, Tensor]:
@@ -97,8 +97,8 @@ def test_8_timms_fused_kernel_skips_its_dropout() -> None:
     assert found == {}
     catalog = surveyed(module, 3, 32, 32, prefix=1)
     with pytest.raises(RequestError, match="never runs"):
-        resolve([parse("blocks.1.attn.attn_drop")], catalog)
-    plan = resolve([parse("blocks.1.attn:attention")], catalog)
+        make_plan([parse_selector("blocks.1.attn.attn_drop")], catalog)
+    plan = make_plan([parse_selector("blocks.1.attn:attention")], catalog)
     taken = FeatureExtractor(module)(lambda: module(x), plan.captures, 2)
     weights, _ = timm_vit(module.blocks[1].attn, record(module, x)["blocks.1.attn", 0, (), "input"])
     torch.testing.assert_close(next(iter(taken.values())).values, weights)
@@ -244,12 +244,12 @@ def test_11_a_batch_of_both_kinds(load_net: Loader) -> None:
     model = load_net("resnet")
     x = rows(model, 3)
     plans = [
-        resolve([parse("layer2")], model.catalog),
-        resolve([parse("layer2:grad_output")], model.catalog, objective=LOGIT),
+        make_plan([parse_selector("layer2")], model.catalog),
+        make_plan([parse_selector("layer2:grad_output")], model.catalog, objective=LOGIT),
     ]
-    shares = [Share(0, 1, plans[0].captures), Share(1, 3, plans[1].captures, (), plans[1].goal)]
-    taken = model.extractor.shared(lambda: model.module(x), shares, 3)
-    value, gradient = (next(iter(taken.of(share).values())).values for share in shares)
+    shares = [RequestSlice(0, 1, plans[0].captures), RequestSlice(1, 3, plans[1].captures, (), plans[1].objective)]
+    taken = model.extractor.extract_slices(lambda: model.module(x), shares, 3)
+    value, gradient = (next(iter(taken.select(share).values())).values for share in shares)
     torch.testing.assert_close(value, record(model.module, x)["layer2", 0, (), "output"][:1])
     same(gradient, by_hand(model.module, x[1:])[3])
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from layertap.models.catalog import Call, Layer, Leaf, Moment
-from layertap.models.tree import tree
+from layertap.models.catalog import Call, CallBoundary, Layer, TensorInfo
+from layertap.models.tree import format_tree
 
 
 def layer(
     name: str, kind: str, *shapes: tuple[int, ...], parameters: int = 0, calls: int = 1, cost: float = 0.5
 ) -> Layer:
     """A layer that returns tensors of these shapes."""
-    leaves = tuple(Leaf((), shape, "float32", layout="NCHW" if len(shape) == 4 else None) for shape in shapes)
-    side = Moment(0, cost, leaves)
+    leaves = tuple(TensorInfo((), shape, "float32", layout="NCHW" if len(shape) == 4 else None) for shape in shapes)
+    side = CallBoundary(0, cost, leaves)
     return Layer(name, kind, not shapes, parameters, (Call(side, side),) * calls, ())
 
 
@@ -38,20 +38,20 @@ net            Net         1×10              1,234,567  100%
 
 def test_tree() -> None:
     """A layer stands beneath the one that it is a part of, also where that never runs, and so comes last."""
-    assert tree("net", NET) == TEXT
+    assert format_tree("net", NET) == TEXT
 
 
 def test_some_of_them() -> None:
     """Of layers that were chosen each is named from the nearest one that is there too, else by its whole name."""
     chosen = [each for each in NET if each.name in ("blocks.0.relu", "head", "blocks.1")]
-    assert [line.split()[:2] for line in tree("net", chosen).splitlines()[1:]] == [
+    assert [line.split()[:2] for line in format_tree("net", chosen).splitlines()[1:]] == [
         ["net"],
         ["├─", "blocks.0.relu"],
         ["├─", "blocks.1"],
         ["└─", "head"],
     ]
     chosen = [each for each in NET if each.name in ("blocks", "blocks.0.relu")]
-    assert [line.split()[:3] for line in tree("net", chosen).splitlines()[2:]] == [
+    assert [line.split()[:3] for line in format_tree("net", chosen).splitlines()[2:]] == [
         ["└─", "blocks", "ModuleList"],
         ["└─", "0.relu", "ReLU"],
     ]
@@ -59,12 +59,12 @@ def test_some_of_them() -> None:
 
 def test_none() -> None:
     """Where no layer was chosen there is the model's name."""
-    assert tree("net", ()).split() == ["layer", "type", "output", "parameters", "cost", "net"]
+    assert format_tree("net", ()).split() == ["layer", "type", "output", "parameters", "cost", "net"]
 
 
 def test_names_that_paint() -> None:
     """A name that would move the cursor of a terminal is escaped; one very deep harms nobody."""
-    text = tree("net", [layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])
+    text = format_tree("net", [layer("a\x1b[31m", "B\r\n", (1,)), layer("\u202ex", "X", (1,))])
     assert text.replace("\n", "").isprintable()
     deep = [layer(".".join("a" * depth), "Deep", (1,)) for depth in range(1, 2001)]
-    assert tree("net", deep).count("\n") == 2002
+    assert format_tree("net", deep).count("\n") == 2002

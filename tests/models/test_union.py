@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from layertap.models import hooks
-from layertap.models.catalog import Leaf
+from layertap.models.catalog import TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import LoadedModel, load
+from layertap.models.loaded import LoadedModel, load_model
 from layertap.models.plan import AVERAGES, Capture
 from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType, Site
-from layertap.models.pooling import Reduced, reduce
+from layertap.models.pooling import ReducedTensor, reduce
 from layertap.models.spec import InputSpec
 from layertap.models.union import (
     ALIGNMENT,
-    Share,
-    Taken,
-    joined,
-    packed,
-    packed_copy,
-    part_of,
-    rows_of,
-    spans_of,
-    unpacked,
+    BatchActivations,
+    RequestSlice,
+    copy_packed,
+    find_spans,
+    join_parts,
+    pack,
+    select_rows,
+    select_span_rows,
+    unpack,
 )
 from tests.conftest import net_spec
 from tests.nets import batch
@@ -59,7 +59,7 @@ def net() -> Net:
 
     def loaded(name: str) -> LoadedModel:
         if name not in known:
-            known[name] = load(net_spec(name))
+            known[name] = load_model(net_spec(name))
         return known[name]
 
     return loaded
@@ -76,29 +76,31 @@ class Guest:
         return len(next(iter(self.rows.values())))
 
 
-def together(model: LoadedModel, guests: Sequence[Guest], padded: int | None = None) -> list[dict[Capture, Reduced]]:
+def together(
+    model: LoadedModel, guests: Sequence[Guest], padded: int | None = None
+) -> list[dict[Capture, ReducedTensor]]:
     """What each guest gets of one forward for all."""
     shares, at = [], 0
     for guest in guests:
-        shares.append(Share(at, at + len(guest), guest.captures))
+        shares.append(RequestSlice(at, at + len(guest), guest.captures))
         at += len(guest)
     taken = model.run(model.replicas[0], [guest.rows for guest in guests], shares, padded)
-    return [taken.of(share) for share in shares]
+    return [taken.select(share) for share in shares]
 
 
-def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, Leaf]]:
+def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, TensorInfo]]:
     """Every tensor that a forward of several requests may be asked for."""
     return [
         (HookPoint(layer.name, number, leaf.path, site), leaf)
         for layer in model.catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("output", "input")
-        for leaf in call.at(site).leaves
+        for leaf in call.at(site).tensors
         if not leaf.mixed and leaf.dtype != "complex64"
     ]
 
 
-def allowed(leaf: Leaf, how: Reduction) -> bool:
+def allowed(leaf: TensorInfo, how: Reduction) -> bool:
     """The rules of a request, told again."""
     if how.pool == "none":
         return not how.normalize and (how.dtype != "int8" or leaf.row_axis in (0, None))
@@ -107,7 +109,7 @@ def allowed(leaf: Leaf, how: Reduction) -> bool:
     return how.pool != "cls" or leaf.prefix > 0
 
 
-def ways(leaf: Leaf) -> list[Reduction]:
+def ways(leaf: TensorInfo) -> list[Reduction]:
     """Every reduction that a tensor may be asked for with."""
     return [
         how
@@ -118,7 +120,9 @@ def ways(leaf: Leaf) -> list[Reduction]:
     ]
 
 
-def some(model: LoadedModel, dice: random.Random, count: int, found: Sequence[tuple[HookPoint, Leaf]]) -> set[Capture]:
+def some(
+    model: LoadedModel, dice: random.Random, count: int, found: Sequence[tuple[HookPoint, TensorInfo]]
+) -> set[Capture]:
     chosen = dice.sample(list(found), min(count, len(found)))
     return {Capture(point, leaf, dice.choice(ways(leaf))) for point, leaf in chosen}
 
@@ -138,7 +142,7 @@ def expected(value: Tensor, capture: Capture) -> Array:
     return found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), 1e-12) if how.normalize else found
 
 
-def _one(row: Array, leaf: Leaf, pool: Pool) -> Array:
+def _one(row: Array, leaf: TensorInfo, pool: Pool) -> Array:
     if pool == "flatten":
         return row.reshape(-1)
     layout = leaf.layout or ""
@@ -152,7 +156,7 @@ def _one(row: Array, leaf: Leaf, pool: Pool) -> Array:
     return kept.mean(-1) if pool in ("mean", "mean_all") else (np.clip(kept, 1e-6, None) ** 3).mean(-1) ** (1 / 3)
 
 
-def check(found: Reduced, capture: Capture, truth: Array, rows: int) -> None:
+def check(found: ReducedTensor, capture: Capture, truth: Array, rows: int) -> None:
     values = found.values
     assert tuple(values.shape) == capture.shape(rows) == truth.shape
     assert str(values.dtype) == f"torch.{capture.dtype}"
@@ -177,7 +181,7 @@ def offline(model: LoadedModel, guest: Guest) -> dict[Capture, Array]:
     }
 
 
-def check_all(model: LoadedModel, guests: Sequence[Guest], found: Sequence[Mapping[Capture, Reduced]]) -> None:
+def check_all(model: LoadedModel, guests: Sequence[Guest], found: Sequence[Mapping[Capture, ReducedTensor]]) -> None:
     for guest, mine in zip(guests, found, strict=True):
         truth = offline(model, guest)
         assert mine.keys() == guest.captures
@@ -237,7 +241,7 @@ def test_where_rows_are(net: Net, name: str, layer: str, site: Site, axis: int |
     """Rows are cut out where the catalogue says they are, and what has none is the same for everybody."""
     model = net(name)
     point, leaf = next(item for item in tensors_of(model) if (item[0].layer, item[0].site) == (layer, site))
-    assert (leaf.row_axis, leaf.per_row) == (axis, per_row)
+    assert (leaf.row_axis, leaf.entries_per_row) == (axis, per_row)
     wanted = frozenset(Capture(point, leaf, how) for how in ways(leaf))
     guests = [Guest(batch(model.inputs, rows, seed=rows), wanted) for rows in (2, 3, 1)]
     check_all(model, guests, together(model, guests))
@@ -310,7 +314,7 @@ def test_nobody_wants_anything(net: Net) -> None:
 # Neighbours
 
 
-def bits(reduced: Reduced) -> tuple[bytes, bytes | None]:
+def bits(reduced: ReducedTensor) -> tuple[bytes, bytes | None]:
     """Every bit: signs of zeros and what is written in NaNs too."""
     scale = reduced.scale.numpy().tobytes() if reduced.scale is not None else None
     return reduced.values.numpy().tobytes(), scale
@@ -318,9 +322,9 @@ def bits(reduced: Reduced) -> tuple[bytes, bytes | None]:
 
 def every_way(model: LoadedModel) -> list[Capture]:
     """All reductions of a few tensors of every kind."""
-    kinds: dict[object, tuple[HookPoint, Leaf]] = {}
+    kinds: dict[object, tuple[HookPoint, TensorInfo]] = {}
     for point, leaf in tensors_of(model):
-        kinds[point.site, leaf.layout, leaf.row_axis, leaf.per_row, leaf.dtype] = (point, leaf)
+        kinds[point.site, leaf.layout, leaf.row_axis, leaf.entries_per_row, leaf.dtype] = (point, leaf)
     return [Capture(point, leaf, how) for point, leaf in kinds.values() for how in ways(leaf)]
 
 
@@ -380,15 +384,15 @@ def test_a_neighbour_does_not_choose_the_memory_format(net: Net, name: str) -> N
     assert all(bits(one[capture]) == bits(two[capture]) for capture in wanted)
 
 
-def capture_of(leaf: Leaf, **how: Any) -> Capture:
+def capture_of(leaf: TensorInfo, **how: Any) -> Capture:
     return Capture(HookPoint("0", 0, (), "output"), leaf, Reduction(**how))
 
 
 LAYOUTS = {
-    "NCL": Leaf((), (1, 13, 7), "float32", layout="NCL"),
-    "NTC": Leaf((), (1, 7, 13), "float32", layout="NTC", prefix=1),
-    "TNC": Leaf((), (7, 1, 13), "float32", row_axis=1, layout="TNC", prefix=2),
-    "windows": Leaf((), (3, 7, 13), "float32", layout="NTC"),
+    "NCL": TensorInfo((), (1, 13, 7), "float32", layout="NCL"),
+    "NTC": TensorInfo((), (1, 7, 13), "float32", layout="NTC", prefix=1),
+    "TNC": TensorInfo((), (7, 1, 13), "float32", row_axis=1, layout="TNC", prefix=2),
+    "windows": TensorInfo((), (3, 7, 13), "float32", layout="NTC"),
 }
 
 
@@ -409,9 +413,9 @@ def test_zeros_of_both_signs_and_nan(
     module = nn.Sequential(nn.Identity())
     wanted = frozenset(capture_of(leaf, **vars(how)) for how in ways(leaf))
 
-    def run(others: frozenset[Capture]) -> dict[Capture, Reduced]:
-        shares = [Share(row, row + 1, wanted if row == 1 else others) for row in range(rows)]
-        return FeatureExtractor(module).shared(lambda: module(x), shares, rows).of(shares[1])
+    def run(others: frozenset[Capture]) -> dict[Capture, ReducedTensor]:
+        shares = [RequestSlice(row, row + 1, wanted if row == 1 else others) for row in range(rows)]
+        return FeatureExtractor(module).extract_slices(lambda: module(x), shares, rows).select(shares[1])
 
     alone, among = run(frozenset()), run(wanted)
     assert alone.keys() == among.keys() == wanted
@@ -456,14 +460,14 @@ def test_hooks_are_gone_after_a_failure(
     )
     with pytest.raises(error):
         together(model, [calm[0], Guest(wrong, calm[1].captures)])
-    assert model.hooks == hooks.count(model.module) == 0
+    assert model.hooks == hooks.count_hooks(model.module) == 0
     check_all(model, calm, together(model, calm))
 
 
 def test_values_that_the_model_does_not_take() -> None:
     """A token beyond the vocabulary is the input's fault; no hook is left."""
     inputs = (InputSpec("x", (5,), "int64"),)
-    model = load(replace(net_spec("Tied", inputs=inputs), source=f"python:{__name__}:Lookup"))
+    model = load_model(replace(net_spec("Tied", inputs=inputs), source=f"python:{__name__}:Lookup"))
     wanted = frozenset([at(model, "act")])
     good, bad = (Guest({"x": torch.full((1, 5), token)}, wanted) for token in (3, 4))
     with pytest.raises(InputError, match="does not take these values"):
@@ -507,7 +511,7 @@ def test_padded(net: Net, name: str, sizes: tuple[int, ...]) -> None:
 def test_padded_bits(net: Net, name: str) -> None:
     """In forwards of one size a row's bits are the same alone, in any company, and at any place."""
     model, size = net(name), 5
-    if not model.steady(size):
+    if not model.is_batch_invariant(size):
         pytest.skip("this machine's kernels give another result at another place in a batch")
     row, wanted = batch(model.inputs, 1, seed=3), frozenset(every_way(model))
     (alone,) = together(model, [Guest(row, wanted)], padded=size)
@@ -543,16 +547,16 @@ class Moves(Several):
 @pytest.mark.parametrize(("name", "steady"), [("Several", True), ("Moves", False)])
 def test_steady(name: str, steady: bool) -> None:
     """Whether places matter is seen in outputs whose rows are on another axis, beside one that has none."""
-    model = load(replace(net_spec("TimeFirst"), source=f"python:{__name__}:{name}"))
+    model = load_model(replace(net_spec("TimeFirst"), source=f"python:{__name__}:{name}"))
     assert model.catalog.rowwise
-    assert model.steady(4) is steady
+    assert model.is_batch_invariant(4) is steady
 
 
 # Parts
 
 
-def shares(*spans: tuple[int, int, set[Capture]]) -> list[Share]:
-    return [Share(start, stop, frozenset(wanted)) for start, stop, wanted in spans]
+def shares(*spans: tuple[int, int, set[Capture]]) -> list[RequestSlice]:
+    return [RequestSlice(start, stop, frozenset(wanted)) for start, stop, wanted in spans]
 
 
 def test_spans() -> None:
@@ -562,7 +566,7 @@ def test_spans() -> None:
     computed = {capture_of(leaf, pool=pool) for pool in ("mean", "gem", "max")}
     computed |= {capture_of(leaf, pool="flatten", normalize=True)}
     every = copies | computed
-    found = spans_of(shares((3, 4, every), (0, 2, every), (5, 9, every), (2, 3, every), (4, 5, set())), 9)
+    found = find_spans(shares((3, 4, every), (0, 2, every), (5, 9, every), (2, 3, every), (4, 5, set())), 9)
     assert found.keys() == every
     assert all(found[capture] == ((0, 4), (5, 9)) for capture in copies)
     assert all(found[capture] == ((0, 2), (2, 3), (3, 4), (5, 9)) for capture in computed)
@@ -571,13 +575,13 @@ def test_spans() -> None:
 @pytest.mark.parametrize("more", [{"row_axis": None}, {"mixed": True}, {"row_axis": None, "mixed": True}], ids=str)
 def test_what_belongs_to_no_row_is_taken_whole(more: dict[str, Any]) -> None:
     """Once, whoever wants it, and everybody gets all of it."""
-    capture = capture_of(Leaf((), (1, 3), "float32", **more))
+    capture = capture_of(TensorInfo((), (1, 3), "float32", **more))
     wanting = shares((0, 1, {capture}), (1, 3, set()), (3, 4, {capture}))
-    assert spans_of(wanting, 4) == {capture: ((0, 4),)}
-    whole = Reduced(torch.randn(capture.shape(4)))
-    taken = Taken({(capture, (0, 4)): whole})
-    assert taken.of(wanting[0])[capture] is taken.of(wanting[2])[capture] is whole
-    assert taken.of(wanting[1]) == {}
+    assert find_spans(wanting, 4) == {capture: ((0, 4),)}
+    whole = ReducedTensor(torch.randn(capture.shape(4)))
+    taken = BatchActivations({(capture, (0, 4)): whole})
+    assert taken.select(wanting[0])[capture] is taken.select(wanting[2])[capture] is whole
+    assert taken.select(wanting[1]) == {}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -589,7 +593,7 @@ def test_rows_of(name: str) -> None:
     for start in range(rows):
         for stop in range(start + 1, rows + 1):
             truth = torch.cat(alone[start:stop], leaf.row_axis or 0)
-            for part in (rows_of(whole, leaf, (start, stop), rows), part_of(whole, leaf, (start, stop))):
+            for part in (select_span_rows(whole, leaf, (start, stop), rows), select_rows(whole, leaf, (start, stop))):
                 assert part.equal(truth)
                 assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
@@ -604,7 +608,7 @@ def test_joined(name: str, cuts: tuple[int, ...]) -> None:
     parts = [torch.cat(alone[stop - cut : stop], axis) for cut, stop in zip(cuts, np.cumsum(cuts), strict=True)]
     for how in ways(leaf):
         capture = capture_of(leaf, **vars(how))
-        found = joined(capture, [reduce(part, leaf, how) for part in parts])
+        found = join_parts(capture, [reduce(part, leaf, how) for part in parts])
         check(found, capture, expected(whole, capture), 4)
         if how.pool not in AVERAGES and not how.normalize:
             assert bits(found) == bits(reduce(whole, leaf, how))
@@ -612,9 +616,9 @@ def test_joined(name: str, cuts: tuple[int, ...]) -> None:
 
 def test_joined_of_what_is_the_same_for_all_rows() -> None:
     """It is there once."""
-    capture = capture_of(Leaf((), (2, 3), "float32", row_axis=None))
-    parts = [Reduced(torch.ones(2, 3)), Reduced(torch.ones(2, 3))]
-    assert joined(capture, parts) is parts[0]
+    capture = capture_of(TensorInfo((), (2, 3), "float32", row_axis=None))
+    parts = [ReducedTensor(torch.ones(2, 3)), ReducedTensor(torch.ones(2, 3))]
+    assert join_parts(capture, parts) is parts[0]
 
 
 # One copy for all results
@@ -647,10 +651,10 @@ def test_packed(kinds: list[tuple[torch.dtype, tuple[int, ...], bool]], seed: in
     tensors = [
         each.mT if turned and each.ndim > 1 else each for each, (_, _, turned) in zip(tensors, kinds, strict=True)
     ]
-    data = packed(tensors)
+    data = pack(tensors)
     assert (data.dtype, data.ndim) == (torch.uint8, 1)
     assert data.nbytes == sum(-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in tensors)
-    found = unpacked(data, tensors)
+    found = unpack(data, tensors)
     for back, each in zip(found, tensors, strict=True):
         assert (back.dtype, back.shape) == (each.dtype, each.shape)
         assert back.is_contiguous()
@@ -660,11 +664,11 @@ def test_packed(kinds: list[tuple[torch.dtype, tuple[int, ...], bool]], seed: in
 def test_packed_on_the_host() -> None:
     """What is there already is not copied."""
     tensors = [torch.ones(3), torch.ones(2, dtype=torch.int8)]
-    assert packed_copy(tensors) is tensors
-    assert packed_copy([]) == []
+    assert copy_packed(tensors) is tensors
+    assert copy_packed([]) == []
     whole = capture_of(LAYOUTS["NTC"], dtype="int8"), capture_of(LAYOUTS["NTC"])
-    pieces = {(whole[0], (0, 1)): Reduced(tensors[1], tensors[0]), (whole[1], (0, 1)): Reduced(tensors[0])}
-    found = Taken(pieces).on_host()
+    pieces = {(whole[0], (0, 1)): ReducedTensor(tensors[1], tensors[0]), (whole[1], (0, 1)): ReducedTensor(tensors[0])}
+    found = BatchActivations(pieces).to_host()
     assert list(found.pieces) == list(pieces)
     for key, reduced in pieces.items():
         assert found.pieces[key].values is reduced.values

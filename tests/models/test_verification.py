@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from layertap.models.catalog import Layer
 from layertap.models.errors import RequestError
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Plan, resolve
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Plan, make_plan
 from layertap.models.points import Reduction, Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import Share
-from layertap.models.verification import check, check_possible, wanted
+from layertap.models.union import RequestSlice
+from layertap.models.verification import check_outputs, check_possible, list_extra_captures
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import record
@@ -58,33 +58,33 @@ class Random(nn.Module):
 
 def own(factory: str) -> LoadedModel:
     spec = ModelSpec("own", f"python:{__name__}:{factory}", weights="random:0", inputs=(InputSpec("x", (4,)),))
-    return load(spec)
+    return load_model(spec)
 
 
 def plan_of(model: LoadedModel, *texts: str, **how: Any) -> Plan:
-    chosen = [Selector(**{**vars(parse(text)), "reduction": Reduction(**how)}) for text in texts]
-    return resolve(chosen, model.catalog)
+    chosen = [Selector(**{**vars(parse_selector(text)), "reduction": Reduction(**how)}) for text in texts]
+    return make_plan(chosen, model.catalog)
 
 
 def verified(model: LoadedModel, plan: Plan, rows: int = 2, padded: int | None = None) -> dict[Any, Tensor]:
-    share = Share(0, rows, plan.captures)
+    share = RequestSlice(0, rows, plan.captures)
     piece = batch(model.inputs, rows, seed=5)
-    taken = model.verified(model.replicas[0], piece, share, plan, model.catalog, padded)
+    taken = model.run_verified(model.replicas[0], piece, share, plan, model.catalog, padded)
     assert model.hooks == 0
-    return {capture.point: reduced.values for capture, reduced in taken.of(share).items()}
+    return {capture.point: reduced.values for capture, reduced in taken.select(share).items()}
 
 
 def offered(layer: Layer) -> bool:
-    return bool(layer.calls) and all(leaf.dtype != "complex64" for call in layer.calls for leaf in call.output.leaves)
+    return bool(layer.calls) and all(leaf.dtype != "complex64" for call in layer.calls for leaf in call.output.tensors)
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_every_layer(name: str) -> None:
     """Every output of every call, put back, gives the same: in-place layers, tied ones, windows, structured values."""
-    model = load(net_spec(name))
+    model = load_model(net_spec(name))
     texts = [f"{layer.name}#*" for layer in model.catalog.layers.values() if offered(layer) and layer.name != "."]
     plan = plan_of(model, *texts)
-    rows = 2 if model.catalog.rowwise and plan.splits else 1
+    rows = 2 if model.catalog.rowwise and plan.may_split else 1
     found = verified(model, plan, rows)
     seen = record(model.module, **batch(model.inputs, rows, seed=5))
     assert found.keys() == {capture.point for capture in plan.captures}
@@ -97,35 +97,35 @@ def test_every_layer(name: str) -> None:
 @pytest.mark.parametrize("padded", [None, 5])
 def test_results_are_those_of_a_plain_request(padded: int | None) -> None:
     """Pools and statistics are as without it, bit by bit, whatever the forward is padded to."""
-    model = load(net_spec("resnet"))
+    model = load_model(net_spec("resnet"))
     for how in ({"pool": "mean"}, {"stats": ("mean", "histogram")}, {}):
         plan = plan_of(model, "layer2", "layer3.0.relu#0", "layer4:input", **how)
-        share = Share(0, 2, plan.captures)
-        plain = model.run(model.replicas[0], [batch(model.inputs, 2, seed=5)], [share], padded).of(share)
+        share = RequestSlice(0, 2, plan.captures)
+        plain = model.run(model.replicas[0], [batch(model.inputs, 2, seed=5)], [share], padded).select(share)
         found = verified(model, plan, padded=padded)
         assert all(torch.equal(reduced.values, found[capture.point]) for capture, reduced in plain.items())
 
 
 def test_another_value_is_found() -> None:
     """Of several layers that with another value than its own is named, and by how much the output differs."""
-    model = load(net_spec("resnet"))
+    model = load_model(net_spec("resnet"))
     plan = plan_of(model, "layer1", "layer2", "layer3")
     points = {capture.point.layer: capture.point for capture in plan.captures}
     piece = batch(model.inputs, 2)
-    whole = Share(0, 2, wanted(plan, model.catalog))
-    found = model.run(model.replicas[0], [piece], [whole]).of(whole)
+    whole = RequestSlice(0, 2, list_extra_captures(plan, model.catalog))
+    found = model.run(model.replicas[0], [piece], [whole]).select(whole)
     taken = {capture.point: reduced.values.clone() for capture, reduced in found.items()}
 
     def again(values: Any) -> Any:
-        return model.extractor.replaced(lambda: model.forward(piece), values)
+        return model.extractor.run_with_replacements(lambda: model.forward(piece), values)
 
-    check(plan, model.catalog, taken, again)
+    check_outputs(plan, model.catalog, taken, again)
     taken[points["layer3"]][1, 3] += 0.5
     with pytest.raises(RequestError, match=r"'layer3#0'.*differs by \d"):
-        check(plan, model.catalog, taken, again)
+        check_outputs(plan, model.catalog, taken, again)
     taken[points["layer1"]][0, 0] = torch.nan
     with pytest.raises(RequestError, match=r"'layer1#0'.*differs by inf"):
-        check(plan, model.catalog, taken, again)
+        check_outputs(plan, model.catalog, taken, again)
 
 
 def test_written_to_under_another_name() -> None:
@@ -147,6 +147,6 @@ def test_never_the_same() -> None:
 
 def test_nothing_to_compare() -> None:
     """A model whose output holds no tensor can't be verified."""
-    model = load(net_spec("Wrapped"))
+    model = load_model(net_spec("Wrapped"))
     with pytest.raises(RequestError, match="no tensor"):
         check_possible(plan_of(model, "linear"), model.catalog)

@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled import Compiled, graph_for
+from layertap.models.compiled import CompiledPlan, find_compiled_plan
 from layertap.models.errors import LoadError
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.plan import Capture, Plan, resolve
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.plan import Capture, Plan, make_plan
 from layertap.models.points import Objective, Reduction, Selector
-from layertap.models.selectors import parse
+from layertap.models.selectors import parse_selector
 from layertap.models.spec import WarmSpec
-from layertap.models.union import Share
-from layertap.models.warm.compiling import WarmError, folder, key
-from layertap.models.warm.exporting import exported
-from layertap.models.warm.ready import _follow, build, made_ready, plan_of
+from layertap.models.union import RequestSlice
+from layertap.models.warm.compiling import WarmError, compute_key, open_folder
+from layertap.models.warm.exporting import export_graph
+from layertap.models.warm.ready import _follow, compile_warm_plans, make_warm_plan, prepare_warm_plans
 from tests.conftest import WARM, net_spec
 from tests.nets import batch
 from tests.oracle import record
@@ -36,16 +36,16 @@ AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root gives files awa
 @pytest.fixture(scope="module")
 def loaded() -> Callable[..., LoadedModel]:
     """Each model once."""
-    return cache(lambda net: load(net_spec(net), 2, 1))
+    return cache(lambda net: load_model(net_spec(net), 2, 1))
 
 
 @pytest.fixture(scope="module")
 def warmed(plans: Path) -> LoadedModel:
     """A small model with a graph that was compiled in a process of its own."""
-    return made_ready(load(net_spec("Chain", warm=(WARM,)), 2, 1), plans)
+    return prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 2, 1), plans)
 
 
-def own(model: LoadedModel) -> Compiled:
+def own(model: LoadedModel) -> CompiledPlan:
     """The model's only graph."""
     (made,) = model.compiled
     assert made is not None
@@ -53,7 +53,7 @@ def own(model: LoadedModel) -> Compiled:
 
 
 def plan_for(model: LoadedModel, *texts: str, **how: Any) -> Plan:
-    return resolve([replace(parse(text), reduction=Reduction(**how)) for text in texts], model.catalog)
+    return make_plan([replace(parse_selector(text), reduction=Reduction(**how)) for text in texts], model.catalog)
 
 
 def hooked(model: LoadedModel, rows: Mapping[str, Tensor], plan: Plan) -> dict[Capture, Any]:
@@ -63,7 +63,7 @@ def hooked(model: LoadedModel, rows: Mapping[str, Tensor], plan: Plan) -> dict[C
 def graph(model: LoadedModel, plan: Plan, rows: int) -> tuple[Any, tuple[Capture, ...]]:
     """A plan as an exported graph, run by PyTorch and not compiled."""
     captures = tuple(result.capture for result in plan.results)
-    made = exported(model, captures, batch(model.inputs, max(rows, 1), seed=3))
+    made = export_graph(model, captures, batch(model.inputs, max(rows, 1), seed=3))
     return made, captures
 
 
@@ -102,11 +102,11 @@ def test_exported(loaded: Callable[..., LoadedModel], net: str, layers: list[str
     several, captures = graph(model, plan, 3)
     one, _ = graph(model, plan, 1)
     names = tuple(spec.name for spec in model.inputs)
-    made = Compiled(captures, names, Plain(one), Plain(several), model.catalog.costs)
+    made = CompiledPlan(captures, names, Plain(one), Plain(several), model.catalog.costs)
     for count in (1, 2, 5):
         rows = batch(model.inputs, count, seed=4)
-        share = Share(0, count, plan.captures)
-        found = made.taken({name: value.clone() for name, value in rows.items()}, count).of(share)
+        share = RequestSlice(0, count, plan.captures)
+        found = made.run({name: value.clone() for name, value in rows.items()}, count).select(share)
         for capture, wanted in hooked(model, rows, plan).items():
             torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
             if wanted.scale is not None:
@@ -128,12 +128,12 @@ def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
 def test_compiled(warmed: LoadedModel) -> None:
     """The compiled graph gives each layer as it left its module, in-place writes or not; alone and beside others."""
     made = own(warmed)
-    plan = plan_of(warmed, WARM)
+    plan = make_warm_plan(warmed, WARM)
     for count in (1, 2, 7):
         rows = batch(warmed.inputs, count, seed=9)
         wanted = record(warmed.module, *rows.values())
-        share = Share(0, count, plan.captures)
-        taken = warmed.run(warmed.replicas[0], [rows], [share], None, None, made).of(share)
+        share = RequestSlice(0, count, plan.captures)
+        taken = warmed.run(warmed.replicas[0], [rows], [share], None, None, made).select(share)
         for capture in made.captures:
             point = capture.point
             expected = wanted[point.layer, point.call, point.path, point.site]
@@ -149,11 +149,11 @@ def test_rows_of_several_requests(warmed: LoadedModel) -> None:
     shares, at = [], 0
     for piece, plan in zip(pieces, plans, strict=True):
         count = len(next(iter(piece.values())))
-        shares.append(Share(at, at + count, plan.captures))
+        shares.append(RequestSlice(at, at + count, plan.captures))
         at += count
     taken = warmed.run(warmed.replicas[1], pieces, shares, 8, None, made)
     for piece, plan, share in zip(pieces, plans, shares, strict=True):
-        found = taken.of(share)
+        found = taken.select(share)
         assert set(found) == plan.captures
         for capture, wanted in hooked(warmed, piece, plan).items():
             torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
@@ -162,7 +162,7 @@ def test_rows_of_several_requests(warmed: LoadedModel) -> None:
 def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     """What is on disk is not compiled again; it is found by what it is made of, in any process."""
     before = {path.name: path.stat().st_mtime_ns for path in plans.iterdir()}
-    again = made_ready(load(warmed.spec, 1, 1), plans)
+    again = prepare_warm_plans(load_model(warmed.spec, 1, 1), plans)
     assert own(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
     assert len([name for name in before if name.endswith(".pt2")]) == 2
@@ -171,27 +171,27 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
 def test_keys(loaded: Callable[..., LoadedModel]) -> None:
     """Another layer, reduction, number of rows, precision or memory format is another graph."""
     model = loaded("Chain")
-    others = [load(net_spec("Chain", **how)) for how in ({"tf32": True}, {"memory_format": "channels_last"})]
+    others = [load_model(net_spec("Chain", **how)) for how in ({"tf32": True}, {"memory_format": "channels_last"})]
     captures = [
         tuple(plan_for(model, *layers, **how).captures)
         for layers, how in ((["conv"], {}), (["relu"], {}), (["conv"], {"pool": "mean"}), (["relu#0"], {}))
     ]
-    keys = {key(model, each, kind) for each in captures for kind in ("one", "several")}
+    keys = {compute_key(model, each, kind) for each in captures for kind in ("one", "several")}
     assert len(keys) == 8
-    keys |= {key(other, captures[0], "one") for other in others}
+    keys |= {compute_key(other, captures[0], "one") for other in others}
     assert len(keys) == 10
 
 
 def test_what_it_answers(warmed: LoadedModel) -> None:
     """Any part of its layers, reduced as they are there; nothing that is changed or differentiated."""
     known = (own(warmed), None)
-    assert graph_for(known, plan_for(warmed, "conv", "head")) is known[0]
-    assert graph_for(known, plan_for(warmed, ".")) is None
-    assert graph_for(known, plan_for(warmed, "conv", pool="mean")) is None
-    graded = resolve([Selector(**vars(parse("conv:grad_output")))], warmed.catalog, (), Objective("sum"))
-    assert graph_for(known, graded) is None
+    assert find_compiled_plan(known, plan_for(warmed, "conv", "head")) is known[0]
+    assert find_compiled_plan(known, plan_for(warmed, ".")) is None
+    assert find_compiled_plan(known, plan_for(warmed, "conv", pool="mean")) is None
+    graded = make_plan([Selector(**vars(parse_selector("conv:grad_output")))], warmed.catalog, (), Objective("sum"))
+    assert find_compiled_plan(known, graded) is None
     cheap = replace(known[0], costs=replace(known[0].costs, base=0.0, per_row=1e-9))
-    assert graph_for((known[0], cheap), plan_for(warmed, "conv")) is cheap
+    assert find_compiled_plan((known[0], cheap), plan_for(warmed, "conv")) is cheap
 
 
 class Lines(logging.Handler):
@@ -226,7 +226,7 @@ def test_runs_with_hooks(
     """What no graph gives is answered as ever, and one line says so."""
     model = loaded(net)
     spec = replace(model.spec, warm=(WarmSpec(layers, compile=True), WarmSpec(layers)))
-    found = made_ready(replace(model, spec=spec), tmp_path)
+    found = prepare_warm_plans(replace(model, spec=spec), tmp_path)
     assert found.compiled == (None, None)
     assert len(lines) == 1
     assert says in lines[0]["reason"]
@@ -236,8 +236,8 @@ def test_cuda_graphs_without_a_gpu(plans: Path, warmed: LoadedModel, lines: list
     """A model that may be on a GPU and is not has its compiled graph, on disk by the same name; one line tells."""
     files = {path.name for path in plans.glob("*.pt2")}
     spec = replace(warmed.spec, warm=(replace(WARM, cuda_graphs=(1, 8)),))
-    made = own(made_ready(replace(warmed, spec=spec), plans))
-    assert made.replays == {}
+    made = own(prepare_warm_plans(replace(warmed, spec=spec), plans))
+    assert made.cuda_graphs == {}
     assert lines == [{"model": "Chain", "reason": "there is no GPU"}]
     assert {path.name for path in plans.glob("*.pt2")} == files
 
@@ -247,7 +247,7 @@ def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: l
     for path in plans.glob("*.pt2"):
         (tmp_path / path.name).write_bytes(b"no graph")
     tmp_path.chmod(0o700)
-    assert made_ready(load(warmed.spec, 1, 1), tmp_path).compiled == (None,)
+    assert prepare_warm_plans(load_model(warmed.spec, 1, 1), tmp_path).compiled == (None,)
     assert "does not load" in lines[0]["reason"]
 
 
@@ -275,14 +275,14 @@ def test_what_is_compiled(loaded: Callable[..., LoadedModel], tmp_path: Path) ->
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        build(spec, tmp_path, 1, tell)
+        compile_warm_plans(spec, tmp_path, 1, tell)
     assert told == [(1, 2)]
 
 
 def test_without_a_compiler(tmp_path: Path, lines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled, and everything is answered."""
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
-    found = made_ready(load(net_spec("Tied", warm=(WarmSpec(("act",), compile=True),)), 1, 1), tmp_path)
+    found = prepare_warm_plans(load_model(net_spec("Tied", warm=(WarmSpec(("act",), compile=True),)), 1, 1), tmp_path)
     assert found.compiled == (None,)
     assert "no C++ compiler" in lines[0]["reason"]
     assert not list(tmp_path.glob("*.pt2"))
@@ -292,20 +292,20 @@ def test_unknown_layer(loaded: Callable[..., LoadedModel], tmp_path: Path) -> No
     """A layer that is not there is the operator's mistake, and is told as such."""
     model = loaded("Chain")
     with pytest.raises(LoadError, match="no layer 'cnv'"):
-        made_ready(replace(model, spec=replace(model.spec, warm=(WarmSpec(("cnv",)),))), tmp_path)
+        prepare_warm_plans(replace(model, spec=replace(model.spec, warm=(WarmSpec(("cnv",)),))), tmp_path)
 
 
 def test_folder(tmp_path: Path) -> None:
     """Files in it are run: only this user may write there, or the process's own group: Kubernetes' fsGroup."""
     place = tmp_path / "new"
-    assert folder(place).stat().st_mode & 0o777 == 0o700
+    assert open_folder(place).stat().st_mode & 0o777 == 0o700
     os.chown(place, -1, os.getegid())
     for mode in (0o770, 0o2770, 0o775):
         place.chmod(mode)
-        assert folder(place) == place
+        assert open_folder(place) == place
     (tmp_path / "file").write_text("")
     with pytest.raises(WarmError, match=f"{tmp_path}/file/below can't be used"):
-        folder(tmp_path / "file" / "below")
+        open_folder(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize(
@@ -332,6 +332,6 @@ def test_folder_of_others(
     os.chown(place, user, group)
     place.chmod(mode)
     model = loaded("Chain")
-    assert made_ready(replace(model, spec=replace(model.spec, warm=(WARM,))), place).compiled == (None,)
+    assert prepare_warm_plans(replace(model, spec=replace(model.spec, warm=(WARM,))), place).compiled == (None,)
     assert says in lines[0]["reason"]
     assert str(place) in lines[0]["reason"]

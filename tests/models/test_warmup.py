@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from layertap.models import hooks, warmup
 from layertap.models.errors import InputError
-from layertap.models.loaded import load
+from layertap.models.loaded import load_model
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, batch
@@ -29,7 +29,7 @@ Rows = Mapping[str, Tensor]
 def peak(module: nn.Module, rows: Rows) -> int:
     """Bytes of a forward, in the mode in which forwards run."""
     with torch.no_grad():
-        return warmup.peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
+        return warmup.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
 
 
 def ones(*shape: int) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ def test_peak_of_several_inputs() -> None:
     """All inputs count."""
     rows = {"a": torch.ones(3, 4), "b": torch.ones(3, dtype=torch.int64)}
     with torch.no_grad():
-        found = warmup.peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
+        found = warmup.measure_peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
     assert found == 3 * (4 * 4 + 8 + 4 * 4)
 
 
@@ -200,7 +200,7 @@ class Opaque(Sparse):
 @pytest.mark.parametrize("name", ["Sparse", "Opaque"])
 def test_tensors_without_plain_memory(name: str) -> None:
     """A model that makes some loads, and whatever else it makes is counted."""
-    model = load(replace(net_spec("Tied", inputs=(InputSpec("x", (4,)),)), source=f"python:{__name__}:{name}"))
+    model = load_model(replace(net_spec("Tied", inputs=(InputSpec("x", (4,)),)), source=f"python:{__name__}:{name}"))
     assert model.catalog.costs.row_bytes >= 2 * 4 * FLOAT
 
 
@@ -216,14 +216,14 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     state = {key: value.clone() for key, value in model.module.state_dict().items()}
     versions = [parameter._version for parameter in model.module.parameters()]
     with torch.no_grad():
-        found = warmup.peak_bytes(model.forward, rows, model.module, CPU)
-    costs = warmup.measure(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
+        found = warmup.measure_peak_bytes(model.forward, rows, model.module, CPU)
+    costs = warmup.measure_costs(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
     assert found == costs.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
     assert [parameter._version for parameter in model.module.parameters()] == versions
     assert not any(part.training for part in model.module.modules())
-    assert model.hooks == hooks.count(model.module) == 0
+    assert model.hooks == hooks.count_hooks(model.module) == 0
     assert _get_current_dispatch_mode() is None
 
 
@@ -233,7 +233,9 @@ def test_a_forward_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        warmup.measure(lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True, most=2)
+        warmup.measure_costs(
+            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True, most=2
+        )
     assert _get_current_dispatch_mode() is None
     assert torch.get_num_threads() == before
 
@@ -245,19 +247,19 @@ def test_a_forward_that_fails() -> None:
 def test_threads(count: int) -> None:
     """So many inside, as many as before outside, also one within another and after an exception."""
     before = torch.get_num_threads()
-    with warmup.threads(count):
+    with warmup.use_threads(count):
         assert torch.get_num_threads() == count
-        with warmup.threads(count + 1):
+        with warmup.use_threads(count + 1):
             assert torch.get_num_threads() == count + 1
         assert torch.get_num_threads() == count
     assert torch.get_num_threads() == before
-    with pytest.raises(KeyError), warmup.threads(count):
+    with pytest.raises(KeyError), warmup.use_threads(count):
         raise KeyError
     assert torch.get_num_threads() == before
 
 
 def test_cores() -> None:
-    assert 1 <= warmup.cores() <= (os.cpu_count() or 1)
+    assert 1 <= warmup.count_cores() <= (os.cpu_count() or 1)
 
 
 # Figures
@@ -277,7 +279,7 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
 def test_measure(rowwise: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
     module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
-    costs = warmup.measure(forwards(module, seen), ones(1, 4), module, CPU, rowwise, 2)
+    costs = warmup.measure_costs(forwards(module, seen), ones(1, 4), module, CPU, rowwise, 2)
     figures = (costs.base, costs.per_row, costs.speedup, float(costs.row_bytes))
     assert all(math.isfinite(figure) for figure in figures)
     assert costs.base >= 0 < costs.per_row
@@ -308,7 +310,7 @@ def test_figures_of_every_net(load_net: Loader, name: str) -> None:
 def test_available() -> None:
     """There is some memory, and no more than the machine has."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < warmup.available_bytes(CPU) <= machine
+    assert 0 < warmup.measure_available_bytes(CPU) <= machine
 
 
 # Costs in catalogues

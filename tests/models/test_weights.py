@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchvision.models import mnasnet0_5
 
 from layertap.models.errors import LoadError
-from layertap.models.weights import digest, load_into, origin, read_checkpoint
+from layertap.models.weights import digest_weights, load_into, parse_weights, read_checkpoint
 
 
 class Mixed(nn.Module):
@@ -175,7 +175,7 @@ def test_class_that_insists_on_its_version_loads_from_safetensors(tmp_path: Path
     save_file(module.state_dict(), tmp_path / "m.safetensors")
     other = mnasnet0_5()
     load_into(other, read_checkpoint(tmp_path / "m.safetensors"), "m.safetensors")
-    assert digest(other) == digest(module)
+    assert digest_weights(other) == digest_weights(module)
 
 
 def test_digest_is_of_the_weights_not_of_the_way_there(tmp_path: Path) -> None:
@@ -185,11 +185,11 @@ def test_digest_is_of_the_weights_not_of_the_way_there(tmp_path: Path) -> None:
     torch.save(module.state_dict(), tmp_path / "a.pth")
     for name in ("a.safetensors", "a.pth"):
         other = Mixed()
-        assert digest(other) != digest(module)
+        assert digest_weights(other) != digest_weights(module)
         load_into(other, read_checkpoint(tmp_path / name), name)
-        assert digest(other) == digest(module)
+        assert digest_weights(other) == digest_weights(module)
     conv = nn.Conv2d(3, 4, 3)
-    assert digest(copy.deepcopy(conv).to(memory_format=torch.channels_last)) == digest(conv)
+    assert digest_weights(copy.deepcopy(conv).to(memory_format=torch.channels_last)) == digest_weights(conv)
 
 
 def test_digest_is_what_its_description_says() -> None:
@@ -200,19 +200,19 @@ def test_digest_is_what_its_description_says() -> None:
     expected = hashlib.sha256()
     expected.update(json.dumps(["a", "int64", []]).encode() + struct.pack("<q", 3))
     expected.update(json.dumps(["b", "float32", [1, 2]]).encode() + struct.pack("<2f", 1.5, -2.0))
-    assert digest(module) == expected.hexdigest()
+    assert digest_weights(module) == expected.hexdigest()
 
 
 def test_digest_sees_every_bit() -> None:
     """Turning over the lowest bit of any one tensor, of any dtype, changes the digest."""
     module = Mixed()
-    digests = {digest(module)}
+    digests = {digest_weights(module)}
     filled = [name for name, value in module.state_dict().items() if value.numel()]
     for name in filled:
         changed = copy.deepcopy(module)
         value = changed.state_dict()[name]
         value.reshape(-1)[-1:].view(torch.uint8)[0] ^= 1
-        digests.add(digest(changed))
+        digests.add(digest_weights(changed))
     assert len(digests) == 1 + len(filled)
 
 
@@ -222,7 +222,7 @@ def test_digest_sees_names_shapes_and_dtypes() -> None:
     def one(name: str, value: Tensor) -> str:
         module = nn.Module()
         module.register_buffer(name, value)
-        return digest(module)
+        return digest_weights(module)
 
     zeros = torch.zeros(4)
     variants = [("a", zeros), ("b", zeros), ("a", zeros.view(2, 2)), ("a", zeros.int()), ("a", torch.zeros(2, 0))]
@@ -231,19 +231,19 @@ def test_digest_sees_names_shapes_and_dtypes() -> None:
 
 def test_origin_of_weights() -> None:
     """A configuration's text is a seed, a checkpoint or a name, and its label holds no directory."""
-    assert origin("random:7").seed == 7
-    assert origin("some/where/x.safetensors").path == Path("some/where/x.safetensors")
-    assert origin("some/where/x.PTH").label == "x.PTH"
-    assert origin("DEFAULT").label == origin("DEFAULT").label
-    assert (origin("DEFAULT").seed, origin("DEFAULT").path) == (None, None)
-    assert origin("ResNet50_Weights.IMAGENET1K_V2").path is None
+    assert parse_weights("random:7").seed == 7
+    assert parse_weights("some/where/x.safetensors").path == Path("some/where/x.safetensors")
+    assert parse_weights("some/where/x.PTH").label == "x.PTH"
+    assert parse_weights("DEFAULT").label == parse_weights("DEFAULT").label
+    assert (parse_weights("DEFAULT").seed, parse_weights("DEFAULT").path) == (None, None)
+    assert parse_weights("ResNet50_Weights.IMAGENET1K_V2").path is None
 
 
 @pytest.mark.parametrize("text", ["random:", "random:x", "random:-1", "random:1.5", f"random:{2**64}", "some/x.ckpt"])
 def test_origin_refuses(text: str) -> None:
     """A seed that is no whole number in range, and a file of an unknown kind, raise LoadError."""
     with pytest.raises(LoadError) as caught:
-        origin(text)
+        parse_weights(text)
     assert "/" not in caught.value.detail + caught.value.hint
 
 
@@ -271,7 +271,7 @@ def test_shared_weights_that_were_saved_once(tmp_path: Path, kind: str) -> None:
     else:
         save_model(nn.ModuleDict({"module": saved}) if kind == "parallel" else saved, str(file))
     load_into(module, read_checkpoint(file), "w")
-    assert digest(module) == digest(saved)
+    assert digest_weights(module) == digest_weights(saved)
 
 
 def test_shared_weights_that_only_the_file_tells_of(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_shared_weights_that_only_the_file_tells_of(tmp_path: Path) -> None:
     module.again, module.head = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
     save_model(saved, str(tmp_path / "tied.safetensors"))
     load_into(module, read_checkpoint(tmp_path / "tied.safetensors"), "w")
-    assert digest(module) == digest(saved)
+    assert digest_weights(module) == digest_weights(saved)
 
 
 @pytest.mark.parametrize("missing", ["last.weight", "first"])

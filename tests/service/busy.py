@@ -25,7 +25,7 @@ def until(come_true: Callable[[], bool]) -> None:
 
 def gated(live: Live, name: str = "gated") -> Gated:
     """The module of a model that can be held up."""
-    model = live.engine.fleet.registry.entry(name).model
+    model = live.engine.manager.registry.entry(name).model
     assert model is not None
     assert isinstance(model.module, Gated)
     return model.module
@@ -33,7 +33,7 @@ def gated(live: Live, name: str = "gated") -> Gated:
 
 def waiting(live: Live, name: str = "gated") -> int:
     """Rows of a model that are admitted and not answered."""
-    return live.engine.fleet._residents[name].rows
+    return live.engine.manager._workers[name].rows
 
 
 def ask(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:

@@ -14,7 +14,7 @@ from tests.service.support import Array
 
 def twin(live: Live) -> Any:
     """A copy of the embedded model that no hook ever touches."""
-    model = live.engine.fleet.registry.entry("digits").model
+    model = live.engine.manager.registry.entry("digits").model
     assert model is not None
     return copy.deepcopy(model.module).eval()
 

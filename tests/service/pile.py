@@ -51,7 +51,7 @@ def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
     chosen: Json = {"cpu_threads": 2, "deadline_s": LONG_S, **settings}
     with serve(configured(*(batch_net(name) for name in names)), **chosen) as live:
         for name in names:
-            model = live.engine.fleet.registry.entry(name).model
+            model = live.engine.manager.registry.entry(name).model
             assert model is not None
             costs = replace(COSTS.get(name, ONE_FORWARD), row_bytes=model.catalog.costs.row_bytes)
             model.catalogs[model.shapes] = replace(model.catalog, costs=costs)
@@ -75,7 +75,7 @@ def post(live: Live, request: Json) -> httpx.Response:
 
 def queued(live: Live, name: str) -> int:
     """Rows of a model that wait for their forward, decoded."""
-    return live.engine.fleet.scheduler.waiting(name)
+    return live.engine.manager.scheduler.count_waiting_rows(name)
 
 
 @dataclass(frozen=True)
@@ -181,4 +181,4 @@ def answered(rows: int) -> Counts:
 def idle(live: Live) -> None:
     """Nothing waits, nothing runs, nothing is held in memory, soon."""
     until(lambda: gauges(live) == dict.fromkeys(GAUGES, 0.0))
-    assert live.engine.fleet.budget.used == 0
+    assert live.engine.manager.budget.used == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from layertap.models.loaded import load
+from layertap.models.loaded import load_model
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.nets import BatchCentred
 from tests.server import Live
@@ -50,7 +50,7 @@ def server(serve: Serve) -> Iterator[Server]:
         spec("centred", "tests.nets:BatchCentred"),
         spec("alone", "tests.nets:OneRow"),
     )
-    module = load(specs[0]).module
+    module = load_model(specs[0]).module
     assert isinstance(module, BatchCentred)
     with serve(configured(*specs), max_batch_rows=LIMIT) as live:
         yield Server(live, module)

@@ -370,10 +370,10 @@ def test_too_many_bytes(serve: Serve) -> None:
         assert "50000" in problem(post(live, large), 413)["detail"]  # no queue could hold it
         with piled(live, "tower") as pile:
             waits = [pile.put(wish(some(256, seed), "tower", "tail"), 256) for seed in range(4)]
-            used = live.engine.fleet.budget.used
+            used = live.engine.manager.budget.used
             assert 4 * 256 * (16 + 16 + 8) <= used <= 50_000  # a row as sent, as decoded, and its result
             assert all(retry(post(live, wish(some(256), "tower", "tail"))) >= 1 for _ in range(3))
-            until(lambda: live.engine.fleet.budget.used == used)
+            until(lambda: live.engine.manager.budget.used == used)
             waits.append(pile.put(wish(some(2), "tower", "tail"), 2))
         assert [reply.result().status_code for reply in waits] == [200] * 5
         idle(live)
@@ -392,7 +392,7 @@ def test_bytes_of_a_body_that_still_arrives(serve: Serve) -> None:
         small = wish(some(200), "tower", "tail")
         with connected(live) as connection:
             connection.sendall(on_the_wire(request)[:-1])
-            until(lambda: live.engine.fleet.budget.used > 30_000)
+            until(lambda: live.engine.manager.budget.used > 30_000)
             assert retry(post(live, wish(some(1200), "tower", "tail"))) >= 1
         idle(live)
         assert post(live, small).status_code == 200
@@ -403,7 +403,7 @@ def test_large_reply_of_a_large_picture(serve: Serve) -> None:
     """All layers of a picture many times the usual size are refused by what they would take, before any forward."""
     spec = replace(batch_net("residual", "Residual", InputSpec("x", (3, SIDE, SIDE))))
     with serve(configured(spec), cpu_threads=2) as live:
-        model = live.engine.fleet.registry.entry("residual").model
+        model = live.engine.manager.registry.entry("residual").model
         assert model is not None
         module = model.module
         assert isinstance(module, Residual)

@@ -18,7 +18,7 @@ from torchvision.transforms import functional as tvf
 
 from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.preprocess import enough, preprocess
+from layertap.models.preprocess import compute_least_size, preprocess
 from layertap.models.spec import PreprocessSpec
 from layertap.service.config import Configuration, read
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced
@@ -52,7 +52,7 @@ def oriented(orientation: int) -> Image.Exif:
 
 
 def decoded(data: bytes, spec: PreprocessSpec = PLAIN, limit: int = LIMIT) -> Picture:
-    return decode_reduced(data, limit, partial(enough, spec))
+    return decode_reduced(data, limit, partial(compute_least_size, spec))
 
 
 def fast(data: bytes, spec: PreprocessSpec = PLAIN) -> Array:

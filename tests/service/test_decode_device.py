@@ -16,11 +16,11 @@ from sklearn.datasets import load_sample_image
 
 from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, TooLargeError
-from layertap.models.loaded import LoadedModel, load
-from layertap.models.ondevice import Decoder
+from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.ondevice import DeviceDecoder
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config import Configuration, read
-from layertap.service.engine.rows import rows_of
+from layertap.service.engine.rows import decode_item
 from layertap.service.inputs import ImageItem
 from layertap.service.inputs.images import plain_jpeg
 from layertap.service.settings import Settings
@@ -110,18 +110,18 @@ def test_limit() -> None:
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     spec = ModelSpec("net", "python:layertap.models.digits:digits", weights="random:0", device="cpu", preprocess=HOW)
-    return load(replace(spec, inputs=digits().inputs))
+    return load_model(replace(spec, inputs=digits().inputs))
 
 
 @pytest.fixture
 def placed(model: LoadedModel) -> LoadedModel:
     """The model with the decoder of a GPU's, on the CPU: torchvision decodes and resizes."""
     spec = replace(model.spec, decode="device")
-    return replace(model, spec=spec, decoder=Decoder(torch.device("cpu"), HOW))
+    return replace(model, spec=spec, decoder=DeviceDecoder(torch.device("cpu"), HOW))
 
 
 def row(model: LoadedModel, data: bytes, **limits: int) -> Any:
-    (rows,) = rows_of(ImageItem(data), model, Settings(**limits))
+    (rows,) = decode_item(ImageItem(data), model, Settings(**limits))
     assert not isinstance(rows, Exception)
     (value,) = rows.values()
     return value

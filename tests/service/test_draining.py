@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from layertap.models.digits import spec as digits
-from layertap.service.http.listening import options
+from layertap.service.http.listening import make_server_options
 from layertap.service.http.sockets import stop_connecting
 from layertap.service.process import Server
 from layertap.service.settings import Settings
@@ -227,7 +227,7 @@ def test_another_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as other:
             other.delattr(uvicorn.Server, name)
             with pytest.raises(RuntimeError, match=name):
-                options(Settings())
+                make_server_options(Settings())
 
 
 def test_connections_at_the_end() -> None:

@@ -17,7 +17,7 @@ import pytest
 from layertap.models.errors import Failure, LoadError
 from layertap.models.loaded import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.engine.resident import Resident
+from layertap.service.engine.resident import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.metrics import Metrics
 from layertap.service.process import FAILED
@@ -146,7 +146,7 @@ def test_end_of_loading_without_a_forward() -> None:
     told: list[tuple[str, Failure]] = []
     scheduler = Scheduler(Metrics(), 1)
     try:
-        model = Resident("leaving", load, lambda *failure: told.append(failure), scheduler, Settings())
+        model = ModelWorker("leaving", load, lambda *failure: told.append(failure), scheduler, Settings())
         error = model.loaded.exception(END_S)
     finally:
         scheduler.close()

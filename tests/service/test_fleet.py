@@ -113,7 +113,7 @@ def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
     with serve(configured(net("gated", "made"))) as live, ThreadPoolExecutor(2) as pool:
         with blocked(live) as module:
             waits = pool.submit(ask, live, 2)
-            until(lambda: live.engine.fleet._residents["gated"].rows == 3)
+            until(lambda: live.engine.manager._workers["gated"].rows == 3)
             unloading = pool.submit(live.client.post, "/models/gated/unload")
             until(lambda: ask(live, 3, timeout="0.1").status_code == 503)
             problem(ask(live, 3), 503, seconds=True)

@@ -68,7 +68,7 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
 def test_dead_thread(serve: Serve) -> None:
     """Once a model's thread has died the server says that it is not alive any more, so that it is started anew."""
     with serve() as live:
-        live.engine.fleet._residents["digits"]._workers[-1].post(object())  # type: ignore[arg-type]  # kills it
+        live.engine.manager._workers["digits"]._workers[-1].post(object())  # type: ignore[arg-type]  # kills it
         until(lambda: live.client.get("/livez").status_code == 503)
         problem(live.client.get("/livez"), 503, seconds=True)
         problem(live.client.get("/readyz"), 503, seconds=True)

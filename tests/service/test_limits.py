@@ -189,7 +189,7 @@ def test_reply_of_a_batch_is_predicted(limited: Live) -> None:
 def test_draining(serve: Serve) -> None:
     """While the server is draining every request for a model is told to come again, and it is not ready."""
     with serve(configured(net("gated", "Gated"))) as live:
-        fleet = live.engine.fleet
+        fleet = live.engine.manager
         fleet.draining = True
         problem(ask(live), 503, seconds=True)
         problem(live.client.get("/models/gated/layers"), 503, seconds=True)

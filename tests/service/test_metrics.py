@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from layertap.service.metrics import Cause, Metrics, Reason, Snapshot, Why
+from layertap.service.metrics import BatchReason, Cause, Metrics, Reason, Snapshot
 from tests.server import Live
 from tests.service.busy import ask, until
 from tests.service.conftest import Serve
@@ -322,7 +322,7 @@ def test_series_begin_at_zero() -> None:
     assert {f"layertap_refused_total{{reason={reason}}}" for reason in get_args(Reason)} <= set(empty)
     metrics.answered("digits", 1)
     found = figures(metrics.render().decode())
-    assert {f"layertap_batches_total{{model=digits,why={why}}}" for why in get_args(Why)} <= set(found)
+    assert {f"layertap_batches_total{{model=digits,why={why}}}" for why in get_args(BatchReason)} <= set(found)
     assert {f"layertap_split_total{{cause={cause},model=digits}}" for cause in get_args(Cause)} <= set(found)
     assert found["layertap_expired_total{model=digits}"] == 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from layertap.models.digits import WEIGHTS
 from layertap.models.digits import spec as digits
-from layertap.models.weights import digest
+from layertap.models.weights import digest_weights
 from layertap.service.config import Configuration
 from tests.server import Live, serving
 from tests.service.busy import ask
@@ -69,9 +69,9 @@ def test_shown(live: Live) -> None:
         "layers": 22,
         "hooks": 0,
     }
-    model = live.engine.fleet.registry.entry("digits").model
+    model = live.engine.manager.registry.entry("digits").model
     assert model is not None
-    assert body["weights_digest"] == digest(model.module)
+    assert body["weights_digest"] == digest_weights(model.module)
     assert live.client.get("/models").json()["models"][0] == body
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.wire import FORMATS, Format
-from layertap.service.wire.negotiate import choose
+from layertap.service.wire.negotiate import negotiate
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ from layertap.service.wire.negotiate import choose
 )
 def test_accept(accept: str | None, expected: str) -> None:
     """The format is the best one by quality, then by how exactly it was named, then by the table's order."""
-    assert choose(accept, None, FORMATS).name == expected
+    assert negotiate(accept, None, FORMATS).name == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_accept(accept: str | None, expected: str) -> None:
 def test_accept_refused(accept: str) -> None:
     """Where nothing on offer is accepted, every media type on offer is named."""
     with pytest.raises(NotAcceptableError) as caught:
-        choose(accept, None, FORMATS)
+        negotiate(accept, None, FORMATS)
     assert all(each.media_type in caught.value.hint for each in FORMATS.values())
 
 
@@ -79,14 +79,14 @@ def test_accept_refused(accept: str) -> None:
 @pytest.mark.parametrize("accept", [None, "text/html", "application/json;q=0"])
 def test_format(name: str, accept: str | None) -> None:
     """A format asked for by name is given, whatever Accept says."""
-    assert choose(accept, name, FORMATS) is FORMATS[name]
+    assert negotiate(accept, name, FORMATS) is FORMATS[name]
 
 
 @pytest.mark.parametrize("name", ["", "JSON", "application/json", "arrow", "x" * 10_000, "__class__", "\x00"])
 def test_format_refused(name: str) -> None:
     """An unknown name is refused with the names there are, and is itself cut and escaped."""
     with pytest.raises(NotAcceptableError) as caught:
-        choose(None, name, FORMATS)
+        negotiate(None, name, FORMATS)
     assert "json, npy, npz, safetensors" in caught.value.hint
     assert len(caught.value.detail) < 150
     assert caught.value.detail.isprintable()
@@ -96,30 +96,30 @@ def test_format_refused(name: str) -> None:
 def test_many_ranges(piece: str) -> None:
     """Of a huge header only the beginning counts: a format named after it has no say."""
     with pytest.raises(NotAcceptableError):
-        choose("a/b," + piece * (100_000 // len(piece)) + "application/x-npz", None, FORMATS)
+        negotiate("a/b," + piece * (100_000 // len(piece)) + "application/x-npz", None, FORMATS)
 
 
 @pytest.mark.parametrize("piece", [";", ";a=b", ";q", ' "', "\t"])
 def test_long_range(piece: str) -> None:
     """A range with a huge tail leaves the ranges beside it alone."""
     tail = piece * (100_000 // len(piece))
-    assert choose(f"text/html{tail}, application/x-npz", None, FORMATS).name == "npz"
+    assert negotiate(f"text/html{tail}, application/x-npz", None, FORMATS).name == "npz"
 
 
 def test_other_table() -> None:
     """The choice is among the formats that it is given, of any type."""
     table = {"png": Format("png", "image/png", lambda features, encoding: b"")}
-    assert choose("image/*", None, table).name == "png"
-    assert choose(None, None, table).name == "png"
+    assert negotiate("image/*", None, table).name == "png"
+    assert negotiate(None, None, table).name == "png"
     with pytest.raises(NotAcceptableError):
-        choose("application/json", None, table)
+        negotiate("application/json", None, table)
 
 
 @given(st.text(max_size=60) | st.text("*/;=q0.,aplictonjs-x ", max_size=60))
 def test_any_accept(accept: str) -> None:
     """No header does anything but choose a format or be refused."""
     try:
-        assert choose(accept, None, FORMATS) in FORMATS.values()
+        assert negotiate(accept, None, FORMATS) in FORMATS.values()
     except NotAcceptableError:
         return
 
@@ -139,6 +139,6 @@ def test_accept_by_quality(qualities: dict[str, int]) -> None:
     best = max(liked(each.media_type) for each in FORMATS.values())
     if best == 0:
         with pytest.raises(NotAcceptableError):
-            choose(accept, None, FORMATS)
+            negotiate(accept, None, FORMATS)
     else:
-        assert liked(choose(accept, None, FORMATS).media_type) == best
+        assert liked(negotiate(accept, None, FORMATS).media_type) == best

@@ -14,41 +14,41 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from layertap.models.catalog import Costs
-from layertap.service.engine.policy import Batch, Device, Lane, Part, Policy, Preparation, Work
+from layertap.service.engine.policy import Batch, Batcher, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest, RowSlice
 
 PATIENCE = 5.0
 CORES = 4
 CPU_LIKE = Costs(base=0.0, per_row=1.0, row_bytes=1)
 GPU_LIKE = Costs(base=10.0, per_row=1.0, row_bytes=1)
 SOLO = Costs(base=0.0, per_row=1.0, row_bytes=1, speedup=3.0)
-Started = Batch | Preparation
+Started = Batch | DecodeTask
 Given = list[tuple[str, int, int]]
 
 
 class Desk:
     """A policy, its clock, what runs, and names for requests."""
 
-    def __init__(self, **devices: Device) -> None:
+    def __init__(self, **devices: DeviceSlots) -> None:
         self.now = 0.0
-        self.policy = Policy(
-            devices or {"cpu": Device(CORES), "gpu": Device(1, parallel=False)}, lambda: self.now, PATIENCE
+        self.policy = Batcher(
+            devices or {"cpu": DeviceSlots(CORES), "gpu": DeviceSlots(1, parallel=False)}, lambda: self.now, PATIENCE
         )
-        self.names: dict[Work, str] = {}
+        self.names: dict[QueuedRequest, str] = {}
         self.running: list[Started] = []
 
-    def add(self, lane: Lane, rows: int = 1, name: str = "", **fields: Any) -> Work:
-        work = Work(lane, rows, **fields)
+    def add(self, lane: BatchQueue, rows: int = 1, name: str = "", **fields: Any) -> QueuedRequest:
+        work = QueuedRequest(lane, rows, **fields)
         self.names[work] = name
         self.policy.add(work)
         return work
 
-    def prepare(self, priority: Literal["interactive", "bulk"] = "interactive") -> Preparation:
-        found = Preparation(priority)
-        self.policy.prepare(found)
+    def prepare(self, priority: Literal["interactive", "bulk"] = "interactive") -> DecodeTask:
+        found = DecodeTask(priority)
+        self.policy.add_decode(found)
         return found
 
     def take(self, **idle: int) -> Started | None:
-        found = self.policy.take(idle or dict.fromkeys("abcd", 99))
+        found = self.policy.start_next(idle or dict.fromkeys("abcd", 99))
         if found is not None:
             self.running.append(found)
         return found
@@ -67,10 +67,10 @@ class Desk:
         """End something, after as long as it should have taken where nothing else is said."""
         expected = what.seconds if isinstance(what, Batch) else 0.0
         self.running.remove(what)
-        self.policy.done(what, expected if seconds is None else seconds)
+        self.policy.finish(what, expected if seconds is None else seconds)
 
     def given(self, batch: Batch) -> Given:
-        return [(self.names[part.work], part.start, part.stop) for part in batch.parts]
+        return [(self.names[part.request], part.start, part.stop) for part in batch.slices]
 
     def one_by_one(self) -> Iterator[Batch]:
         """Batch after batch, each ended before the next one starts, the clock in step."""
@@ -81,15 +81,15 @@ class Desk:
             yield found
 
 
-def lane(device: str = "gpu", costs: Costs = CPU_LIKE, ceiling: int = 4, model: str = "a", **fields: Any) -> Lane:
-    return Lane(model, device, costs, ceiling, **fields)
+def lane(device: str = "gpu", costs: Costs = CPU_LIKE, ceiling: int = 4, model: str = "a", **fields: Any) -> BatchQueue:
+    return BatchQueue(model, device, costs, ceiling, **fields)
 
 
 def shares(batches: Sequence[Batch]) -> dict[str, float]:
     """Seconds of slots of each model."""
     found: dict[str, float] = {}
     for batch in batches:
-        found[batch.lane.model] = found.get(batch.lane.model, 0.0) + batch.seconds * batch.slots
+        found[batch.queue.model] = found.get(batch.queue.model, 0.0) + batch.seconds * batch.slots
     return found
 
 
@@ -124,7 +124,10 @@ def test_rows_of_one_lane_only() -> None:
     desk, one, other = Desk(), lane(), lane()
     for each in (one, other, one, other):
         desk.add(each)
-    assert [[part.work.lane for part in batch.parts] for batch in desk.one_by_one()] == [[one, one], [other, other]]
+    assert [[part.request.queue for part in batch.slices] for batch in desk.one_by_one()] == [
+        [one, one],
+        [other, other],
+    ]
 
 
 def test_no_larger_than_pays() -> None:
@@ -139,7 +142,7 @@ def test_no_batch_without_an_idle_replica() -> None:
     desk = Desk()
     desk.add(lane())
     desk.add(lane(model="b"))
-    assert desk.batch(a=0, b=1).lane.model == "b"
+    assert desk.batch(a=0, b=1).queue.model == "b"
     assert desk.take(a=0, b=0) is None
     assert desk.take(b=1) is None
 
@@ -148,11 +151,11 @@ def test_rows_that_wait_are_counted() -> None:
     desk, one = Desk(), lane()
     desk.add(one, 6)
     gone = desk.add(lane(), 3)
-    assert (desk.policy.waiting("a"), desk.policy.waiting("b")) == (9, 0)
+    assert (desk.policy.count_waiting_rows("a"), desk.policy.count_waiting_rows("b")) == (9, 0)
     desk.batch()
-    assert desk.policy.waiting("a") == 5
+    assert desk.policy.count_waiting_rows("a") == 5
     desk.policy.remove(gone)
-    assert desk.policy.waiting("a") == 2
+    assert desk.policy.count_waiting_rows("a") == 2
 
 
 # What bounds a batch
@@ -166,7 +169,7 @@ def test_shares_with_nobody(alone: str) -> None:
     desk.add(one, 1, "z")
     found = list(desk.one_by_one())
     assert [desk.given(batch) for batch in found] == [[("x", 0, 1), ("z", 0, 1)], [("y", 0, 2)]]
-    assert [batch.why for batch in found] == ["same_depth", "isolated"]
+    assert [batch.reason for batch in found] == ["same_depth", "isolated"]
 
 
 def test_alone_is_split_and_whole_is_not() -> None:
@@ -197,7 +200,7 @@ def test_budget() -> None:
 @pytest.mark.parametrize(("rows", "after"), [(4, 2), (5, 2), (16, 8), (1, 1)])
 def test_lower(rows: int, after: int) -> None:
     desk, one = Desk(), lane(ceiling=8, padded=8, costs=GPU_LIKE)
-    Policy.lower(one, rows)
+    Batcher.reduce_max_rows(one, rows)
     desk.add(one, 16)
     assert {batch.rows for batch in desk.one_by_one()} == {after}
 
@@ -215,7 +218,7 @@ def test_never_in_a_later_batch() -> None:
     assert [desk.given(batch) for batch in desk.one_by_one()] == [[("z", 0, 1)]]
     desk.add(one, 1, "x", deadline=desk.now)
     assert desk.take() is None
-    assert desk.policy.waiting("a") == 0
+    assert desk.policy.count_waiting_rows("a") == 0
 
 
 def test_budget_lets_nobody_pass() -> None:
@@ -249,14 +252,14 @@ def test_not_split_where_it_gains_little() -> None:
 
 
 def test_not_split_where_slots_take_turns() -> None:
-    desk = Desk(gpu=Device(2, parallel=False))
+    desk = Desk(gpu=DeviceSlots(2, parallel=False))
     desk.add(lane(costs=GPU_LIKE, ceiling=64), 18)
     assert [batch.rows for batch in desk.batches()] == [18]
 
 
 def test_beside_another_only_where_more_rows_gain_nothing() -> None:
     """Where forwards only overlap, a few rows wait for the one that runs, in company; many do not."""
-    desk, one = Desk(gpu=Device(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
+    desk, one = Desk(gpu=DeviceSlots(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
     desk.add(one, 1)
     first = desk.batch()
     desk.add(one, 7)
@@ -272,7 +275,7 @@ def test_beside_another_only_where_more_rows_gain_nothing() -> None:
 
 def test_beside_another_after_long() -> None:
     """Nor do few rows wait for ever: no longer than two good batches take."""
-    desk, one = Desk(gpu=Device(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
+    desk, one = Desk(gpu=DeviceSlots(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
     desk.add(one, 1)
     desk.batch()
     desk.add(one, 1)
@@ -289,7 +292,7 @@ def test_single_rows_on_all_cores() -> None:
     first = desk.batch()
     assert (first.rows, first.slots, first.seconds, desk.take()) == (1, CORES, 1 / 3, None)
     desk.done(first)
-    assert (desk.batch().slots, desk.policy.waiting("a")) == (CORES, 0)
+    assert (desk.batch().slots, desk.policy.count_waiting_rows("a")) == (CORES, 0)
 
 
 def test_many_rows_side_by_side() -> None:
@@ -301,7 +304,7 @@ def test_many_rows_side_by_side() -> None:
 
 def test_padded_rows_never_take_all_cores() -> None:
     """A forward padded to several rows is none of a single row, nor is it made for one where more wait."""
-    desk = Desk(cpu=Device(2))
+    desk = Desk(cpu=DeviceSlots(2))
     desk.add(lane("cpu", SOLO, padded=4), 6)
     assert [(batch.rows, batch.slots) for batch in desk.batches()] == [(3, 1), (3, 1)]
 
@@ -315,7 +318,7 @@ def test_overdue_row_gets_all_cores() -> None:
     desk.now = 1.0
     second = desk.batch()
     desk.now = 1.1
-    assert (second.lane, desk.take()) == (quick, None)
+    assert (second.queue, desk.take()) == (quick, None)
     desk.done(first)
     assert desk.take() is None
     desk.done(second)
@@ -333,8 +336,8 @@ def test_slots_are_free_again() -> None:
     desk.done(desk.running[0])
     desk.policy.remove(cut)
     desk.now = 2.0
-    Policy.lower(one, 8)
-    assert isinstance(desk.take(), Preparation)
+    Batcher.reduce_max_rows(one, 8)
+    assert isinstance(desk.take(), DecodeTask)
     assert desk.take() is None
     for what in list(desk.running):
         desk.done(what)
@@ -347,7 +350,7 @@ def test_slots_are_free_again() -> None:
 
 def test_interactive_before_bulk() -> None:
     """In a lane and across lanes, however many rows of bulk wait; bulk shares no forward with it before its time."""
-    desk = Desk(cpu=Device(1))
+    desk = Desk(cpu=DeviceSlots(1))
     ripe, one = lane("cpu", model="b"), lane("cpu")
     desk.add(ripe, 100, "bulk", priority="bulk")
     desk.add(one, 1, "bulk", priority="bulk")
@@ -399,7 +402,7 @@ def test_bulk_of_another_model_is_bypassed_for_a_bounded_time() -> None:
 @pytest.mark.parametrize("wrong", [1.0, 5.0], ids=["as expected", "five times as long"])
 def test_models_share_fairly(device: str, wrong: float) -> None:
     """Two models, both with rows at all times, one with forwards three times as long, and wrongly estimated."""
-    desk = Desk(cpu=Device(CORES), gpu=Device(1, parallel=False))
+    desk = Desk(cpu=DeviceSlots(CORES), gpu=DeviceSlots(1, parallel=False))
     desk.add(lane(device), 10_000)
     desk.add(lane(device, Costs(per_row=3.0), model="b"), 10_000)
     served, pending, longest = {"a": 0.0, "b": 0.0}, [], 12.0 * max(wrong, 1.0)
@@ -429,14 +432,14 @@ def test_two_models_within_one_batch() -> None:
 
 def test_small_backlog_is_served_as_fairly() -> None:
     """A model of which one row waits at all times has its half beside one with enough rows for large batches."""
-    desk = Desk(cpu=Device(1))
+    desk = Desk(cpu=DeviceSlots(1))
     small, large = lane("cpu", Costs(per_row=4.0)), lane("cpu", model="b")
     desk.add(large, 10_000)
     desk.add(small, 1)
     found = []
     for _, batch in zip(range(200), desk.one_by_one(), strict=False):
         found.append(batch)
-        if batch.lane is small:
+        if batch.queue is small:
             desk.add(small, 1)
     had = shares(found)
     assert abs(had["a"] - had["b"]) <= 8.0
@@ -449,9 +452,9 @@ def test_rows_on_all_cores_are_charged_for_all_of_them() -> None:
     desk.add(lane("cpu", SOLO, ceiling=1, model="b"), 1000)
     for _ in range(200):
         batch = desk.batch()
-        seconds = batch.seconds * (6 if batch.lane.model == "a" else 1)
+        seconds = batch.seconds * (6 if batch.queue.model == "a" else 1)
         desk.done(batch, seconds)
-        found[batch.lane.model] += seconds * batch.slots
+        found[batch.queue.model] += seconds * batch.slots
         assert abs(found["a"] - found["b"]) <= CORES * 2.1
 
 
@@ -480,7 +483,7 @@ def test_time_used_alone_is_not_held_against_a_model(pause: float) -> None:
 
 def test_time_of_another_device_does_not_count() -> None:
     """A model that comes anew is level with those of its own device, not with what runs on another one."""
-    desk = Desk(cpu=Device(1), gpu=Device(1, parallel=False))
+    desk = Desk(cpu=DeviceSlots(1), gpu=DeviceSlots(1, parallel=False))
     desk.add(lane("gpu", model="c"), 1)
     desk.add(lane("cpu"), 10_000)
     other = desk.batch(c=1)
@@ -504,12 +507,12 @@ def test_newcomer_takes_no_more_than_its_share() -> None:
         if round_ == 200:
             desk.add(lane("cpu", model="c"), 10_000)
         while True:
-            busy = [each.lane.model for each in desk.running if isinstance(each, Batch)]
+            busy = [each.queue.model for each in desk.running if isinstance(each, Batch)]
             taken = desk.take(**{model: most - busy.count(model) for model, most in replicas.items()})
             if taken is None:
                 break
             assert isinstance(taken, Batch)
-            found.append(taken.lane.model)
+            found.append(taken.queue.model)
         desk.done(desk.running[0])
     assert abs(found[-60:].count("a") - found[-60:].count("c")) <= 2
 
@@ -518,8 +521,8 @@ def test_forgotten_model_comes_again() -> None:
     desk = Desk()
     desk.add(lane(), deadline=1.0)
     desk.now = 2.0
-    desk.policy.forget("a")
-    assert desk.policy.waiting("a") == 0
+    desk.policy.remove_model("a")
+    assert desk.policy.count_waiting_rows("a") == 0
     desk.add(lane(), 3)
     assert desk.batch().rows == 3
 
@@ -528,14 +531,14 @@ def test_forgotten_model_comes_again() -> None:
 
 
 def test_decoding_first_until_rows_are_enough() -> None:
-    desk, one = Desk(cpu=Device(1)), lane("cpu")
+    desk, one = Desk(cpu=DeviceSlots(1)), lane("cpu")
     for _ in range(5):
         desk.prepare()
     order = []
     while (found := desk.take()) is not None:
         order.append(found.rows if isinstance(found, Batch) else "decode")
         desk.done(found)
-        if isinstance(found, Preparation):
+        if isinstance(found, DecodeTask):
             desk.add(one)
     assert order == ["decode", "decode", "decode", "decode", 4, "decode", 1]
 
@@ -547,12 +550,12 @@ def test_decoding_first_until_rows_waited_long_enough() -> None:
     desk.add(lane("gpu", model="b"))
     for _ in range(3):
         desk.prepare()
-    assert desk.batch().lane.model == "b"
+    assert desk.batch().queue.model == "b"
     desk.now = 7.9
-    assert isinstance(desk.take(), Preparation)
+    assert isinstance(desk.take(), DecodeTask)
     desk.now = 8.0
-    assert desk.batch().lane is one
-    assert isinstance(desk.take(), Preparation)
+    assert desk.batch().queue is one
+    assert isinstance(desk.take(), DecodeTask)
 
 
 def test_decoding_fills_what_forwards_cannot_use() -> None:
@@ -562,7 +565,7 @@ def test_decoding_fills_what_forwards_cannot_use() -> None:
     first = desk.take()
     desk.add(one, 1)
     desk.prepare()
-    assert isinstance(desk.take(), Preparation)
+    assert isinstance(desk.take(), DecodeTask)
     desk.now = 1.1
     desk.prepare()
     assert (first is not None, desk.take()) == (True, None)
@@ -577,22 +580,22 @@ def test_one_picture_beside_forwards() -> None:
     desk.prepare()
     desk.prepare()
     first = desk.take()
-    assert isinstance(first, Preparation)
+    assert isinstance(first, DecodeTask)
     assert desk.take() is None
     desk.done(batches[0])
     assert desk.take() is None  # the slot that was lent
     desk.done(first)
-    assert isinstance(desk.take(), Preparation)
+    assert isinstance(desk.take(), DecodeTask)
 
 
 def test_decoding_by_priority() -> None:
     """Interactive pictures first, bulk ones in their turn after their patience."""
-    desk = Desk(cpu=Device(1))
+    desk = Desk(cpu=DeviceSlots(1))
     bulk, order = desk.prepare("bulk"), []
     for _ in range(10):
         desk.prepare()
         found = desk.take()
-        assert isinstance(found, Preparation)
+        assert isinstance(found, DecodeTask)
         order.append(found is bulk)
         desk.now += 1.0
         desk.done(found)
@@ -601,22 +604,22 @@ def test_decoding_by_priority() -> None:
 
 def test_interactive_picture_before_bulk_rows() -> None:
     """And bulk pictures after interactive rows, however few."""
-    desk = Desk(cpu=Device(1))
+    desk = Desk(cpu=DeviceSlots(1))
     desk.add(lane("cpu"), 100, priority="bulk")
     desk.prepare("bulk")
     desk.prepare()
     first = desk.take()
-    assert isinstance(first, Preparation)
+    assert isinstance(first, DecodeTask)
     assert first.priority == "interactive"
     desk.done(first)
     desk.add(lane("cpu"))
-    assert desk.batch().parts[0].work.priority == "interactive"
+    assert desk.batch().slices[0].request.priority == "interactive"
 
 
 @pytest.mark.parametrize("priority", ["interactive", "bulk"])
 def test_picture_is_decoded_in_bounded_time(priority: Literal["interactive", "bulk"]) -> None:
     """However many rows keep coming that need no decoding."""
-    desk, one = Desk(cpu=Device(1)), lane("cpu")
+    desk, one = Desk(cpu=DeviceSlots(1)), lane("cpu")
     desk.prepare(priority)
     for _ in range(20):
         desk.add(one, 4)
@@ -624,18 +627,18 @@ def test_picture_is_decoded_in_bounded_time(priority: Literal["interactive", "bu
         assert found is not None
         desk.now += 4.0
         desk.done(found)
-        if isinstance(found, Preparation):
+        if isinstance(found, DecodeTask):
             break
     assert desk.now <= 20.0
 
 
 def test_rows_run_in_bounded_time() -> None:
     """However many pictures keep coming."""
-    desk, one = Desk(cpu=Device(1)), lane("cpu")
+    desk, one = Desk(cpu=DeviceSlots(1)), lane("cpu")
     for _ in range(50):
         desk.prepare()
     desk.add(one)
-    while isinstance(found := desk.take(), Preparation):
+    while isinstance(found := desk.take(), DecodeTask):
         desk.prepare()
         desk.now += 1.0
         desk.done(found)
@@ -644,7 +647,7 @@ def test_rows_run_in_bounded_time() -> None:
 
 
 def test_no_processor_among_the_devices() -> None:
-    desk = Desk(gpu=Device(2, parallel=False))
+    desk = Desk(gpu=DeviceSlots(2, parallel=False))
     assert desk.take() is None
     desk.add(lane())
     assert desk.batch().rows == 1
@@ -682,8 +685,8 @@ def test_depths(costs: Costs, requests: list[tuple[int, float]], expected: list[
     desk, one = Desk(), lane(costs=costs)
     works = [desk.add(one, rows, depth=depth) for rows, depth in requests]
     found = list(desk.one_by_one())
-    assert [[works.index(part.work) for part in batch.parts] for batch in found] == expected
-    assert [batch.why for batch in found] == whys
+    assert [[works.index(part.request) for part in batch.slices] for batch in found] == expected
+    assert [batch.reason for batch in found] == whys
     assert [batch.depth for batch in found] == [max(requests[each][1] for each in places) for places in expected]
 
 
@@ -692,7 +695,7 @@ def test_padding_is_shared_by_all_depths() -> None:
     desk, one = Desk(), lane(padded=4)
     for depth in (0.5, 1.0):
         desk.add(one, depth=depth)
-    assert (desk.batch().why, desk.policy.waiting("a")) == ("sharing_pays", 0)
+    assert (desk.batch().reason, desk.policy.count_waiting_rows("a")) == ("sharing_pays", 0)
 
 
 def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
@@ -703,12 +706,12 @@ def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
             yield [depths[start:stop] for start, stop in pairwise(bounds)]
 
 
-def cheapest(lane: Lane, works: Sequence[Waiting]) -> list[list[Sequence[float]]]:
+def cheapest(lane: BatchQueue, works: Sequence[Waiting]) -> list[list[Sequence[float]]]:
     """The cuts of the depths of some requests that cost least, several where they cost the same."""
 
     def cost(piece: Sequence[float]) -> float:
         rows = sum(work.left for work in works if work.depth in piece)
-        forwards, each = (1, rows) if lane.padded is None else (-(-rows // lane.padded), lane.padded)
+        forwards, each = (1, rows) if lane.padded_rows is None else (-(-rows // lane.padded_rows), lane.padded_rows)
         return forwards * max(piece) * (lane.costs.base + each * lane.costs.per_row)
 
     prices = [(sum(map(cost, cut)), cut) for cut in cuts(sorted({work.depth for work in works}))]
@@ -726,10 +729,10 @@ def test_cheapest_cut(requests: list[tuple[int, int]], base: float, padded: int 
     """What runs with the first request is its piece of a cheapest cut of all depths, found by trying all of them."""
     desk, one = Desk(), lane(costs=Costs(base=base, per_row=1.0), ceiling=999, padded=padded)
     works = [Waiting(desk.add(one, rows, depth=depth / 12)) for rows, depth in requests]
-    found = {part.work.depth for part in desk.batch().parts}
+    found = {part.request.depth for part in desk.batch().slices}
     pieces = [next(piece for piece in cut if works[0].depth in piece) for cut in cheapest(one, works)]
     assert any(found <= set(piece) for piece in pieces)
-    if sum(rows for rows, _ in requests) <= min(one.target, padded or 999):
+    if sum(rows for rows, _ in requests) <= min(one.efficient_rows, padded or 999):
         assert found in [set(piece) for piece in pieces]
 
 
@@ -740,7 +743,7 @@ def test_cheapest_cut(requests: list[tuple[int, int]], base: float, padded: int 
 class Waiting:
     """A request as the oracle knows it: what it is, and the rows that were given of it."""
 
-    work: Work
+    work: QueuedRequest
     since: float = 0.0
     removed: bool = False
     rows: int = field(init=False)
@@ -750,8 +753,8 @@ class Waiting:
         self.rows = self.work.rows
 
     @property
-    def lane(self) -> Lane:
-        return self.work.lane
+    def lane(self) -> BatchQueue:
+        return self.work.queue
 
     @property
     def depth(self) -> float:
@@ -763,7 +766,7 @@ class Waiting:
 
     @property
     def isolated(self) -> bool:
-        return self.work.alone or self.work.whole
+        return self.work.requires_isolation or self.work.unsplittable
 
     @property
     def bulk(self) -> bool:
@@ -786,19 +789,19 @@ class Limits:
     padded: int | None
 
 
-DEVICES = {"cpu": Device(3), "gpu": Device(2, parallel=False)}
+DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False)}
 REPLICAS = {"a": 3, "b": 2, "c": 1, "d": 2}
 
 
-def lanes() -> list[Lane]:
+def lanes() -> list[BatchQueue]:
     return [
-        Lane("a", "cpu", Costs(base=0.0, per_row=1.0, row_bytes=2), 6, budget=20),
-        Lane("a", "cpu", Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded=3),
-        Lane("b", "cpu", Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, budget=24),
-        Lane("b", "cpu", Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
-        Lane("c", "gpu", Costs(base=4.0, per_row=0.5, row_bytes=4), 12, budget=40),
-        Lane("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
-        Lane("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded=4),
+        BatchQueue("a", "cpu", Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
+        BatchQueue("a", "cpu", Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
+        BatchQueue("b", "cpu", Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
+        BatchQueue("b", "cpu", Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
+        BatchQueue("c", "gpu", Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
+        BatchQueue("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
+        BatchQueue("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
     ]
 
 
@@ -808,13 +811,13 @@ class Events(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.now = 0.0
-        self.policy = Policy(DEVICES, lambda: self.now, PATIENCE)
+        self.policy = Batcher(DEVICES, lambda: self.now, PATIENCE)
         self.lanes = lanes()
-        self.limits = {each: Limits(each.ceiling, each.padded) for each in self.lanes}
+        self.limits = {each: Limits(each.max_rows, each.padded_rows) for each in self.lanes}
         self.known: list[Waiting] = []
-        self.pictures: list[tuple[Preparation, float]] = []
+        self.pictures: list[tuple[DecodeTask, float]] = []
         self.running: list[Started] = []
-        self.slots_of: dict[tuple[Lane, int | None, int], int] = {}
+        self.slots_of: dict[tuple[BatchQueue, int | None, int], int] = {}
 
     # What can happen
 
@@ -830,7 +833,7 @@ class Events(RuleBasedStateMachine):
     def add(self, number: int, rows: int, depth: float, row_bytes: int, bulk: bool, wait: float, how: str) -> None:
         options: dict[str, Any] = {how: True} if how else {}
         kind: Literal["bulk", "interactive"] = "bulk" if bulk else "interactive"
-        work = Work(self.lanes[number], rows, depth, row_bytes, kind, self.now + wait, **options)
+        work = QueuedRequest(self.lanes[number], rows, depth, row_bytes, kind, self.now + wait, **options)
         self.known.append(Waiting(work, self.now))
         self.policy.add(work)
 
@@ -843,9 +846,9 @@ class Events(RuleBasedStateMachine):
 
     @rule(bulk=st.booleans())
     def prepare(self, bulk: bool) -> None:
-        picture = Preparation("bulk" if bulk else "interactive")
+        picture = DecodeTask("bulk" if bulk else "interactive")
         self.pictures.append((picture, self.now + PATIENCE * bulk))
-        self.policy.prepare(picture)
+        self.policy.add_decode(picture)
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 5.0, 20.0]))
     def pass_time(self, seconds: float) -> None:
@@ -864,7 +867,7 @@ class Events(RuleBasedStateMachine):
     def done(self, data: st.DataObject, seconds: float) -> None:
         what = data.draw(st.sampled_from(self.running))
         self.running.remove(what)
-        self.policy.done(what, seconds)
+        self.policy.finish(what, seconds)
 
     @rule(number=st.integers(0, 6), rows=st.integers(1, 20))
     def lower(self, number: int, rows: int) -> None:
@@ -872,8 +875,8 @@ class Events(RuleBasedStateMachine):
         known = self.limits[each]
         known.ceiling = max(min(known.ceiling, rows // 2), 1)
         known.padded = min(known.padded, known.ceiling) if known.padded else None
-        Policy.lower(each, rows)
-        assert (each.ceiling, each.padded) == (known.ceiling, known.padded)
+        Batcher.reduce_max_rows(each, rows)
+        assert (each.max_rows, each.padded_rows) == (known.ceiling, known.padded)
 
     # What must hold
 
@@ -883,18 +886,18 @@ class Events(RuleBasedStateMachine):
         for model in REPLICAS:
             waits = [each for each in self.known if each.lane.model == model and not each.removed]
             can = sum(each.left for each in waits if each.work.deadline > self.now)
-            assert can <= self.policy.waiting(model) <= sum(each.left for each in waits)
+            assert can <= self.policy.count_waiting_rows(model) <= sum(each.left for each in waits)
 
     def idle(self) -> dict[str, int]:
-        busy = [each.lane.model for each in self.running if isinstance(each, Batch)]
+        busy = [each.queue.model for each in self.running if isinstance(each, Batch)]
         return {model: count - busy.count(model) for model, count in REPLICAS.items()}
 
     def free(self, device: str) -> int:
-        used = sum(each.slots for each in self.running if isinstance(each, Batch) and each.lane.device == device)
-        pictures = sum(isinstance(each, Preparation) for each in self.running) if device == "cpu" else 0
+        used = sum(each.slots for each in self.running if isinstance(each, Batch) and each.queue.device == device)
+        pictures = sum(isinstance(each, DecodeTask) for each in self.running) if device == "cpu" else 0
         return DEVICES[device].slots - used - pictures
 
-    def live(self, lane: Lane) -> list[Waiting]:
+    def live(self, lane: BatchQueue) -> list[Waiting]:
         """What can still run of a lane, in the order in which it should."""
         found = [
             each
@@ -905,7 +908,7 @@ class Events(RuleBasedStateMachine):
             found = [each for each in found if not each.late(self.now)]
         return sorted(found, key=lambda each: (each.turn, each.bulk))
 
-    def groups(self, lane: Lane) -> list[tuple[list[Waiting], str]]:
+    def groups(self, lane: BatchQueue) -> list[tuple[list[Waiting], str]]:
         """Who may run with the lane's first request, and why, should there be room; several answers where costs tie."""
         live = self.live(lane)
         if live[0].isolated:
@@ -918,7 +921,7 @@ class Events(RuleBasedStateMachine):
             found.append((mates, "shared" if len(mates) == len(others) else "sharing_costs"))
         return found
 
-    def lone(self, lane: Lane) -> bool:
+    def lone(self, lane: BatchQueue) -> bool:
         """Whether the lane's next forward is one of a single row that needs all slots, and some are busy."""
         known, device = self.limits[lane], DEVICES[lane.device]
         if lane.costs.speedup == 1 or known.padded not in (None, 1) or self.free(lane.device) == device.slots:
@@ -927,8 +930,8 @@ class Events(RuleBasedStateMachine):
         for mates, _ in self.groups(lane):
             first = mates[0]
             each = [lane.costs.row_bytes + mate.work.row_bytes for mate in mates for _ in range(mate.left)][:2]
-            fits = known.ceiling > 1 and sum(each) <= lane.budget and len(each) > 1
-            sizes.append(first.rows if first.work.whole else 1 + fits)
+            fits = known.ceiling > 1 and sum(each) <= lane.max_bytes and len(each) > 1
+            sizes.append(first.rows if first.work.unsplittable else 1 + fits)
         return min(sizes) == 1
 
     def kept(self, device: str, idle: Mapping[str, int]) -> bool:
@@ -939,22 +942,22 @@ class Events(RuleBasedStateMachine):
             if lane.device == device and idle[lane.model] > 0 and self.live(lane)
         )
 
-    def could(self, idle: Mapping[str, int]) -> list[Lane]:
+    def could(self, idle: Mapping[str, int]) -> list[BatchQueue]:
         """Lanes of which something can start now, whatever it is."""
         ready = [lane for lane in self.lanes if idle[lane.model] > 0 and self.free(lane.device) > 0 and self.live(lane)]
         return [lane for lane in ready if not self.lone(lane) and (not self.beside(lane) or self.surely_ripe(lane))]
 
-    def beside(self, lane: Lane) -> bool:
+    def beside(self, lane: BatchQueue) -> bool:
         """Whether a forward of a lane would begin beside others, on a device where they only overlap."""
         device = DEVICES[lane.device]
         return not device.parallel and self.free(lane.device) < device.slots
 
-    def surely_ripe(self, lane: Lane) -> bool:
+    def surely_ripe(self, lane: BatchQueue) -> bool:
         """As ``ripe``, whether or not what is past its deadline still counts."""
         gone = [each for each in self.known if each.lane is lane and each.work.deadline <= self.now]
         return self.ripe(lane, self.live(lane)[0], sum(each.left for each in gone if not each.removed))
 
-    def ripe(self, lane: Lane, first: Waiting, expired: int = 0) -> bool:
+    def ripe(self, lane: BatchQueue, first: Waiting, expired: int = 0) -> bool:
         enough = self.limits[lane].padded or min(
             max(8, math.ceil(10 * lane.costs.base / lane.costs.per_row)), self.limits[lane].ceiling
         )
@@ -975,11 +978,11 @@ class Events(RuleBasedStateMachine):
 
     def taken(self, idle: dict[str, int]) -> bool:
         """Take once and judge what came."""
-        found = self.policy.take(idle)
+        found = self.policy.start_next(idle)
         if isinstance(found, Batch):
             self.judge_choice(found, idle)
             self.judge_rows(found)
-            for part in found.parts:
+            for part in found.slices:
                 self.record(part)
         elif found is None:
             assert all(self.kept(lane.device, idle) for lane in self.could(idle))
@@ -988,7 +991,7 @@ class Events(RuleBasedStateMachine):
             self.judge_picture(found, idle)
         if found is not None:
             self.running.append(found)
-        decoding = sum(isinstance(each, Preparation) for each in self.running)
+        decoding = sum(isinstance(each, DecodeTask) for each in self.running)
         lent = {"cpu": 1 if decoding == 1 else 0}
         assert all(self.free(device) >= -lent.get(device, 0) for device in DEVICES)
         return found is not None
@@ -996,12 +999,12 @@ class Events(RuleBasedStateMachine):
     def room_to_decode(self) -> bool:
         """Whether the processor has a slot, or lends one to the only picture that is decoded."""
         return self.free("cpu") > 0 or (
-            self.free("cpu") == 0 and not any(isinstance(each, Preparation) for each in self.running)
+            self.free("cpu") == 0 and not any(isinstance(each, DecodeTask) for each in self.running)
         )
 
     def judge_choice(self, batch: Batch, idle: dict[str, int]) -> None:
         """The lane was allowed to run, had an idle replica, and nothing more urgent of its device could have run."""
-        lane = batch.lane
+        lane = batch.queue
         first = self.live(lane)[0]
         assert not self.beside(lane) or self.ripe(lane, first)
         assert idle[lane.model] > 0
@@ -1016,25 +1019,27 @@ class Events(RuleBasedStateMachine):
 
     def judge_rows(self, batch: Batch) -> None:
         """Whose rows these are: the oldest of those that may share, as many as are allowed, and why is told truly."""
-        lane, known = batch.lane, self.limits[batch.lane]
-        assert all(part.start < part.stop for part in batch.parts)
-        assert batch.rows == sum(part.stop - part.start for part in batch.parts)
+        lane, known = batch.queue, self.limits[batch.queue]
+        assert all(part.start < part.stop for part in batch.slices)
+        assert batch.rows == sum(part.stop - part.start for part in batch.slices)
         answers = [self.answer(mates, why, batch) for mates, why in self.groups(lane)]
-        given = ([(part.work, part.start, part.stop) for part in batch.parts], batch.why)
+        given = ([(part.request, part.start, part.stop) for part in batch.slices], batch.reason)
         assert given in answers
-        if not batch.parts[0].work.whole:
+        if not batch.slices[0].request.unsplittable:
             assert batch.rows <= min(known.ceiling, known.padded or known.ceiling)
-            used = sum((part.stop - part.start) * (lane.costs.row_bytes + part.work.row_bytes) for part in batch.parts)
-            assert used <= lane.budget or batch.rows == 1
-        assert batch.depth == max(part.work.depth for part in batch.parts)
+            used = sum(
+                (part.stop - part.start) * (lane.costs.row_bytes + part.request.row_bytes) for part in batch.slices
+            )
+            assert used <= lane.max_bytes or batch.rows == 1
+        assert batch.depth == max(part.request.depth for part in batch.slices)
         solo = (known.padded or batch.rows) == 1 and lane.costs.speedup > 1
         assert batch.slots == (DEVICES[lane.device].slots if solo else 1)
         assert self.slots_of.setdefault((lane, known.padded, batch.rows), batch.slots) == batch.slots
 
-    def answer(self, mates: list[Waiting], why: str, batch: Batch) -> tuple[list[tuple[Work, int, int]], str]:
+    def answer(self, mates: list[Waiting], why: str, batch: Batch) -> tuple[list[tuple[QueuedRequest, int, int]], str]:
         """The batch that had to be formed of these requests, given how many rows it has."""
         parts, left = [], batch.rows
-        if mates[0].work.whole:
+        if mates[0].work.unsplittable:
             left = mates[0].rows
         for each in mates:
             count = min(each.left, left)
@@ -1046,13 +1051,13 @@ class Events(RuleBasedStateMachine):
             why = "single" if len(parts) == 1 else "sharing_pays" if several else "same_depth"
         return parts, why
 
-    def next_picture(self) -> tuple[Preparation, float]:
+    def next_picture(self) -> tuple[DecodeTask, float]:
         return min(
             self.pictures,
             key=lambda each: (each[0].priority == "bulk" and self.now < each[1], each[1], each[0].priority == "bulk"),
         )
 
-    def judge_picture(self, picture: Preparation, idle: dict[str, int]) -> None:
+    def judge_picture(self, picture: DecodeTask, idle: dict[str, int]) -> None:
         """It is the next one, and no forward had to go first that could."""
         expected, turn = self.next_picture()
         assert picture is expected
@@ -1062,18 +1067,18 @@ class Events(RuleBasedStateMachine):
         assert not ripe_or_urgent
         self.pictures.remove((picture, turn))
 
-    def yields_to(self, could: Sequence[Lane], turn: float, bulk: bool) -> bool:
+    def yields_to(self, could: Sequence[BatchQueue], turn: float, bulk: bool) -> bool:
         late = bulk and self.now < turn
         for lane in could:
             first = self.live(lane)[0]
             live = sum(each.left for each in self.live(lane))
-            rows = live >= (self.limits[lane].padded or lane.target)
+            rows = live >= (self.limits[lane].padded or lane.efficient_rows)
             if first.late(self.now) < late or (first.late(self.now) == late and rows and first.turn <= turn + PATIENCE):
                 return True
         return False
 
-    def record(self, part: Part) -> None:
-        each = next(each for each in self.known if each.work is part.work)
+    def record(self, part: RowSlice) -> None:
+        each = next(each for each in self.known if each.work is part.request)
         assert not each.removed
         assert each.work.deadline > self.now
         assert part.start == each.got
@@ -1090,21 +1095,21 @@ class Events(RuleBasedStateMachine):
             if not self.running:
                 break
             self.now += 0.3
-            self.policy.done(self.running.pop(0), 1.0)
+            self.policy.finish(self.running.pop(0), 1.0)
         assert not self.running
         assert not self.pictures
         late = [each for each in self.known if each.left and not each.removed]
         assert all(each.work.deadline <= self.now for each in late)
-        assert [self.policy.waiting(model) for model in REPLICAS] == [0] * len(REPLICAS)
+        assert [self.policy.count_waiting_rows(model) for model in REPLICAS] == [0] * len(REPLICAS)
         assert self.whole_device()
 
     def whole_device(self) -> bool:
         """Whether every device has all its slots again: as many batches start as there are, and not one more."""
         for device, model in (("cpu", "x"), ("gpu", "y")):
             for _ in range(DEVICES[device].slots + 1):
-                self.policy.add(Work(Lane(model, device, CPU_LIKE, 1), 1, alone=True))
-        found = [self.policy.take({"x": 9, "y": 9}) for _ in range(6)]
-        models = [each.lane.model for each in found if isinstance(each, Batch)]
+                self.policy.add(QueuedRequest(BatchQueue(model, device, CPU_LIKE, 1), 1, requires_isolation=True))
+        found = [self.policy.start_next({"x": 9, "y": 9}) for _ in range(6)]
+        models = [each.queue.model for each in found if isinstance(each, Batch)]
         return (models.count("x"), models.count("y")) == (3, 2)
 
 

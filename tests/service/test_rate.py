@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layertap.service.http.rate import Bucket
+from layertap.service.http.rate import TokenBucket
 
 PAUSES = st.lists(st.floats(0, 30), min_size=1, max_size=60)
 
@@ -13,7 +13,7 @@ PAUSES = st.lists(st.floats(0, 30), min_size=1, max_size=60)
 @given(rate=st.floats(0.05, 20), burst=st.integers(1, 10), pauses=PAUSES)
 def test_rate(rate: float, burst: int, pauses: list[float]) -> None:
     """In no stretch of time there are more than a burst and what the rate gives; nobody is refused before that."""
-    bucket, now, taken = Bucket(rate, burst), 1000.0, list[float]()
+    bucket, now, taken = TokenBucket(rate, burst), 1000.0, list[float]()
     for pause in pauses:
         now += pause
         seconds = bucket.take(now)
@@ -28,7 +28,7 @@ def test_rate(rate: float, burst: int, pauses: list[float]) -> None:
 
 def test_waiting_as_told() -> None:
     """Whoever comes again when told is let in, and whoever asks too early does not have to wait longer for it."""
-    bucket = Bucket(0.5, 2)
+    bucket = TokenBucket(0.5, 2)
     assert [bucket.take(5.0) for _ in range(3)] == [0, 0, 2.0]
     assert bucket.take(6.0) == 1.0
     assert bucket.take(7.0) == 0
@@ -37,7 +37,7 @@ def test_waiting_as_told() -> None:
 
 def test_clock_that_stands_or_goes_back() -> None:
     """A clock that does not go on gives nothing."""
-    bucket = Bucket(1.0, 1)
+    bucket = TokenBucket(1.0, 1)
     assert bucket.take(50.0) == 0
     assert bucket.take(50.0) == 1.0
     assert bucket.take(-50.0) == 1.0

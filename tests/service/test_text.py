@@ -115,7 +115,7 @@ def test_lengths_are_few(texts: Texts) -> None:
     """Texts of all lengths make no more catalogues than there are buckets."""
     for words in range(POSITIONS - 1):
         assert texts.post({"text": "a " * words}).status_code == 200
-    model = texts.live.engine.fleet.registry.entry("bert").model
+    model = texts.live.engine.manager.registry.entry("bert").model
     assert model is not None
     assert {shapes[0][0] for shapes in model.catalogs} == {8, 16, 32, POSITIONS}
     assert len(model.catalogs) < MAX_CATALOGS

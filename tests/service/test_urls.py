@@ -17,7 +17,7 @@ import pytest
 
 from layertap.models.errors import InputError
 from layertap.service.config import ConfigError
-from layertap.service.fetching.addresses import may_be_dialled
+from layertap.service.fetching.addresses import is_allowed
 from layertap.service.fetching.fetcher import Fetcher
 from layertap.service.settings import Settings
 from tests.server import Live
@@ -112,7 +112,7 @@ def refused(live: Live, url: str) -> Json:
     found = problem(reply, 422)
     assert (found["errors"][0]["input"], found["errors"][0]["pointer"]) == (0, "/inputs/0")
     assert not [each for each in ("127.", "169.254", "::", ".test", "canary") if each in reply.text]
-    assert live.engine.fleet.budget.used == 0
+    assert live.engine.manager.budget.used == 0
     return found
 
 
@@ -246,8 +246,8 @@ def test_before_anything_is_asked(fetching: Live, canary: Canary) -> None:
 @pytest.mark.parametrize("address", FORBIDDEN)
 def test_forbidden_addresses(fetching: Live, canary: Canary, names: Names, address: str) -> None:
     """A host that is allowed is not fetched from where any of its addresses is not public, in whatever place."""
-    assert not may_be_dialled(ip_address(address), private=False)
-    assert may_be_dialled(ip_address(address), private=True) == (address in OWN)
+    assert not is_allowed(ip_address(address), private=False)
+    assert is_allowed(ip_address(address), private=True) == (address in OWN)
     for number, answer in enumerate(([address], [PUBLIC[0], address], [address, PUBLIC[0]])):
         host = f"n{number}.outside.test"
         names.known[host] = [answer]
@@ -258,8 +258,8 @@ def test_forbidden_addresses(fetching: Live, canary: Canary, names: Names, addre
 
 def test_public_addresses() -> None:
     """Public addresses may be dialled; with leave those of one's own network as well."""
-    assert all(may_be_dialled(ip_address(each), private) for each in PUBLIC for private in (False, True))
-    assert all(may_be_dialled(ip_address(each), private=True) for each in OWN)
+    assert all(is_allowed(ip_address(each), private) for each in PUBLIC for private in (False, True))
+    assert all(is_allowed(ip_address(each), private=True) for each in OWN)
 
 
 @pytest.mark.parametrize("answers", [["169.254.169.254"], [LOOPBACK, "169.254.169.254"], ["::ffff:127.0.0.1"], []])
@@ -345,7 +345,7 @@ def test_too_large(fetching: Live, canary: Canary, path: str, control: Control) 
     found = problem(reply, 413)
     assert "2000000" in found["detail"]
     assert found["errors"][0]["input"] == 0
-    assert fetching.engine.fleet.budget.used == 0
+    assert fetching.engine.manager.budget.used == 0
     control.check()
 
 
@@ -363,11 +363,11 @@ def test_queue_bytes(serve: Serve, canary: Canary) -> None:
     host = f"{LOOPBACK}:{canary.port}"
     with serve(allow_urls=host, allow_private_urls=host, max_queue_bytes=300_000) as live:
         problem(live.client.post("/extract", **body(f"http://{host}/endless")), 413)
-        with live.engine.fleet.budget.held() as take:
+        with live.engine.manager.budget.held() as take:
             take(299_000)
             reply = live.client.post("/extract", **body(f"http://{host}/endless", f"http://{host}/gate"))
             problem(reply, 429, seconds=True)
-        assert live.engine.fleet.budget.used == 0
+        assert live.engine.manager.budget.used == 0
         assert live.client.post("/extract", **body(f"http://{host}/good.png")).status_code == 200
 
 
@@ -424,7 +424,7 @@ def test_few_at_once(serve: Serve, canary: Canary, settings: Json, most: int) ->
             asked = pool.submit(live.client.post, "/extract", **body(*[f"http://{host}/gate"] * 20))
             until(lambda: canary.under_way == most)
             assert live.client.get("/readyz").status_code == 200  # time for more to come, if they may
-            assert live.engine.fleet._residents["digits"].rows == 1
+            assert live.engine.manager._workers["digits"].rows == 1
             assert canary.hits == most
         finally:
             canary.gate.set()
@@ -507,7 +507,7 @@ def test_below(names: Names) -> None:
         *(("http://x.a.org", 80), ("https://x.y.a.org/", 443), ("https://b.ORG:443/", 443), ("http://b.org:80?x", 80)),
         *(("http://c.org:8080/", 8080), ("https://c.org:8080/", 8080)),
     ):
-        assert fetcher.target(url).port == port
+        assert fetcher.parse_url(url).port == port
     for url in ("http://a.org/", "http://b.org:443/", "https://b.org:80/", "http://c.org/", "http://x.b.org/"):
         with pytest.raises(InputError):
-            fetcher.target(url)
+            fetcher.parse_url(url)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layertap.models.loaded import load
+from layertap.models.loaded import load_model
 from layertap.models.spec import WarmSpec
-from layertap.models.warm.ready import made_ready
+from layertap.models.warm.ready import prepare_warm_plans
 from layertap.service.config import Configuration
 from tests.conftest import WARM, net_spec
 from tests.server import Live
@@ -29,7 +29,7 @@ def live_warm(serve: Serve, plans: Path) -> Iterator[Live]:
     """One model twice, with warm plans and without; graphs are on disk, as on every start but the first."""
     plain = replace(net_spec("Chain"), name=PLAIN)
     warm = replace(plain, name=COMPILED, warm=(WARM, WarmSpec(("head",), pool="flatten")))
-    made_ready(load(warm, 1, 1), plans)
+    prepare_warm_plans(load_model(warm, 1, 1), plans)
     with serve(Configuration((plain, warm), PLAIN), cache_dir=plans.parent) as live:
         yield live
 
