@@ -81,8 +81,10 @@ class Desk:
             yield found
 
 
-def lane(device: str = "gpu", costs: Costs = CPU_LIKE, ceiling: int = 4, model: str = "a", **fields: Any) -> BatchQueue:
-    return BatchQueue(model, device, costs, ceiling, **fields)
+def lane(
+    device: str = "gpu", costs: Costs = CPU_LIKE, max_rows: int = 4, model: str = "a", **fields: Any
+) -> BatchQueue:
+    return BatchQueue(model, device, costs, max_rows, **fields)
 
 
 def shares(batches: Sequence[Batch]) -> dict[str, float]:
@@ -116,7 +118,7 @@ def test_large_request_is_split() -> None:
 def test_nothing_waits_for_more() -> None:
     """One row starts at once though a hundred would be cheaper for each of them."""
     desk = Desk()
-    desk.add(lane(costs=GPU_LIKE, ceiling=100))
+    desk.add(lane(costs=GPU_LIKE, max_rows=100))
     assert desk.batch().rows == 1
 
 
@@ -134,7 +136,7 @@ def test_no_larger_than_pays() -> None:
     """Where the fixed part is a tenth of a row's time for each row, more rows gain nothing; a few always do."""
     for base, rows in ((0.0, 8), (1.0, 10), (2.5, 25), (100.0, 64)):
         desk = Desk()
-        desk.add(lane(costs=Costs(base=base, per_row=1.0), ceiling=64), 200)
+        desk.add(lane(costs=Costs(base=base, per_row=1.0), max_rows=64), 200)
         assert desk.batch().rows == rows
 
 
@@ -161,7 +163,7 @@ def test_rows_that_wait_are_counted() -> None:
 # What bounds a batch
 
 
-@pytest.mark.parametrize("alone", ["alone", "whole"])
+@pytest.mark.parametrize("alone", ["requires_isolation", "unsplittable"])
 def test_shares_with_nobody(alone: str) -> None:
     desk, one = Desk(), lane()
     desk.add(one, 1, "x")
@@ -173,9 +175,9 @@ def test_shares_with_nobody(alone: str) -> None:
 
 
 def test_alone_is_split_and_whole_is_not() -> None:
-    desk, one = Desk(), lane(budget=3)
-    desk.add(one, 6, "x", alone=True)
-    desk.add(one, 6, "y", whole=True)
+    desk, one = Desk(), lane(max_bytes=3)
+    desk.add(one, 6, "x", requires_isolation=True)
+    desk.add(one, 6, "y", unsplittable=True)
     assert [desk.given(batch) for batch in desk.one_by_one()] == [[("x", 0, 3)], [("x", 3, 6)], [("y", 0, 6)]]
 
 
@@ -183,13 +185,13 @@ def test_alone_is_split_and_whole_is_not() -> None:
 def test_padded(alone: bool) -> None:
     """A padded forward holds no more rows than it is padded to, and takes as long with one row as with all."""
     desk = Desk()
-    desk.add(lane(ceiling=16, padded=4), 9, alone=alone)
+    desk.add(lane(max_rows=16, padded_rows=4), 9, requires_isolation=alone)
     found = list(desk.one_by_one())
     assert [(batch.rows, batch.seconds) for batch in found] == [(4, 4.0), (4, 4.0), (1, 4.0)]
 
 
 def test_budget() -> None:
-    desk, one = Desk(), lane(costs=Costs(per_row=1.0, row_bytes=10), ceiling=9, budget=70)
+    desk, one = Desk(), lane(costs=Costs(per_row=1.0, row_bytes=10), max_rows=9, max_bytes=70)
     desk.add(one, 3, "x")
     desk.add(one, 3, "y", row_bytes=10)
     desk.add(one, 2, "z", row_bytes=90)
@@ -199,7 +201,7 @@ def test_budget() -> None:
 
 @pytest.mark.parametrize(("rows", "after"), [(4, 2), (5, 2), (16, 8), (1, 1)])
 def test_lower(rows: int, after: int) -> None:
-    desk, one = Desk(), lane(ceiling=8, padded=8, costs=GPU_LIKE)
+    desk, one = Desk(), lane(max_rows=8, padded_rows=8, costs=GPU_LIKE)
     Batcher.reduce_max_rows(one, rows)
     desk.add(one, 16)
     assert {batch.rows for batch in desk.one_by_one()} == {after}
@@ -223,7 +225,7 @@ def test_never_in_a_later_batch() -> None:
 
 def test_budget_lets_nobody_pass() -> None:
     """Smaller rows that would just fit beside the first of a request wait until all of its rows are given."""
-    desk, one = Desk(), lane(budget=4)
+    desk, one = Desk(), lane(max_bytes=4)
     desk.add(one, 2, "x", row_bytes=2)
     desk.add(one, 2, "y")
     assert [desk.given(batch) for batch in desk.one_by_one()] == [
@@ -253,13 +255,13 @@ def test_not_split_where_it_gains_little() -> None:
 
 def test_not_split_where_slots_take_turns() -> None:
     desk = Desk(gpu=DeviceSlots(2, parallel=False))
-    desk.add(lane(costs=GPU_LIKE, ceiling=64), 18)
+    desk.add(lane(costs=GPU_LIKE, max_rows=64), 18)
     assert [batch.rows for batch in desk.batches()] == [18]
 
 
 def test_beside_another_only_where_more_rows_gain_nothing() -> None:
     """Where forwards only overlap, a few rows wait for the one that runs, in company; many do not."""
-    desk, one = Desk(gpu=DeviceSlots(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
+    desk, one = Desk(gpu=DeviceSlots(2, parallel=False)), lane(costs=CPU_LIKE, max_rows=64)
     desk.add(one, 1)
     first = desk.batch()
     desk.add(one, 7)
@@ -275,7 +277,7 @@ def test_beside_another_only_where_more_rows_gain_nothing() -> None:
 
 def test_beside_another_after_long() -> None:
     """Nor do few rows wait for ever: no longer than two good batches take."""
-    desk, one = Desk(gpu=DeviceSlots(2, parallel=False)), lane(costs=CPU_LIKE, ceiling=64)
+    desk, one = Desk(gpu=DeviceSlots(2, parallel=False)), lane(costs=CPU_LIKE, max_rows=64)
     desk.add(one, 1)
     desk.batch()
     desk.add(one, 1)
@@ -305,13 +307,13 @@ def test_many_rows_side_by_side() -> None:
 def test_padded_rows_never_take_all_cores() -> None:
     """A forward padded to several rows is none of a single row, nor is it made for one where more wait."""
     desk = Desk(cpu=DeviceSlots(2))
-    desk.add(lane("cpu", SOLO, padded=4), 6)
+    desk.add(lane("cpu", SOLO, padded_rows=4), 6)
     assert [(batch.rows, batch.slots) for batch in desk.batches()] == [(3, 1), (3, 1)]
 
 
 def test_overdue_row_gets_all_cores() -> None:
     """Others pass a row that needs all slots until it is overdue; then they are kept free for it."""
-    desk, quick, slow = Desk(), lane("cpu", ceiling=1, model="b"), lane("cpu", SOLO)
+    desk, quick, slow = Desk(), lane("cpu", max_rows=1, model="b"), lane("cpu", SOLO)
     desk.add(quick, 9)
     first = desk.batch()
     desk.add(slow, 1, "x")
@@ -327,7 +329,7 @@ def test_overdue_row_gets_all_cores() -> None:
 
 def test_slots_are_free_again() -> None:
     """After batches, failed ones and preparations, whatever was removed or expired meanwhile."""
-    desk, one = Desk(), lane("cpu", ceiling=8)
+    desk, one = Desk(), lane("cpu", max_rows=8)
     cut = desk.add(one, 20)
     desk.add(one, 20, deadline=1.0)
     desk.prepare()
@@ -360,7 +362,7 @@ def test_interactive_before_bulk() -> None:
 
 def test_bulk_ages() -> None:
     """After its patience a bulk request is before what comes later, and after what came before."""
-    desk, one = Desk(), lane(ceiling=1)
+    desk, one = Desk(), lane(max_rows=1)
     desk.add(one, 1, "bulk", priority="bulk")
     order = []
     for second in range(8):
@@ -375,7 +377,7 @@ def test_bulk_ages() -> None:
 
 def test_bulk_of_any_age_shares() -> None:
     """Without anything interactive, bulk requests of before and after their patience are one batch."""
-    desk, one = Desk(), lane(costs=GPU_LIKE, ceiling=64)
+    desk, one = Desk(), lane(costs=GPU_LIKE, max_rows=64)
     for second in range(8):
         desk.now = float(second)
         desk.add(one, priority="bulk")
@@ -420,7 +422,7 @@ def test_models_share_fairly(device: str, wrong: float) -> None:
 def test_two_models_within_one_batch() -> None:
     """On one slot they never differ by more than a batch of either, whatever the sizes of their batches."""
     desk = Desk()
-    desk.add(lane(ceiling=1), 10_000)
+    desk.add(lane(max_rows=1), 10_000)
     desk.add(lane(costs=Costs(per_row=3.0), model="b"), 10_000)
     found: list[Batch] = []
     for _, batch in zip(range(200), desk.one_by_one(), strict=False):
@@ -448,8 +450,8 @@ def test_small_backlog_is_served_as_fairly() -> None:
 def test_rows_on_all_cores_are_charged_for_all_of_them() -> None:
     """And for what they took, not for what was expected."""
     desk, found = Desk(), {"a": 0.0, "b": 0.0}
-    desk.add(lane("cpu", SOLO, ceiling=1), 1000)
-    desk.add(lane("cpu", SOLO, ceiling=1, model="b"), 1000)
+    desk.add(lane("cpu", SOLO, max_rows=1), 1000)
+    desk.add(lane("cpu", SOLO, max_rows=1, model="b"), 1000)
     for _ in range(200):
         batch = desk.batch()
         seconds = batch.seconds * (6 if batch.queue.model == "a" else 1)
@@ -460,11 +462,11 @@ def test_rows_on_all_cores_are_charged_for_all_of_them() -> None:
 
 def test_width() -> None:
     """A batch of several rows may need several slots, never more than there are."""
-    desk, wide = Desk(), lane("cpu", width=2)
+    desk, wide = Desk(), lane("cpu", slots=2)
     desk.add(wide, 16)
     assert [(batch.rows, batch.slots, batch.seconds) for batch in desk.batches()] == [(4, 2, 4.0)] * 2
     desk = Desk()
-    desk.add(lane("cpu", width=CORES + 1))
+    desk.add(lane("cpu", slots=CORES + 1))
     assert desk.batch().slots == CORES
 
 
@@ -560,7 +562,7 @@ def test_decoding_first_until_rows_waited_long_enough() -> None:
 
 def test_decoding_fills_what_forwards_cannot_use() -> None:
     """While a row waits for all slots, pictures are decoded, unless the slots are kept for it."""
-    desk, one = Desk(), lane("cpu", Costs(per_row=1.0, speedup=3.0), ceiling=1)
+    desk, one = Desk(), lane("cpu", Costs(per_row=1.0, speedup=3.0), max_rows=1)
     desk.prepare()
     first = desk.take()
     desk.add(one, 1)
@@ -692,7 +694,7 @@ def test_depths(costs: Costs, requests: list[tuple[int, float]], expected: list[
 
 def test_padding_is_shared_by_all_depths() -> None:
     """Rows that only fill up a padded forward cost nothing: other depths are welcome as far as it has room."""
-    desk, one = Desk(), lane(padded=4)
+    desk, one = Desk(), lane(padded_rows=4)
     for depth in (0.5, 1.0):
         desk.add(one, depth=depth)
     assert (desk.batch().reason, desk.policy.count_waiting_rows("a")) == ("sharing_pays", 0)
@@ -727,7 +729,7 @@ def cheapest(lane: BatchQueue, works: Sequence[Waiting]) -> list[list[Sequence[f
 @settings(max_examples=150, deadline=None)
 def test_cheapest_cut(requests: list[tuple[int, int]], base: float, padded: int | None) -> None:
     """What runs with the first request is its piece of a cheapest cut of all depths, found by trying all of them."""
-    desk, one = Desk(), lane(costs=Costs(base=base, per_row=1.0), ceiling=999, padded=padded)
+    desk, one = Desk(), lane(costs=Costs(base=base, per_row=1.0), max_rows=999, padded_rows=padded)
     works = [Waiting(desk.add(one, rows, depth=depth / 12)) for rows, depth in requests]
     found = {part.request.depth for part in desk.batch().slices}
     pieces = [next(piece for piece in cut if works[0].depth in piece) for cut in cheapest(one, works)]
@@ -828,7 +830,7 @@ class Events(RuleBasedStateMachine):
         row_bytes=st.sampled_from([0, 0, 1, 4, 30]),
         bulk=st.booleans(),
         wait=st.sampled_from([math.inf, math.inf, math.inf, 0.0, 0.5, 3.0, 9.0]),
-        how=st.sampled_from(["", "", "", "alone", "whole"]),
+        how=st.sampled_from(["", "", "", "requires_isolation", "unsplittable"]),
     )
     def add(self, number: int, rows: int, depth: float, row_bytes: int, bulk: bool, wait: float, how: str) -> None:
         options: dict[str, Any] = {how: True} if how else {}
