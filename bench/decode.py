@@ -24,8 +24,8 @@ from torch import Tensor
 
 from bench.machine import described
 from bench.startup import spread
-from layertap.models.preprocess import ENOUGH, compute_resized_size, preprocess
-from layertap.models.sources import build_model
+from layertap.models.inputs.preprocess import ENOUGH, compute_resized_size, preprocess
+from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced
 
@@ -62,7 +62,7 @@ def exact(data: bytes, how: PreprocessSpec) -> Tensor:
 
 
 def fast(data: bytes, how: PreprocessSpec, enough: float) -> Tensor:
-    """A row as ``decode: fast`` makes it, where ``enough`` is ``layertap.models.preprocess.ENOUGH``."""
+    """A row as ``decode: fast`` makes it, where ``enough`` is ``layertap.models.inputs.preprocess.ENOUGH``."""
     picture = reduced(data, how, enough)
     return preprocess(picture.image, how, picture.size, picture.box)
 

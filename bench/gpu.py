@@ -28,8 +28,8 @@ from torchvision.models import get_model
 
 from bench.machine import described
 from bench.serving.pictures import written
-from layertap.models.ondevice import DeviceDecoder
-from layertap.models.preprocess import preprocess
+from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.preprocess import preprocess
 from layertap.models.spec import PreprocessSpec
 
 DEVICE = torch.device("cuda", 0)

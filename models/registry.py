@@ -9,11 +9,11 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Literal
 
-from layertap.models.devices import allow_tf32
+from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, suggest
-from layertap.models.loaded import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel, load_model
 from layertap.models.spec import ModelSpec
-from layertap.models.warm.ready import prepare_warm_plans
 
 State = Literal["available", "loading", "ready", "failed"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from layertap.models import hooks
-from layertap.models.extractor import FeatureExtractor
+from layertap.models.capture import hooks
+from layertap.models.capture.extractor import FeatureExtractor
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import PureWindowsPath
 from typing import Literal
 
-from layertap.models.points import Pool, ReplyDType
+from layertap.models.selection.hook_points import Pool, ReplyDType
 
 Device = str
 DType = Literal["float32", "bfloat16", "float16"]

@@ -14,11 +14,12 @@ from layertap.models.sources import python
 from layertap.service import config
 from layertap.service.config import Configuration
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.fleet import ModelManager
-from layertap.service.fetching.fetcher import Fetcher
-from layertap.service.http import docs, errors, explain, extract, health, metrics, models, openapi
+from layertap.service.engine.model_manager import ModelManager
+from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.http import openapi, problems
 from layertap.service.http.direct import Direct
-from layertap.service.http.outermost import RequestContextMiddleware
+from layertap.service.http.middleware import RequestContextMiddleware
+from layertap.service.http.routes import docs, explain, extract, health, metrics, models
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import version
@@ -59,7 +60,7 @@ def create_app(
     app.state.metrics = engine.metrics
     for router in (extract.router, explain.router, models.router, health.router, metrics.router):
         app.include_router(router)
-    errors.install(app)
+    problems.install(app)
     openapi.install(app, settings.root_path)
     docs.install(app)
     app.add_middleware(Direct, routes=(*extract.router.routes, *explain.router.routes))

@@ -20,17 +20,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from layertap.models.errors import IN_THE_LOG, Fault, LayertapError, LoadError, RequestError
-from layertap.models.points import Reduction, Selector
+from layertap.models.selection.hook_points import Reduction, Selector
 
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
-    from layertap.models.plan import Plan
     from layertap.models.registry import Registry
+    from layertap.models.selection.plan import Plan
     from layertap.service.config import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
-    from layertap.service.engine.job import ExtractRequest
+    from layertap.service.engine.request import ExtractRequest
     from layertap.service.features import Features
-    from layertap.service.fetching.fetcher import Fetcher
-    from layertap.service.inputs import ImageItem
+    from layertap.service.fetch.fetcher import Fetcher
+    from layertap.service.inputs.items import ImageItem
     from layertap.service.settings import Settings
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
@@ -118,7 +118,7 @@ def serve(
 
     from layertap.service import allocator
     from layertap.service.app import create_app
-    from layertap.service.http.listening import make_server_options
+    from layertap.service.http.server_options import make_server_options
 
     allocator.keep_large_blocks()
     summary = terminal.Summary(notes, listeners[0].getsockname(), settings.guarded)
@@ -165,7 +165,7 @@ def check(config: Config = None) -> None:
 
 def _tried(registry: Registry, name: str) -> str:
     """What a model is once it is loaded; LayertapError where it can't be, or a warm plan names what is not there."""
-    from layertap.models.warm.ready import make_warm_plan
+    from layertap.models.compiled.prepare import make_warm_plan
 
     model = registry.load(name)
     for warm in model.spec.warm:
@@ -188,7 +188,7 @@ def models(config: Config = None) -> None:
 @app.command()
 def layers(model: Annotated[str, typer.Argument(help="Model name.")], config: Config = None) -> None:
     """Show a model's layers as a tree, with the shapes that one row has."""
-    from layertap.models.tree import format_tree
+    from layertap.models.catalog.layer_tree import format_tree
 
     engine = _engine(config)
     loaded = engine.manager.registry
@@ -230,7 +230,7 @@ def extract(
 
     Pictures that can't be read are named and left out; the exit status is 1 then, and 2 where nothing is left.
     """
-    from layertap.service.wire import FORMATS
+    from layertap.service.formats.table import FORMATS
 
     format_name = file.suffix.removeprefix(".") if file else "json"
     if format_name not in FORMATS:
@@ -268,7 +268,7 @@ def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
     configuration = config.load(settings.config) if settings.config else None
-    from layertap.service.fetching.fetcher import Fetcher  # takes as long to import as all above
+    from layertap.service.fetch.fetcher import Fetcher  # takes as long to import as all above
 
     return settings, configuration, Fetcher(settings)
 
@@ -280,7 +280,7 @@ def _engine(config: Path | None, *, warm: bool = False) -> Engine:
 
 
 def _selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
-    from layertap.models.selectors import parse_selector
+    from layertap.models.selection.selectors import parse_selector
 
     if pool not in POOLS.split(", "):
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
@@ -296,10 +296,10 @@ async def _extract(
     reserved: frozenset[str],
 ) -> Features:
     """All pictures that can be read, a batch at a time, with a bar where it takes long; the others are named."""
-    from layertap.service.engine.job import ExtractRequest
-    from layertap.service.engine.rows import get_preprocessing
+    from layertap.service.engine.decoder import get_preprocessing
+    from layertap.service.engine.request import ExtractRequest
     from layertap.service.features import join_features
-    from layertap.service.wire import check_names
+    from layertap.service.formats.table import check_names
 
     def fits(plan: Plan, rows: int) -> None:
         """A file may be as large as the disk holds."""
@@ -342,7 +342,7 @@ async def _extract(
 
 def _read(images: Sequence[Path], places: Iterable[int]) -> tuple[tuple[tuple[int, ImageItem], ...], tuple[Fault, ...]]:
     """The bytes of pictures with their places, and the faults of files that can't be read."""
-    from layertap.service.inputs import ImageItem
+    from layertap.service.inputs.items import ImageItem
 
     items, faults = [], []
     for place in places:
@@ -395,7 +395,7 @@ def _summary(features: Features) -> Table:
 @contextmanager
 def _loading(name: str, what: str = "loading") -> Iterator[None]:
     """A note while a model is loaded; what the operator's own code raised is shown with its traceback."""
-    from layertap.service.engine.fleet import OWN_CODE
+    from layertap.service.engine.model_manager import OWN_CODE
 
     try:
         with _waiting(f"{what} {name}"):

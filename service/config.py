@@ -14,8 +14,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
-from layertap.models.check import Place, find_mistakes
 from layertap.models.errors import LayertapError
+from layertap.models.sources.check import Place, find_mistakes
 from layertap.models.spec import DIRECTORIES, FOR_TENSORS, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
@@ -79,7 +79,7 @@ def load(path: Path) -> Configuration:
 def embedded() -> Configuration:
     """Without a file: the embedded ``digits``, and torchvision's classifiers, loaded when first asked for."""
     from layertap.models.digits import spec
-    from layertap.models.sources import list_default_architectures
+    from layertap.models.sources.build import list_default_architectures
 
     listed = (ModelSpec(name=arch, source=f"torchvision:{arch}", load="lazy") for arch in list_default_architectures())
     return Configuration((spec(), *listed), "digits")

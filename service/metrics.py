@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layertap.service.terms import BatchReason
+from layertap.service.types import BatchReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"

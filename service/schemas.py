@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, Wit
 from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, escape, suggest
-from layertap.models.points import (
+from layertap.models.selection.hook_points import (
     STATS,
     Embedding,
     Explanation,
@@ -29,10 +29,10 @@ from layertap.models.points import (
     Stat,
     TensorData,
 )
-from layertap.models.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
-from layertap.service.inputs import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
+from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.service.inputs.arrays import Array, decode_base64, read_tensor, require_finite
-from layertap.service.terms import Priority
+from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
+from layertap.service.types import Priority
 
 B = TypeVar("B")
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from layertap.service.settings import Settings
 from layertap.service.version import version
 
 if TYPE_CHECKING:  # what is told first is told before torch is imported
-    from layertap.models.loaded import LoadedModel
+    from layertap.models.loaded_model import LoadedModel
     from layertap.models.registry import ModelEntry
-    from layertap.service.engine.fleet import ModelManager
+    from layertap.service.engine.model_manager import ModelManager
 
 MOST_NAMES = 3
 COLOURS = {"ready": "green", "failed": "red"}

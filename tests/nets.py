@@ -13,9 +13,9 @@ from torchvision.models import VisionTransformer as Vit
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.swin_transformer import SwinTransformer
 
-from layertap.models.catalog import Catalog
-from layertap.models.dryrun import survey
-from layertap.models.dtypes import DTYPES
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.survey import survey
+from layertap.models.devices.dtypes import DTYPES
 from layertap.models.spec import InputSpec
 from tests.oracle import seeded
 

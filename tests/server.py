@@ -15,8 +15,8 @@ import uvicorn
 from layertap.service.app import create_app
 from layertap.service.config import Configuration
 from layertap.service.engine.engine import Engine
-from layertap.service.fetching.fetcher import Fetcher
-from layertap.service.http.listening import make_server_options
+from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.http.server_options import make_server_options
 from layertap.service.settings import Settings
 
 STARTUP_TRIES = 600

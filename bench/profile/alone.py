@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from bench.serving.plain import SEED, arguments, read, seeded
-from layertap.models.preprocess import preprocess
-from layertap.models.sources import build_model
+from layertap.models.inputs.preprocess import preprocess
+from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
 from layertap.service.allocator import keep_large_blocks
 from layertap.service.inputs.images import decode_image

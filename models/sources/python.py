@@ -11,12 +11,13 @@ from pathlib import Path
 
 from torch import nn
 
-from layertap.models.construction import isolate_construction
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, label_failures, suggest
-from layertap.models.grammar import KINDS, parse_factory, parse_weights
-from layertap.models.sources import BuiltModel, switches, wrap_build_errors
+from layertap.models.sources import transformers_switches
+from layertap.models.sources.build import BuiltModel, wrap_build_errors
+from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.grammar import KINDS, parse_factory, parse_weights
 from layertap.models.spec import ModelSpec
-from layertap.models.weights import load_into, read_checkpoint
+from layertap.models.weights.checkpoints import load_into, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -98,7 +99,7 @@ def _call_factory(ident: str, seed: int | None) -> nn.Module:
         wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"),
         isolate_construction(seed),
     ):
-        switches.isolate_when_imported()
+        transformers_switches.isolate_when_imported()
         module = _factory(name, factory)()
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {escape(type(module).__name__)}, not a torch.nn.Module")

@@ -6,13 +6,13 @@ import difflib
 import inspect
 from typing import Any
 
-from layertap.models.construction import isolate_construction
 from layertap.models.errors import LoadError, escape, suggest
-from layertap.models.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
-from layertap.models.preprocess import from_timm
-from layertap.models.sources import BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.inputs.preprocess import from_timm
+from layertap.models.sources.build import BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights import load_into, read_checkpoint
+from layertap.models.weights.checkpoints import load_into, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:

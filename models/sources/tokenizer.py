@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LoadError
-from layertap.models.sources import wrap_build_errors
+from layertap.models.sources.build import wrap_build_errors
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 

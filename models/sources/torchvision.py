@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
 from torchvision.models.video import MViT
 
-from layertap.models.construction import isolate_construction
 from layertap.models.errors import LoadError, escape, suggest
-from layertap.models.grammar import WeightsSource, parse_weights, unknown_name_error
-from layertap.models.preprocess import from_torchvision
-from layertap.models.sources import BITS, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.inputs.preprocess import from_torchvision
+from layertap.models.sources.build import BITS, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights import load_into, read_checkpoint
+from layertap.models.weights.checkpoints import load_into, read_checkpoint
 
 FRAMES = 16
 State = Mapping[str, Tensor] | None

@@ -17,15 +17,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from layertap.models.construction import isolate_construction
 from layertap.models.errors import LoadError, escape
-from layertap.models.grammar import WeightsSource, get_base_name, not_installed_error, parse_weights
-from layertap.models.preprocess import compute_output_size, from_transformers
-from layertap.models.sources import BuiltModel, switches, wrap_build_errors
+from layertap.models.inputs.preprocess import compute_output_size, from_transformers
+from layertap.models.inputs.text import TextSpec
+from layertap.models.sources import transformers_switches
+from layertap.models.sources.build import BuiltModel, wrap_build_errors
+from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.grammar import WeightsSource, get_base_name, not_installed_error, parse_weights
 from layertap.models.sources.tokenizer import Tokenizer, load_tokenizer
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.text import TextSpec
-from layertap.models.weights import check_equal, format_names, has_same_values, load_into, read_checkpoint
+from layertap.models.weights.checkpoints import check_equal, format_names, has_same_values, load_into, read_checkpoint
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -77,7 +78,7 @@ def _library() -> Any:
     logs = importlib.import_module("transformers.utils.logging")
     logs.set_verbosity_error()  # its warnings name directories
     logs.disable_progress_bar()
-    switches.isolate()
+    transformers_switches.isolate()
     return library
 
 

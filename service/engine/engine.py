@@ -13,26 +13,21 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from layertap.models import fingerprint, verification
-from layertap.models.catalog import Catalog
-from layertap.models.compiled import CompiledPlan, find_compiled_plan
-from layertap.models.dtypes import DTYPES
-from layertap.models.embedding import reduce_embedding
+from layertap.models import fingerprint
+from layertap.models.capture import verification
+from layertap.models.capture.padding import TextLengths, measure_lengths
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
+from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.loaded import LoadedModel, Shapes, check_rows_fit
-from layertap.models.padding import TextLengths, measure_lengths
-from layertap.models.plan import Plan
-from layertap.models.resuming import Resumption, find_start
+from layertap.models.loaded_model import LoadedModel, Shapes, check_rows_fit
+from layertap.models.resume.resumption import Resumption, find_start
+from layertap.models.selection.embedding import reduce_embedding
+from layertap.models.selection.plan import Plan
 from layertap.models.spec import InputSpec, Preprocessed
+from layertap.service.engine.batcher import BatchQueue, QueuedRequest
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.fetching import fetch_inputs
-from layertap.service.engine.fleet import ModelManager
-from layertap.service.engine.job import ExtractRequest, Job
-from layertap.service.engine.limits import check_batch, check_count, check_graph, check_survey, show_shapes
-from layertap.service.engine.planning import FingerprintedPlan, make_fingerprinted_plan, scale_plan
-from layertap.service.engine.policy import BatchQueue, QueuedRequest
-from layertap.service.engine.receipts import collect_features
-from layertap.service.engine.rows import (
+from layertap.service.engine.decoder import (
     Attempt,
     Fetched,
     Items,
@@ -46,9 +41,15 @@ from layertap.service.engine.rows import (
     pad_texts,
     predict_shapes,
 )
-from layertap.service.engine.worker import start_single_threaded
+from layertap.service.engine.fetch_inputs import fetch_inputs
+from layertap.service.engine.limits import check_batch, check_count, check_graph, check_survey, show_shapes
+from layertap.service.engine.model_manager import ModelManager
+from layertap.service.engine.plan_cache import FingerprintedPlan, make_fingerprinted_plan, scale_plan
+from layertap.service.engine.request import ExtractRequest, Job
+from layertap.service.engine.results import collect_features
+from layertap.service.engine.worker_thread import start_single_threaded
 from layertap.service.features import Features
-from layertap.service.fetching.fetcher import Fetcher
+from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 

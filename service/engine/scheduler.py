@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from layertap.models import transfer
+from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
-from layertap.models.loaded import LoadedModel
-from layertap.service.engine.deadline import set_deadline
-from layertap.service.engine.execution import (
+from layertap.models.loaded_model import LoadedModel
+from layertap.service.engine.batch_runner import (
     BatchRunner,
     Interval,
     Results,
@@ -24,12 +23,13 @@ from layertap.service.engine.execution import (
     find_lasting_failure,
     wrap_error,
 )
-from layertap.service.engine.job import Job
-from layertap.service.engine.policy import CPU, Batch, Batcher, Clock, DecodeTask, DeviceSlots, QueuedRequest
-from layertap.service.engine.worker import WorkerThread, start_single_threaded
+from layertap.service.engine.batcher import CPU, Batch, Batcher, Clock, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.deadline import set_deadline
+from layertap.service.engine.request import Job
+from layertap.service.engine.worker_thread import WorkerThread, start_single_threaded
 from layertap.service.errors import UnavailableError
 from layertap.service.metrics import Metrics
-from layertap.service.terms import Priority
+from layertap.service.types import Priority
 
 T = TypeVar("T")
 LOST_RETRY_S = 60.0

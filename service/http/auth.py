@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 
 from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
-from layertap.service.http.rate import TokenBucket
+from layertap.service.http.token_bucket import TokenBucket
 from layertap.service.settings import LOOPBACK, Settings
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})

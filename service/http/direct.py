@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from layertap.models.errors import LayertapError
-from layertap.service.http.errors import error_response, get_request_id
+from layertap.service.http.problems import error_response, get_request_id
 
 
 class Direct:

@@ -7,10 +7,10 @@ from typing import Any, get_args
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from layertap.models.points import Method
+from layertap.models.selection.hook_points import Method
+from layertap.service.formats.table import FORMATS
 from layertap.service.schemas import ExplainBody, ExtractBody
 from layertap.service.settings import LIMITS, Settings
-from layertap.service.wire import FORMATS
 
 TEMPLATE = "#/components/schemas/{model}"
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}

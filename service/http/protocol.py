@@ -13,8 +13,8 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from layertap.service.http.errors import make_problem
-from layertap.service.http.guards import SECURITY_HEADERS
+from layertap.service.http.problems import make_problem
+from layertap.service.http.security_headers import SECURITY_HEADERS
 from layertap.service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell

@@ -25,7 +25,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.spec import Box
-from layertap.service.inputs import files
+from layertap.service.inputs import image_limits
 
 _SMALLER = "send a smaller picture"
 _CHUNK = 1 << 20
@@ -118,10 +118,10 @@ def _is_ycc(image: JpegImageFile) -> bool:
 def _opened(data: bytes, max_pixels: int, fits: Fits) -> ImageFile:
     plugin = _plugin(data)
     _let_through(max_pixels)
-    stream = files.Stream(data)
+    stream = image_limits.Stream(data)
     try:
         if plugin is TiffImageFile:
-            files.check_directory(data)
+            image_limits.check_directory(data)
         image = plugin(stream)
     except LayertapError:
         raise
@@ -129,7 +129,7 @@ def _opened(data: bytes, max_pixels: int, fits: Fits) -> ImageFile:
         detail = f"the picture has more than {Image.MAX_IMAGE_PIXELS} pixels; the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER) from error
     except Exception as error:  # a plugin raises whatever a broken header leads it to
-        raise files.damaged() from error
+        raise image_limits.damaged() from error
     # All of it is here: piece by piece, every piece would give Python's lock away and wait for it again.
     image.decodermaxblock = max(len(data), image.decodermaxblock)
     width, height = image.size
@@ -137,7 +137,7 @@ def _opened(data: bytes, max_pixels: int, fits: Fits) -> ImageFile:
         detail = f"the picture has {width * height} pixels ({width} by {height}); the limit is {max_pixels}"
         raise TooLargeError(detail, hint=_SMALLER)
     with _refusing():
-        files.check(image, data, stream)
+        image_limits.check(image, data, stream)
     fits(width, height)
     return image
 
@@ -146,7 +146,7 @@ def _plugin(data: bytes) -> type[ImageFile]:
     for start, plugin in _PLUGINS.items():
         if data.startswith(start) and (plugin is not WebPImageFile or data[8:12] == b"WEBP"):
             return plugin
-    raise InputError("the bytes are not a picture of a known format", hint=files.HINT)
+    raise InputError("the bytes are not a picture of a known format", hint=image_limits.HINT)
 
 
 def _let_through(max_pixels: int) -> None:
@@ -207,7 +207,7 @@ def _refusing() -> Iterator[None]:
     except LayertapError:
         raise
     except Exception as error:  # a decoder raises whatever broken data leads it to
-        raise files.damaged() from error
+        raise image_limits.damaged() from error
 
 
 def _turn(image: ImageFile) -> Image.Transpose | None:
@@ -230,7 +230,7 @@ def _from_lab(image: Image.Image) -> Image.Image:
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
     rgb = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB")
     if rgb is None:
-        raise files.damaged()
+        raise image_limits.damaged()
     return rgb
 
 

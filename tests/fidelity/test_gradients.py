@@ -23,14 +23,14 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.efficientnet import MBConvConfig
 from torchvision.models.vision_transformer import VisionTransformer
 
-from layertap.models.catalog import Catalog
-from layertap.models.dryrun import survey
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import Plan, make_plan
-from layertap.models.points import Objective
-from layertap.models.selectors import parse_selector
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.survey import survey
+from layertap.models.selection.hook_points import Objective
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.models.union import RequestSlice
 from tests.oracle import flatten, seeded
 
 CPU = torch.device("cpu")

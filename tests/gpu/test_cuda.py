@@ -17,9 +17,9 @@ import torchvision
 from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
+from layertap.models.capture.batch_slices import copy_packed
+from layertap.models.devices.transfer import MOST_BYTES, to_device, to_host
 from layertap.models.spec import ModelSpec
-from layertap.models.transfer import MOST_BYTES, to_device, to_host
-from layertap.models.union import copy_packed
 from layertap.service.config import Configuration
 from tests.oracle import record, seeded
 from tests.server import serving

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models import transfer
-from layertap.models.compiled import CompiledPlan
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Plan, make_plan
-from layertap.models.replays import CudaGraphs
-from layertap.models.selectors import parse_selector
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.compile import WarmError
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.compiled.cuda_graph_capture import capture_cuda_graphs
+from layertap.models.compiled.cuda_graphs import CudaGraphs
+from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.devices import transfer
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.models.union import RequestSlice
-from layertap.models.warm.capturing import capture_cuda_graphs
-from layertap.models.warm.checking import check_against_hooks
-from layertap.models.warm.compiling import WarmError
-from layertap.models.warm.exporting import export_graph
-from layertap.models.warm.ready import prepare_warm_plans
 from layertap.service.config import Configuration
 from tests.nets import batch
 from tests.server import serving

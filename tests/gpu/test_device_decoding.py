@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from layertap.models.ondevice import DeviceDecoder
-from layertap.models.preprocess import preprocess
+from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.preprocess import preprocess
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config import Configuration
 from tests.server import Live, serving

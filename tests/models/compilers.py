@@ -48,5 +48,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "last":
         torch.compile(twice, backend="eager")(torch.ones(2))
         torch.jit.script(twice)
-    importlib.import_module("layertap.models.construction")
+    importlib.import_module("layertap.models.sources.construction")
     check()

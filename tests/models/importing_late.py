@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from layertap.models import sources
+from layertap.models.sources import build
 from layertap.models.spec import InputSpec, ModelSpec
 
 TINY: dict[str, Any] = {
@@ -31,7 +31,7 @@ def made_beside() -> nn.Module:
 if __name__ == "__main__":
     assert "transformers" not in sys.modules
     source = "python:tests.models.importing_late:made_beside"
-    module: Any = sources.build_model(
+    module: Any = build.build_model(
         ModelSpec("m", source, "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),))
     ).module
     assert module.lm_head.weight is module.get_input_embeddings().weight

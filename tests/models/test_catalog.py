@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from layertap.models.catalog import Catalog, TensorInfo
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError
-from layertap.models.loaded import LoadedModel
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader
 from tests.nets import INPUTS, BatchCentred, Recursive, batch, surveyed

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from layertap.models.construction import isolate_construction
-from layertap.models.weights import digest_weights
+from layertap.models.sources.construction import isolate_construction
+from layertap.models.weights.checkpoints import digest_weights
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(5),

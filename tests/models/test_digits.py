@@ -11,8 +11,8 @@ import torch
 
 from layertap.models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
 from layertap.models.digits.train import CARD, augmented, correct, splits, train
-from layertap.models.sources import BuiltModel, build_model
-from layertap.models.weights import digest_weights
+from layertap.models.sources.build import BuiltModel, build_model
+from layertap.models.weights.checkpoints import digest_weights
 
 
 @pytest.fixture(scope="module")

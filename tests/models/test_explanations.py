@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from timm.models.vision_transformer import VisionTransformer
 
-from layertap.models.catalog import TensorInfo
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.explanations import (
+from layertap.models.gradients.explanations import (
     average_heads,
     find_attention_points,
     find_map_layers,
@@ -20,7 +20,7 @@ from layertap.models.explanations import (
     saliency,
     weight_by_gradient,
 )
-from layertap.models.points import HookPoint
+from layertap.models.selection.hook_points import HookPoint
 from tests.nets import resnet, surveyed, swin, vit
 
 LEAVES = {

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Catalog, TensorInfo
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.capture.hooks import count_hooks
+from layertap.models.capture.pooling import ReducedTensor
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.hooks import count_hooks
-from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Capture, Plan, make_plan
-from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType, Selector
-from layertap.models.pooling import ReducedTensor
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Selector
+from layertap.models.selection.plan import Capture, Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
@@ -142,7 +142,7 @@ def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
 
 
 def _plan(captures: Iterable[Capture]) -> Plan:
-    from layertap.models.plan import Result
+    from layertap.models.selection.plan import Result
 
     results = tuple(Result(str(index), capture, "") for index, capture in enumerate(captures))
     return Plan(results, results[-1].capture.point, 1.0, ())

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from layertap.models import digits
-from layertap.models.catalog import TensorInfo
-from layertap.models.edits import ResolvedIntervention, ResolvedObjective
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.fingerprint import (
     digest_architecture,
     digest_changes,
@@ -27,10 +26,11 @@ from layertap.models.fingerprint import (
     digest_result,
     digest_rows,
 )
-from layertap.models.loaded import load_model
-from layertap.models.plan import make_plan
-from layertap.models.points import HookPoint, Objective, Operation, Reduction, Selector
-from layertap.models.selectors import parse_selector
+from layertap.models.interventions.resolve import ResolvedIntervention, ResolvedObjective
+from layertap.models.loaded_model import load_model
+from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
+from layertap.models.selection.plan import make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.nets import Chain, Tied

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from layertap.models import hooks
-from layertap.models.catalog import Catalog
-from layertap.models.dryrun import survey
+from layertap.models.capture import hooks
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import Plan, make_plan
-from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse_selector
+from layertap.models.selection.hook_points import Intervention, Objective, Operation
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
-from layertap.models.union import RequestSlice
 from tests.nets import Chain, Pruned, Structured, Tied, bottlenecks, resnet, swin, vit
 
 CPU = torch.device("cpu")

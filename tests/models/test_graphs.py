@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from layertap.models import hooks
-from layertap.models.catalog import Catalog
-from layertap.models.dryrun import survey
+from layertap.models.capture import hooks
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import load_model
-from layertap.models.plan import Plan, make_plan
-from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import load_model
+from layertap.models.selection.hook_points import Intervention, Objective, Operation
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import RequestSlice
 from tests.oracle import record, seeded
 
 SUM = Objective("sum")

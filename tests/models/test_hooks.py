@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models import points
-from layertap.models.hooks import ATTACH, OnCall, count_hooks
-from layertap.models.points import Side
+from layertap.models.capture.hooks import ATTACH, OnCall, count_hooks
+from layertap.models.selection import hook_points
+from layertap.models.selection.hook_points import Side
 from tests.nets import Gate, Recursive, Retries
 
 Seen = list[tuple[int, Any]]
@@ -38,8 +38,8 @@ def _copied(value: Any) -> Any:
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook, that of its side."""
     assert tuple(ATTACH) == (*KINDS, "attention", "unfused")
-    assert tuple(points.SIDES) == points.SITES
-    assert set(points.SIDES.values()) == set(ATTACH)
+    assert tuple(hook_points.SIDES) == hook_points.SITES
+    assert set(hook_points.SIDES.values()) == set(ATTACH)
 
 
 def put(module: nn.Module, site: Side, changes: dict[tuple[str, ...], Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 from torchvision.ops import Permute
 
-from layertap.models.catalog import Catalog
+from layertap.models.catalog.catalog import Catalog
 from tests.nets import Cube, Sound, resnet, surveyed, swin
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models import digits, hooks
-from layertap.models.catalog import TensorInfo
-from layertap.models.dtypes import DTYPES
+from layertap.models import digits
+from layertap.models.capture import hooks
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, LoadError
-from layertap.models.loaded import MAX_CATALOGS, LoadedModel, load_model
-from layertap.models.plan import Capture, Plan, Result, make_plan
-from layertap.models.points import HookPoint, Reduction
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import MAX_CATALOGS, LoadedModel, load_model
+from layertap.models.selection.hook_points import HookPoint, Reduction
+from layertap.models.selection.plan import Capture, Plan, Result, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, Chain, batch, resnet

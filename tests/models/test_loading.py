@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from layertap.models import fingerprint
 from layertap.models.errors import LoadError
-from layertap.models.loaded import load_model
+from layertap.models.loaded_model import load_model
 from layertap.models.registry import Registry
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights import digest_weights
+from layertap.models.weights.checkpoints import digest_weights
 
 ROW = (InputSpec("x", (4,)),)
 HERE = "python:tests.models.test_loading"

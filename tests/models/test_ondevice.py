@@ -20,8 +20,8 @@ from sklearn.datasets import load_sample_image
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
-from layertap.models.ondevice import DeviceDecoder, create_device_decoder, matches_cpu
-from layertap.models.preprocess import preprocess_pixels
+from layertap.models.inputs.device_decoder import DeviceDecoder, create_device_decoder, matches_cpu
+from layertap.models.inputs.preprocess import preprocess_pixels
 from layertap.models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
 from tests.service.busy import until
 

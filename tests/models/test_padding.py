@@ -7,14 +7,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
-from layertap.models.edits import resolve_intervention, resolve_objective
+from layertap.models.capture.padding import TextLengths, measure_lengths, strip_padding, truncate
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.interventions import apply_operation
-from layertap.models.padding import TextLengths, measure_lengths, strip_padding, truncate
-from layertap.models.points import Intervention, Objective, Operation
-from layertap.models.selectors import parse_selector
-from layertap.models.text import TextSpec
+from layertap.models.inputs.text import TextSpec
+from layertap.models.interventions.operations import apply_operation
+from layertap.models.interventions.resolve import resolve_intervention, resolve_objective
+from layertap.models.selection.hook_points import Intervention, Objective, Operation
+from layertap.models.selection.selectors import parse_selector
 
 REAL = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]], dtype=torch.bool)
 LEAVES = {

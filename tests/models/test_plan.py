@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.plan import MAX_FAULTS, Plan, make_plan
-from layertap.models.points import Pool, Reduction, ReplyDType, Selector
-from layertap.models.selectors import parse_selector
+from layertap.models.selection.hook_points import Pool, Reduction, ReplyDType, Selector
+from layertap.models.selection.plan import MAX_FAULTS, Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.nets import Cube, Inner, NeverCalled, Recursive, Structured, TimeFirst, Windows, batch, surveyed, vit
 

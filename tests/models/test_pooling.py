@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.catalog import TensorInfo
+from layertap.models.capture.pooling import compute_reduced_shape, reduce
+from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import InputError
-from layertap.models.plan import Capture
-from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType
-from layertap.models.pooling import compute_reduced_shape, reduce
+from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType
+from layertap.models.selection.plan import Capture
 
 Array = NDArray[Any]
 POINT = HookPoint("layer", 0, (), "output")

@@ -14,7 +14,7 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
-from layertap.models.preprocess import (
+from layertap.models.inputs.preprocess import (
     compute_least_size,
     compute_output_size,
     compute_resized_size,

@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from layertap.models import sources
 from layertap.models.errors import LoadError
+from layertap.models.sources import build
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.models import plain_weights
 from tests.models.plain_weights import SEED, Plain
@@ -106,7 +106,7 @@ def plain(folder: Path) -> dict[str, Plain]:
 
 def _built(folder: Path, **fields: Any) -> Any:
     inputs = (InputSpec("x", (4,)),)  # nothing runs here
-    return sources.build_model(ModelSpec("m", f"transformers:{folder}", device="cpu", inputs=inputs, **fields)).module
+    return build.build_model(ModelSpec("m", f"transformers:{folder}", device="cpu", inputs=inputs, **fields)).module
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,7 +158,7 @@ def test_a_factory_that_initializes_again(folder: Path, plain: dict[str, Plain])
 def _factory(folder: Path, name: str) -> Any:
     FACTORY["folder"] = folder / "llama_tied_bf16"
     spec = ModelSpec("m", f"python:{__name__}:{name}", "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),))
-    return sources.build_model(spec).module
+    return build.build_model(spec).module
 
 
 def test_layers_that_would_be_fused(folder: Path, tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled import CompiledPlan
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Plan, make_plan
-from layertap.models.replays import CudaGraph, CudaGraphs
-from layertap.models.selectors import parse_selector
-from layertap.models.union import RequestSlice
-from layertap.models.warm.checking import check_against_hooks
-from layertap.models.warm.compiling import WarmError
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.compile import WarmError
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import record

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models import hooks, replica
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Capture, make_plan
-from layertap.models.selectors import parse_selector
+from layertap.models import replica
+from layertap.models.capture import hooks
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.plan import Capture, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import RequestSlice
 from tests.conftest import net_spec
 from tests.nets import Chain, Tied, batch, resnet
 from tests.oracle import record

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layertap.models import fingerprint
+from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Plan, make_plan
-from layertap.models.points import Objective, Selector
-from layertap.models.resuming import Resumption, find_start
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.resume.resumption import Resumption, find_start
+from layertap.models.selection.hook_points import Objective, Selector
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import RequestSlice
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import Key, record

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from layertap.models.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError, UnknownLayerError
-from layertap.models.points import SITES, Selector, format_path
-from layertap.models.selectors import (
+from layertap.models.selection.hook_points import SITES, Selector, format_path
+from layertap.models.selection.selectors import (
     MAX_TEXT,
     SelectorMatch,
     find_matches,

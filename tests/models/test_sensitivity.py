@@ -13,12 +13,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torchvision.models import convnext_tiny
 
-from layertap.models.edits import resolve_objective
-from layertap.models.explanations import find_map_layers
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.points import HookPoint, Objective
-from layertap.models.selectors import parse_selector
-from layertap.models.sensitivity import find_last_sensitive
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.gradients.explanations import find_map_layers
+from layertap.models.gradients.sensitivity import find_last_sensitive
+from layertap.models.interventions.resolve import resolve_objective
+from layertap.models.selection.hook_points import HookPoint, Objective
+from layertap.models.selection.selectors import parse_selector
 from tests.nets import resnet, surveyed, swin, vit
 from tests.oracle import seeded
 

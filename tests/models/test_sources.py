@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torchvision.models import get_model, get_model_weights
 
 from layertap.models.errors import LoadError
-from layertap.models.preprocess import from_torchvision
-from layertap.models.sources import BuiltModel, build_model, list_default_architectures
+from layertap.models.inputs.preprocess import from_torchvision
+from layertap.models.sources.build import BuiltModel, build_model, list_default_architectures
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights import digest_weights
+from layertap.models.weights.checkpoints import digest_weights
 
 VECTOR = (InputSpec("x", (4,)),)
 
@@ -344,7 +344,7 @@ def test_timm_without_network(tmp_path: Path) -> None:
     """Weights of timm that can't be downloaded raise LoadError that says what to give instead."""
     code = (
         "from layertap.models.errors import LoadError\n"
-        "from layertap.models.sources import build\n"
+        "from layertap.models.sources.build import build\n"
         "from layertap.models.spec import ModelSpec\n"
         "try:\n    build(ModelSpec('m', 'timm:test_vit'))\n"
         "except LoadError as error:\n    print(error.detail, '|', error.hint)\n"

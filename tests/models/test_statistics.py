@@ -11,16 +11,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.catalog import Catalog, TensorInfo
+from layertap.models.capture.batch_slices import RequestSlice, find_spans
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.capture.pooling import reduce
+from layertap.models.capture.statistics import list_columns
+from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import load_model
-from layertap.models.plan import Capture, make_plan
-from layertap.models.points import STATS, HookPoint, Objective, Reduction, Selector, Site, Stat, format_path
-from layertap.models.pooling import reduce
-from layertap.models.selectors import parse_selector
-from layertap.models.statistics import list_columns
-from layertap.models.union import RequestSlice, find_spans
+from layertap.models.loaded_model import load_model
+from layertap.models.selection.hook_points import (
+    STATS,
+    HookPoint,
+    Objective,
+    Reduction,
+    Selector,
+    Site,
+    Stat,
+    format_path,
+)
+from layertap.models.selection.plan import Capture, make_plan
+from layertap.models.selection.selectors import parse_selector
 from tests.conftest import net_spec
 from tests.nets import batch, surveyed
 from tests.oracle import record

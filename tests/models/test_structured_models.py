@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from layertap.models.errors import InputError, RequestError
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import make_plan
-from layertap.models.points import Intervention, Objective, Operation, Reduction, Selector
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.hook_points import Intervention, Objective, Operation, Reduction, Selector
+from layertap.models.selection.plan import make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.nets import INPUTS, batch
 from tests.oracle import Key, Path, flatten, record, seeded

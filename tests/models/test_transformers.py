@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Capture, make_plan
-from layertap.models.points import HookPoint, Intervention, Objective, Operation, Reduction
-from layertap.models.preprocess import preprocess
-from layertap.models.selectors import parse_selector
+from layertap.models.inputs.preprocess import preprocess
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Operation, Reduction
+from layertap.models.selection.plan import Capture, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.union import RequestSlice
-from layertap.models.weights import digest_weights
+from layertap.models.weights.checkpoints import digest_weights
 from tests.conftest import net_spec
 from tests.oracle import Key, record
 from tests.transformers_nets import CLS, POSITIONS, VOCABULARY, net, pictures, saved, texts, tokenizer

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
-from layertap.models import hooks
+from layertap.models.capture import hooks
+from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.errors import LayerNotReachedError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Capture, make_plan
-from layertap.models.points import HookPoint, Reduction, Selector
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.selection.hook_points import HookPoint, Reduction, Selector
+from layertap.models.selection.plan import Capture, make_plan
+from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.nets import Chain, EarlyExit, Swallows, batch, resnet, surveyed
 from tests.oracle import record

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
-from layertap.models.loaded import load_model
-from layertap.models.plan import make_plan
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import load_model
+from layertap.models.selection.plan import make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import RequestSlice
 from tests.conftest import Loader
 from tests.models.test_traps import naive, ours, rows
 from tests.nets import Tied

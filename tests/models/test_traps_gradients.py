@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import VisionTransformer
 
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.errors import RequestError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import LoadedModel
-from layertap.models.plan import Plan, make_plan
-from layertap.models.points import Objective
-from layertap.models.selectors import parse_selector
-from layertap.models.union import RequestSlice
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.selection.hook_points import Objective
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.models.test_attention import multi_head, timm_vit
 from tests.models.test_gradients import split

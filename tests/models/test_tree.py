@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from layertap.models.catalog import Call, CallBoundary, Layer, TensorInfo
-from layertap.models.tree import format_tree
+from layertap.models.catalog.catalog import Call, CallBoundary, Layer, TensorInfo
+from layertap.models.catalog.layer_tree import format_tree
 
 
 def layer(

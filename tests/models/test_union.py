@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from layertap.models import hooks
-from layertap.models.catalog import TensorInfo
-from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
-from layertap.models.extractor import FeatureExtractor
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import AVERAGES, Capture
-from layertap.models.points import HookPoint, Pool, Reduction, ReplyDType, Site
-from layertap.models.pooling import ReducedTensor, reduce
-from layertap.models.spec import InputSpec
-from layertap.models.union import (
+from layertap.models.capture import hooks
+from layertap.models.capture.batch_slices import (
     ALIGNMENT,
     BatchActivations,
     RequestSlice,
@@ -37,6 +29,14 @@ from layertap.models.union import (
     select_span_rows,
     unpack,
 )
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.capture.pooling import ReducedTensor, reduce
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Site
+from layertap.models.selection.plan import AVERAGES, Capture
+from layertap.models.spec import InputSpec
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import record

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.catalog import Layer
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.verification import check_outputs, check_possible, list_extra_captures
+from layertap.models.catalog.catalog import Layer
 from layertap.models.errors import RequestError
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Plan, make_plan
-from layertap.models.points import Reduction, Selector
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.hook_points import Reduction, Selector
+from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.union import RequestSlice
-from layertap.models.verification import check_outputs, check_possible, list_extra_captures
 from tests.conftest import net_spec
 from tests.nets import batch
 from tests.oracle import record

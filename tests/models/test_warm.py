@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled import CompiledPlan, find_compiled_plan
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.compiled.compile import WarmError, compute_key, open_folder
+from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
+from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.prepare import _follow, compile_warm_plans, make_warm_plan, prepare_warm_plans
 from layertap.models.errors import LoadError
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.plan import Capture, Plan, make_plan
-from layertap.models.points import Objective, Reduction, Selector
-from layertap.models.selectors import parse_selector
+from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.selection.hook_points import Objective, Reduction, Selector
+from layertap.models.selection.plan import Capture, Plan, make_plan
+from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import WarmSpec
-from layertap.models.union import RequestSlice
-from layertap.models.warm.compiling import WarmError, compute_key, open_folder
-from layertap.models.warm.exporting import export_graph
-from layertap.models.warm.ready import _follow, compile_warm_plans, make_warm_plan, prepare_warm_plans
 from tests.conftest import WARM, net_spec
 from tests.nets import batch
 from tests.oracle import record

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from layertap.models import hooks, warmup
+from layertap.models.capture import hooks
+from layertap.models.devices import costs
 from layertap.models.errors import InputError
-from layertap.models.loaded import load_model
+from layertap.models.loaded_model import load_model
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, batch
@@ -29,7 +30,7 @@ Rows = Mapping[str, Tensor]
 def peak(module: nn.Module, rows: Rows) -> int:
     """Bytes of a forward, in the mode in which forwards run."""
     with torch.no_grad():
-        return warmup.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
+        return costs.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
 
 
 def ones(*shape: int) -> dict[str, Tensor]:
@@ -153,7 +154,7 @@ def test_peak_of_several_inputs() -> None:
     """All inputs count."""
     rows = {"a": torch.ones(3, 4), "b": torch.ones(3, dtype=torch.int64)}
     with torch.no_grad():
-        found = warmup.measure_peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
+        found = costs.measure_peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
     assert found == 3 * (4 * 4 + 8 + 4 * 4)
 
 
@@ -216,9 +217,9 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     state = {key: value.clone() for key, value in model.module.state_dict().items()}
     versions = [parameter._version for parameter in model.module.parameters()]
     with torch.no_grad():
-        found = warmup.measure_peak_bytes(model.forward, rows, model.module, CPU)
-    costs = warmup.measure_costs(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
-    assert found == costs.row_bytes >= sum(value.nbytes for value in rows.values())
+        found = costs.measure_peak_bytes(model.forward, rows, model.module, CPU)
+    measured = costs.measure_costs(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
+    assert found == measured.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
     assert [parameter._version for parameter in model.module.parameters()] == versions
@@ -233,7 +234,7 @@ def test_a_forward_that_fails() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        warmup.measure_costs(
+        costs.measure_costs(
             lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True, most=2
         )
     assert _get_current_dispatch_mode() is None
@@ -247,19 +248,19 @@ def test_a_forward_that_fails() -> None:
 def test_threads(count: int) -> None:
     """So many inside, as many as before outside, also one within another and after an exception."""
     before = torch.get_num_threads()
-    with warmup.use_threads(count):
+    with costs.use_threads(count):
         assert torch.get_num_threads() == count
-        with warmup.use_threads(count + 1):
+        with costs.use_threads(count + 1):
             assert torch.get_num_threads() == count + 1
         assert torch.get_num_threads() == count
     assert torch.get_num_threads() == before
-    with pytest.raises(KeyError), warmup.use_threads(count):
+    with pytest.raises(KeyError), costs.use_threads(count):
         raise KeyError
     assert torch.get_num_threads() == before
 
 
 def test_cores() -> None:
-    assert 1 <= warmup.count_cores() <= (os.cpu_count() or 1)
+    assert 1 <= costs.count_cores() <= (os.cpu_count() or 1)
 
 
 # Figures
@@ -279,20 +280,20 @@ def forwards(module: nn.Module, seen: list[tuple[int, int]]) -> Callable[[Rows],
 def test_measure(rowwise: bool) -> None:
     """Figures that a policy can count with, of a few forwards; several rows only where rows do not meet."""
     module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
-    costs = warmup.measure_costs(forwards(module, seen), ones(1, 4), module, CPU, rowwise, 2)
-    figures = (costs.base, costs.per_row, costs.speedup, float(costs.row_bytes))
+    measured = costs.measure_costs(forwards(module, seen), ones(1, 4), module, CPU, rowwise, 2)
+    figures = (measured.base, measured.per_row, measured.speedup, float(measured.row_bytes))
     assert all(math.isfinite(figure) for figure in figures)
-    assert costs.base >= 0 < costs.per_row
-    assert costs.seconds(1) == costs.base + costs.per_row
+    assert measured.base >= 0 < measured.per_row
+    assert measured.seconds(1) == measured.base + measured.per_row
     # Of a forward of one row, a row's part is between an eighth and all of it.
-    assert costs.per_row * 2 * warmup.SEVERAL >= 0.999 * costs.seconds(1)
-    assert costs.row_bytes == (4 + 8 + 8) * FLOAT
-    assert costs.speedup == 1.0
+    assert measured.per_row * 2 * costs.SEVERAL >= 0.999 * measured.seconds(1)
+    assert measured.row_bytes == (4 + 8 + 8) * FLOAT
+    assert measured.speedup == 1.0
     assert {threads for _, threads in seen} == {1}
-    assert {rows for rows, _ in seen} == ({1, warmup.SEVERAL} if rowwise else {1})
-    assert len(seen) <= 2 + 2 * warmup.MOST
+    assert {rows for rows, _ in seen} == ({1, costs.SEVERAL} if rowwise else {1})
+    assert len(seen) <= 2 + 2 * costs.MOST
     if not rowwise:
-        assert costs.base == 0
+        assert measured.base == 0
 
 
 @pytest.mark.parametrize("name", [name for name in INPUTS if name not in LARGE])
@@ -304,13 +305,13 @@ def test_figures_of_every_net(load_net: Loader, name: str) -> None:
     assert costs.row_bytes > own
     assert all(math.isfinite(figure) for figure in (costs.base, costs.per_row, costs.speedup))
     assert costs.base >= 0 < costs.per_row
-    assert costs.speedup == 1.0 or costs.speedup >= warmup.WORTH
+    assert costs.speedup == 1.0 or costs.speedup >= costs.WORTH
 
 
 def test_available() -> None:
     """There is some memory, and no more than the machine has."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < warmup.measure_available_bytes(CPU) <= machine
+    assert 0 < costs.measure_available_bytes(CPU) <= machine
 
 
 # Costs in catalogues

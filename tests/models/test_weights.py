@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchvision.models import mnasnet0_5
 
 from layertap.models.errors import LoadError
-from layertap.models.weights import digest_weights, load_into, parse_weights, read_checkpoint
+from layertap.models.weights.checkpoints import digest_weights, load_into, parse_weights, read_checkpoint
 
 
 class Mixed(nn.Module):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from layertap.models.catalog import Costs
+from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import Key, record
 from tests.server import Live

@@ -15,7 +15,6 @@ import pytest
 import safetensors.numpy
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.service.inputs import ArraysItem, ImageItem
 from layertap.service.inputs.arrays import (
     decode_base64,
     read_npy,
@@ -24,6 +23,7 @@ from layertap.service.inputs.arrays import (
     read_tensor,
     require_finite,
 )
+from layertap.service.inputs.items import ArraysItem, ImageItem
 
 Array = np.ndarray[Any, Any]
 LIMIT = 1_000_000

@@ -18,7 +18,7 @@ from torchvision.transforms import functional as tvf
 
 from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.preprocess import compute_least_size, preprocess
+from layertap.models.inputs.preprocess import compute_least_size, preprocess
 from layertap.models.spec import PreprocessSpec
 from layertap.service.config import Configuration, read
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced

@@ -16,13 +16,13 @@ from sklearn.datasets import load_sample_image
 
 from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, TooLargeError
-from layertap.models.loaded import LoadedModel, load_model
-from layertap.models.ondevice import DeviceDecoder
+from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.loaded_model import LoadedModel, load_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config import Configuration, read
-from layertap.service.engine.rows import decode_item
-from layertap.service.inputs import ImageItem
+from layertap.service.engine.decoder import decode_item
 from layertap.service.inputs.images import plain_jpeg
+from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
 from tests.service.conftest import Serve
 from tests.service.support import arrays_of, image, problem, raw

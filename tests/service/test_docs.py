@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from layertap.service.http import docs
+from layertap.service.http.routes import docs
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.proxy import proxied

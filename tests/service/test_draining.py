@@ -19,7 +19,7 @@ import pytest
 import uvicorn
 
 from layertap.models.digits import spec as digits
-from layertap.service.http.listening import make_server_options
+from layertap.service.http.server_options import make_server_options
 from layertap.service.http.sockets import stop_connecting
 from layertap.service.process import Server
 from layertap.service.settings import Settings
@@ -38,7 +38,7 @@ CLIENTS = 8
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 BUSY = """
 import uvicorn
-from layertap.service.http.listening import options
+from layertap.service.http.server_options import options
 from layertap.service.http.sockets import bind
 from layertap.service.process import Server
 from layertap.service.settings import Settings
@@ -57,7 +57,7 @@ Server(chosen, lambda: True, lambda: print("ending", flush=True), delay=0.2).wor
 STALLED = """
 import asyncio, socket, sys, threading, time
 import uvicorn
-from layertap.service.http.listening import options
+from layertap.service.http.server_options import options
 from layertap.service.http.sockets import bind
 from layertap.service.process import ACCEPT_S, Server
 from layertap.service.settings import Settings

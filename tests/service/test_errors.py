@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from layertap.models.errors import Fault
-from layertap.service.http.errors import make_problem as made
+from layertap.service.http.problems import make_problem as made
 from tests.server import Live
 from tests.service.bad_requests import BAD, GOOD, LONG, PNG, text
 from tests.service.support import Control, Json, npy, npz, problem, raw

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from layertap.models.errors import Failure, LoadError
-from layertap.models.loaded import LoadedModel
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.engine.resident import ModelWorker
+from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.metrics import Metrics
 from layertap.service.process import FAILED

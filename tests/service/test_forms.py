@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 from PIL import Image
 
-from layertap.models.preprocess import preprocess
+from layertap.models.inputs.preprocess import preprocess
 from layertap.service.inputs.images import decode_image
 from tests.oracle import record
 from tests.server import Live

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from layertap.models.loaded import LoadedModel
+from layertap.models.loaded_model import LoadedModel
 from layertap.service.errors import UnavailableError
 from tests.server import Live
 from tests.service.busy import gated, until

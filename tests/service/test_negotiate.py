@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layertap.service.errors import NotAcceptableError
-from layertap.service.wire import FORMATS, Format
-from layertap.service.wire.negotiate import negotiate
+from layertap.service.formats.negotiation import negotiate
+from layertap.service.formats.table import FORMATS, Format
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from layertap.service.http.errors import TITLES
-from layertap.service.wire import FORMATS
+from layertap.service.formats.table import FORMATS
+from layertap.service.http.problems import TITLES
 from tests.server import Live
 from tests.service.support import Json
 

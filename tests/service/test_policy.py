@@ -13,8 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from layertap.models.catalog import Costs
-from layertap.service.engine.policy import Batch, Batcher, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest, RowSlice
+from layertap.models.catalog.catalog import Costs
+from layertap.service.engine.batcher import Batch, Batcher, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest, RowSlice
 
 PATIENCE = 5.0
 CORES = 4

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 import torch
 
-from layertap.models.loaded import LoadedModel
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec
 from tests.conftest import net_spec
 from tests.server import Live

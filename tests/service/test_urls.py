@@ -17,8 +17,8 @@ import pytest
 
 from layertap.models.errors import InputError
 from layertap.service.config import ConfigError
-from layertap.service.fetching.addresses import is_allowed
-from layertap.service.fetching.fetcher import Fetcher
+from layertap.service.fetch.addresses import is_allowed
+from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service import canary as canaries

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layertap.models.loaded import load_model
+from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.loaded_model import load_model
 from layertap.models.spec import WarmSpec
-from layertap.models.warm.ready import prepare_warm_plans
 from layertap.service.config import Configuration
 from tests.conftest import WARM, net_spec
 from tests.server import Live

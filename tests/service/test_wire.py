@@ -14,7 +14,7 @@ import safetensors.numpy
 from layertap.models.errors import Fault
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
-from layertap.service.wire import FORMATS
+from layertap.service.formats.table import FORMATS
 
 Array = np.ndarray[Any, Any]
 

@@ -1,0 +1,1 @@
+"""Capture during one forward: hooks attached, tensors reduced inside them, everything detached."""

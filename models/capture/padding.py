@@ -1,0 +1,129 @@
+"""What of a tensor is a text's own: texts are padded to few lengths, and what is padded counts nowhere.
+
+The mask says it: ``real`` (rows, tokens), on the host, is False where a token only pads its row. It travels with the
+rows of a batch; whatever is made of all positions, or changed at them, goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.inputs.text import TextSpec
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """How many tokens the texts of a request have: ``fewest`` to ``most`` that the mask keeps.
+
+    ``longest`` counts those of the longest text up to the last that is kept, with what the mask leaves out before it;
+    ``together`` the positions that any text keeps, which are those of a tensor that is the same for all rows.
+    ``known`` is False as long as a text may still have any number between ``fewest`` and ``most``.
+    """
+
+    fewest: int
+    most: int
+    longest: int
+    together: int
+    known: bool = True
+
+    @property
+    def common(self) -> int:
+        """Tokens that every text has, or may have: what a request may number."""
+        return self.fewest if self.known else self.most
+
+    @property
+    def kept(self) -> int:
+        """Positions that a result has, or has at least."""
+        return self.longest if self.known else self.fewest
+
+
+def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
+    """Those of rows as a model takes them, by their mask."""
+    if text.mask is None:
+        tokens = rows[text.ids].shape[1 + text.axis]
+        return TextLengths(tokens, tokens, tokens, tokens)
+    mask = rows[text.mask].bool()
+    kept, places = mask.sum(1), mask.any(0).nonzero()
+    return TextLengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
+
+
+def is_padded(leaf: TensorInfo, real: Tensor | None) -> bool:
+    """Whether a tensor has positions that only pad its rows."""
+    return real is not None and bool(leaf.token_axes) and not bool(real.all())
+
+
+def strip_padding(value: Tensor, leaf: TensorInfo, real: Tensor) -> Iterator[tuple[Tensor, TensorInfo]]:
+    """Row by row what belongs to it, as it would be without padding; differentiable."""
+    for place, axes in enumerate(find_own_positions(leaf, real)):
+        row = select_row(value, leaf, place)
+        for axis, positions in axes:
+            row = row.index_select(axis, positions.to(value.device))
+        yield row, replace(leaf, shape=tuple(row.shape))
+
+
+def find_own_positions(leaf: TensorInfo, real: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
+    """For each row the axes that have tokens, and which places along them are the row's own."""
+    # What is the same for all rows belongs to all of them.
+    for tokens in real if leaf.row_axis is not None else real.any(0, keepdim=True):
+        yield [(axis, tokens.nonzero().flatten()) for axis in leaf.token_axes]
+
+
+def select_row(value: Tensor, leaf: TensorInfo, place: int) -> Tensor:
+    """A row of a tensor; a view."""
+    return (
+        value
+        if leaf.row_axis is None
+        else value.narrow(leaf.row_axis, place * leaf.entries_per_row, leaf.entries_per_row)
+    )
+
+
+def truncate(value: Tensor, leaf: TensorInfo, length: int, real: Tensor) -> tuple[Tensor, TensorInfo]:
+    """So many tokens of each row, 0 where one of them only pads it."""
+    for axis in leaf.token_axes:
+        value = _narrowed(value, leaf, axis, length)
+    if leaf.row_axis is not None:
+        for axis in leaf.token_axes:
+            value = _zeroed(value, leaf.row_axis, axis, ~real[:, :length])
+    return value, leaf.with_length(length)
+
+
+def move_padding_last(value: Tensor, leaf: TensorInfo, letters: str, real: Tensor) -> Tensor:
+    """The same with each row's own tokens before what only pads it, along the axes of these letters in the layout."""
+    axes = [axis for axis, letter in enumerate(leaf.layout or "") if letter in letters and axis in leaf.token_axes]
+    if not axes:
+        return value
+    padding = ~(real if leaf.row_axis is not None else real.any(0, keepdim=True))
+    order = padding.int().argsort(dim=1, stable=True)
+    if bool((order.diff(dim=1) == 1).all()):
+        return value
+    rows = []
+    for place, positions in enumerate(order):
+        row = select_row(value, leaf, place)
+        for axis in axes:
+            row = row.index_select(axis, positions.to(value.device))
+        rows.append(row)
+    return torch.cat(rows, dim=leaf.row_axis or 0)
+
+
+def _narrowed(value: Tensor, leaf: TensorInfo, axis: int, length: int) -> Tensor:
+    if axis != leaf.row_axis:
+        return value.narrow(axis, 0, length)
+    apart = value.reshape(*value.shape[:axis], -1, leaf.entries_per_row, *value.shape[axis + 1 :])
+    return apart.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
+
+
+def _zeroed(value: Tensor, rows: int, axis: int, padding: Tensor) -> Tensor:
+    if not bool(padding.any()):
+        return value
+    shape = [1] * value.ndim
+    if axis == rows:  # tokens are folded into the rows
+        shape[axis] = padding.numel()
+    else:
+        padding = padding if rows < axis else padding.T
+        shape[rows], shape[axis] = value.shape[rows], value.shape[axis]
+    return value.masked_fill(padding.reshape(shape).to(value.device), 0)

@@ -1,0 +1,102 @@
+"""A check of what hooks took: put back in its place in a second forward, it must give the model's output again.
+
+Every layer's output is put back, so each must also come out as it did: a wrong one would hide behind a later one.
+
+A model that gives something else in every forward can't be checked, and one that writes to a layer's output under
+another name fails: what it goes on with is no longer what left the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.errors import Fault, RequestError, escape
+from layertap.models.selection.hook_points import HookPoint, Reduction, format_path
+from layertap.models.selection.plan import Capture, Plan
+
+TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
+MAX_SEARCH = 16  # forwards to find out which layer it was
+Values = Mapping[HookPoint, Tensor]
+Again = Callable[[Values], Values]  # a whole forward with values in place of its own: these, and its output, by points
+
+
+def check_possible(plan: Plan, catalog: Catalog) -> None:
+    """RequestError where there is nothing to put back or nothing to compare."""
+    if plan.resolved_interventions or plan.objective is not None:
+        raise not_verified_error("'verify' is not offered beside interventions or gradients", "ask for it without them")
+    if not any(capture.point.site == "output" for capture in plan.captures):
+        raise not_verified_error(
+            "'verify' puts outputs back, and no layer's output is asked for", "ask for one, or leave it out"
+        )
+    if not _output(catalog):
+        raise not_verified_error("this model's output holds no tensor to compare", "leave 'verify' out")
+
+
+def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
+    """What a forward must take beside the plan's own captures: each output as it is, and the model's own."""
+    raw = {Capture(each.point, each.leaf, Reduction()) for each in plan.captures if each.point.site == "output"}
+    return frozenset(raw) | _output(catalog)
+
+
+def check_outputs(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> None:
+    """RequestError where outputs that a forward gave, put back in another, do not give the model's output again.
+
+    ``taken`` holds what is ``wanted``, for all rows.
+    """
+    output = {each.point: taken[each.point] for each in _output(catalog)}
+    points = {each.point for each in plan.captures if each.point.site == "output"}
+    taken = {point: taken[point] for point in sorted(points, key=lambda point: _order(catalog, point))}
+    found = _difference(output | taken, again(taken))
+    if found is None:
+        return
+    if _difference(output, again({})) is not None:
+        raise not_verified_error(
+            "not verified: this model's output differs from one forward to the next", "leave 'verify' out of it"
+        )
+    for point, value in list(taken.items())[:MAX_SEARCH]:
+        alone = _difference(output | {point: value}, again({point: value}))
+        if alone is not None:
+            name = escape(f"{point.layer}#{point.call}{format_path(point.path)}")
+            raise not_verified_error(
+                f"not verified: with what left {name} put back in its place a forward differs by {alone:.1e}",
+                "something may write to this output later under another name: ask for a layer after it",
+            )
+    raise not_verified_error(
+        f"not verified: with all layers put back a forward differs by {found:.1e}", "ask for fewer layers"
+    )
+
+
+def not_verified_error(detail: str, hint: str) -> RequestError:
+    """What is said where a request is not verified."""
+    return RequestError(detail, hint=hint, faults=(Fault(detail, hint, "/verify"),))
+
+
+def _output(catalog: Catalog) -> frozenset[Capture]:
+    return frozenset(
+        Capture(HookPoint(".", 0, leaf.path, "output"), leaf, Reduction())
+        for leaf in catalog.layers["."].calls[0].output.tensors
+        if not leaf.dtype.startswith("complex")
+    )
+
+
+def _order(catalog: Catalog, point: HookPoint) -> int:
+    return catalog.layers[point.layer].calls[point.call].output.order
+
+
+def _difference(before: Values, after: Values) -> float | None:
+    """The largest difference, None where all is equal within the tolerance."""
+    worst = None
+    for point, value in before.items():
+        other = after[point].to(value.dtype) if point in after else value.new_empty(0)
+        if value.shape != other.shape:
+            return torch.inf
+        if torch.equal(value, other):
+            continue
+        scale = float(value.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if value.is_floating_point() else 0.0
+        if not torch.allclose(value, other, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=True):
+            worst = max(worst or 0.0, float((value.double() - other.double()).abs().nan_to_num(torch.inf).amax()))
+    return worst

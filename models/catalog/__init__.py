@@ -1,0 +1,1 @@
+"""What one forward of a model does, layer by layer: measured once, then only read."""

@@ -1,0 +1,185 @@
+"""What one forward of a model does, layer by layer: measured once by ``dryrun``, then only read; needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from layertap.models.selection.hook_points import ATTENTION, SIDES, Site
+
+MAX_NEAR = 3
+BACKWARD = 3.0  # forwards that a forward with a backward takes as long as
+ITEM_BYTES = {
+    **dict.fromkeys(("int8", "uint8", "bool"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("float64", "int64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+def count_item_bytes(dtype: str) -> int:
+    """Bytes of one number of a dtype."""
+    return ITEM_BYTES.get(dtype, 4)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor that enters or leaves a module.
+
+    ``shape`` is that of a forward of one row. ``row_axis`` is the axis that grows with the rows, ``shape[row_axis]``
+    its entries per row (windowed attention folds several into one axis); None where the tensor is the same for all
+    rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
+    it holds something of all of them; it means what it says only where its rows share a forward with no others.
+    ``layout`` names the axes (NCHW, NTC …), None where unknown; ``prefix`` counts class and register tokens. ``how``
+    tells of attention where a forward without a graph has it from: "observed" or "recomputed". ``token_axes`` have an
+    entry for each token of a text: they grow with its length. The row axis is one of them where tokens are folded into
+    it.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    row_axis: int | None = 0
+    mixed: bool = False
+    layout: str | None = None
+    prefix: int = 0
+    how: str = ""
+    token_axes: tuple[int, ...] = ()
+
+    @property
+    def entries_per_row(self) -> int:
+        """Entries of the row axis that belong to one row."""
+        return 1 if self.row_axis is None else self.shape[self.row_axis]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row's tensor as the model holds it."""
+        return prod(self.shape) * count_item_bytes(self.dtype)
+
+    def with_length(self, tokens: int | None) -> TensorInfo:
+        """The same of a text of so many tokens; None: as it is."""
+        if tokens is None or not self.token_axes:
+            return self
+        shape = tuple(tokens if axis in self.token_axes else size for axis, size in enumerate(self.shape))
+        return replace(self, shape=shape)
+
+    def shape_for(self, rows: int) -> tuple[int, ...]:
+        """The shape in a forward of ``rows`` rows."""
+        return tuple(size * rows if axis == self.row_axis else size for axis, size in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class CallBoundary:
+    """One side of a call: its place in the forward, the share of the forward's cost spent by then, its tensors.
+
+    ``refused`` are the paths of tensors without plain memory, which can't be had, and their kinds: "sparse", "nested" …
+    """
+
+    order: int
+    cost: float
+    tensors: tuple[TensorInfo, ...]
+    refused: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes."""
+
+    input: CallBoundary
+    output: CallBoundary
+    attention: CallBoundary | None = None
+
+    def at(self, site: Site) -> CallBoundary:
+        """The side that a site looks at; one of no tensor where the call computes no attention."""
+        if site in ATTENTION:
+            return self.attention or replace(self.output, tensors=(), refused=())
+        return self.input if SIDES[site] == "input" else self.output
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module under one of its names (a tied module has several)."""
+
+    name: str
+    type: str
+    is_leaf: bool
+    parameters: int
+    calls: tuple[Call, ...]
+    hazards: tuple[str, ...]
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it computes attention weights of its own."""
+        return any(call.attention is not None for call in self.calls)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a whole forward takes, measured at warm-up.
+
+    Of ``n`` rows about ``base + n * per_row`` seconds, on a CPU with one thread, and ``n * row_bytes`` bytes for inputs
+    and intermediate values. ``speedup``: how much quicker one row is on all cores of a CPU; 1 where that does not pay.
+    """
+
+    base: float = 0.0
+    per_row: float = 1e-6
+    row_bytes: int = 1
+    speedup: float = 1.0
+
+    def seconds(self, rows: int, depth: float = 1.0) -> float:
+        """A forward of so many rows up to a share of its cost."""
+        return depth * (self.base + rows * self.per_row)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Every layer by name, in execution order, those that never run last; for one shape of input.
+
+    ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch;
+    ``batches``: whether a forward takes several rows at all.
+    ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
+    has the tensors that follow from that layer's output alone.
+    """
+
+    layers: Mapping[str, Layer]
+    seconds: float
+    rowwise: bool
+    costs: Costs = Costs()
+    start: str = ""
+    batches: bool = True
+
+    @property
+    def graph_costs(self) -> Costs:
+        """What a forward with a backward takes, expected rather than measured: a backward is two forwards' work.
+
+        What a graph keeps of a row is counted as what all layers without parts take and return, and as much again for
+        gradients.
+        """
+        kept = sum(
+            leaf.nbytes
+            for layer in self.layers.values()
+            if layer.is_leaf
+            for call in layer.calls
+            for moment in (call.input, call.output)
+            for leaf in moment.tensors
+        )
+        known = self.costs
+        return replace(
+            known, base=BACKWARD * known.base, per_row=BACKWARD * known.per_row, row_bytes=known.row_bytes + 2 * kept
+        )
+
+    def suggest_layers(self, name: str) -> tuple[str, ...]:
+        """Up to three names that look like this one."""
+        return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_NEAR))
+
+    def suggest_types(self, kind: str) -> tuple[str, ...]:
+        """Up to three types that look like this one, in capitals or small letters."""
+        types = {each.lower(): each for each in self.list_types}
+        return tuple(types[each] for each in difflib.get_close_matches(kind[:200].lower(), types, n=MAX_NEAR))
+
+    @property
+    def list_types(self) -> tuple[str, ...]:
+        """The class names of all layers, sorted."""
+        return tuple(sorted({layer.type for layer in self.layers.values()}))

@@ -1,0 +1,46 @@
+"""A warm plan's graphs beside the hooked forward: what they give must be the same within its precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.catalog.survey import make_noise
+from layertap.models.compiled.compile import WarmError
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.replica import Replica
+from layertap.models.selection.plan import Plan
+
+TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
+
+
+def check_against_hooks(
+    model: LoadedModel, plan: Plan, graphs: CompiledPlan, own: Replica, counts: Sequence[int]
+) -> None:
+    """WarmError where a graph gives something else than hooks, for batches of so many rows, one after the other."""
+    batch = make_noise(model.inputs, model.device, model.dtype)
+    asked = []
+    for rows in counts:
+        place = torch.arange(rows, rows * 2, device=model.device)  # each batch begins with another row
+        part = {name: value[place % len(value)] for name, value in batch.items()}
+        asked.append((part, RequestSlice(0, rows, plan.captures)))
+    # All graphs first: what one gives must last while others run.
+    found = [model.run(own, [part], [share], compiled=graphs).select(share) for part, share in asked]
+    for (part, share), given in zip(asked, found, strict=True):
+        wanted = model.run(own, [part], [share]).select(share)
+        for capture in plan.captures:
+            if not _close(given[capture].values, wanted[capture].values, TOLERANCE[model.spec.precision]):
+                raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")
+
+
+def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point():
+        return bool((found.int() - wanted.int()).abs().amax() <= 1)
+    largest = float(wanted.abs().amax())
+    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

@@ -1,0 +1,157 @@
+"""Graphs compiled ahead of time, kept in a folder of whoever runs this, by what they are made of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from layertap.models.compiled.compiled_plan import Graph
+from layertap.models.errors import LayertapError
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.selection.plan import Capture
+
+RECIPE = 1  # to be raised where graphs are made otherwise
+OPTIONS = {"freezing": True, "cpp.dynamic_threads": True}  # threads as they are when a graph runs
+RUNNER = Path(__file__).with_name("runner.cpp")
+COMPILER_S = 300.0
+_loading = Lock()
+
+
+class WarmError(LayertapError):
+    """A graph can't be had; ``detail`` says why."""
+
+
+def open_folder(path: Path) -> Path:
+    """The folder for graphs, made where it is missing; WarmError where strangers could write to it: what is there runs.
+
+    A group that this process is in may write to it: volumes of Kubernetes (``fsGroup``) are shared like that.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = path.stat()
+    except OSError as error:
+        raise WarmError(f"the folder for compiled plans {path} can't be used ({type(error).__name__})") from error
+    reason = _exposed(found) if hasattr(os, "getuid") else ""
+    if reason:
+        raise WarmError(f"the folder for compiled plans {path} {reason} {path}")
+    return path
+
+
+def _exposed(found: os.stat_result) -> str:
+    """Why what is in a folder may come from strangers, and the command that ends it; empty where it may not."""
+    if found.st_uid != os.getuid():
+        return f"belongs to another user: chown {os.getuid()}"
+    if found.st_mode & stat.S_IWOTH:
+        return "may be written to by everybody: chmod o-w"
+    if found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getegid(), *os.getgroups()):
+        return f"may be written to by group {found.st_gid}, which this process is not in: chmod g-w"
+    return ""
+
+
+def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
+    """What a graph is made of, as one digest: weights, captures, shapes, versions, and the kind of processor."""
+    told = [
+        *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, _processor(model.device)),
+        [[spec.name, spec.shape, spec.dtype] for spec in model.inputs],
+        [asdict(capture) for capture in captures],
+        model.spec.memory_format,  # a graph is made for weights as they lie
+    ]
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def compile_graph(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Compile a graph into a file, which is there whole or not at all; raises whatever the compiler does."""
+    from torch._inductor import aoti_compile_and_package
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as place:
+        made = aoti_compile_and_package(program, package_path=f"{place}/{path.name}", inductor_configs={**OPTIONS})
+        Path(made).replace(path)
+
+
+def open_graph(path: Path, runners: int, device: torch.device, single: bool = False) -> Graph:
+    """A compiled graph on a device, which so many threads may run at once; WarmError where it does not load.
+
+    ``single``: one thread only, and nothing that would keep others apart.
+    """
+    load_runner(path.parent)
+    index = -1 if device.index is None else device.index
+    try:
+        graph: Graph = torch.classes.layertap.Graph(str(path), runners, index, single)
+    except RuntimeError as error:
+        raise WarmError(f"a compiled plan does not load ({type(error).__name__})") from error
+    return graph
+
+
+def load_runner(place: Path) -> None:
+    """Load what runs graphs, compiled first where it is not there; WarmError. Once a process: it names a class."""
+    with _loading:
+        if not _is_loaded():
+            _load(place)
+
+
+def _is_loaded() -> bool:
+    try:
+        return bool(torch.classes.layertap.Graph)
+    except RuntimeError:  # how torch says that there is no such class
+        return False
+
+
+def _load(place: Path) -> None:
+    text = RUNNER.read_bytes()
+    name = hashlib.sha256(text + torch.__version__.encode() + platform.machine().encode()).hexdigest()[:16]
+    path = place / f"runner-{name}.so"
+    if not path.exists():
+        _build(path)
+    torch.classes.load_library(str(path))
+
+
+def find_compiler() -> str:
+    """The C++ compiler; WarmError where there is none."""
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
+        raise WarmError("there is no C++ compiler: install g++")
+    return found
+
+
+def _build(path: Path) -> None:
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=path.parent) as place:
+        made = Path(place, path.name)
+        command = [
+            *(find_compiler(), "-O1", "-shared", "-fPIC", "-std=c++20", str(RUNNER), "-o", str(made)),
+            *(f"-I{root / 'include' / more}" for more in ("", "torch/csrc/api/include")),
+            *(f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
+        ]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_S)  # noqa: S603
+        except (OSError, subprocess.SubprocessError) as error:
+            raise WarmError(f"the C++ compiler failed ({type(error).__name__})") from error
+        made.replace(path)
+
+
+def _processor(device: torch.device) -> list[str]:
+    """What code for one processor may not run on another for."""
+    if device.type == "cuda":
+        return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _flags()]
+
+
+def _flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return hashlib.sha256(next((line for line in lines if line.startswith("flags")), "").encode()).hexdigest()[:8]

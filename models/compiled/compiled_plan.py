@@ -1,0 +1,75 @@
+"""A plan's captures as compiled graphs: run in place of a hooked forward, with no hook on the model.
+
+Made by ``layertap.models.compiled``; here they only run. One graph takes a single row, another any number of rows above
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from layertap.models.capture.batch_slices import BatchActivations
+from layertap.models.capture.pooling import ReducedTensor, ensure_owned
+from layertap.models.catalog.catalog import Costs
+from layertap.models.compiled.cuda_graphs import CudaGraphs
+from layertap.models.replica import Replica
+from layertap.models.selection.plan import Capture, Plan
+
+Rows = Mapping[str, Tensor]
+
+
+class Graph(Protocol):
+    """What runs a compiled graph; several threads may."""
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The graph's outputs for its inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own.
+
+    ``replays``: what a GPU keeps of them for some sizes of batches, by replica.
+    """
+
+    captures: tuple[Capture, ...]
+    inputs: tuple[str, ...]
+    single_row: Graph
+    batch: Graph
+    costs: Costs
+    cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
+
+    def covers(self, plan: Plan) -> bool:
+        """Whether it gives all that a plan wants."""
+        return not plan.resolved_interventions and plan.objective is None and plan.captures <= frozenset(self.captures)
+
+    def get_padded_rows(self, rows: int, own: Replica) -> int:
+        """To how many rows a replica's batch is best filled up."""
+        known = self.cuda_graphs.get(own)
+        return known.get_padded_rows(rows) if known else rows
+
+    def run(self, batch: Rows, rows: int, own: Replica | None = None) -> BatchActivations:
+        """All captures of a batch of so many rows, on the device; raises what the graph does."""
+        inputs = [batch[name] for name in self.inputs]
+        known = self.cuda_graphs.get(own) if own else None
+        graph = self.single_row if rows == 1 else self.batch
+        with torch.no_grad():
+            tensors = iter(known.run(inputs) if known and rows in known else graph.run(inputs))
+        return BatchActivations({(capture, (0, rows)): _next(tensors, capture) for capture in self.captures})
+
+
+def _next(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
+    values = next(tensors)
+    found = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
+    return ensure_owned(found, values.new_empty(0))
+
+
+def find_compiled_plan(known: Iterable[CompiledPlan | None], plan: Plan) -> CompiledPlan | None:
+    """The cheapest that gives what a plan wants; None where the model itself has to run."""
+    fitting = [each for each in known if each is not None and each.covers(plan)]
+    return min(fitting, key=lambda each: each.costs.seconds(1), default=None)

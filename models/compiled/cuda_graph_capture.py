@@ -1,0 +1,97 @@
+"""CUDA graphs of a warm plan: captured for some batch sizes, compared with the hooked forward, or left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.survey import make_noise
+from layertap.models.compiled.check import check_against_hooks
+from layertap.models.compiled.compile import WarmError, open_graph
+from layertap.models.compiled.compiled_plan import CompiledPlan, Graph
+from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
+from layertap.models.devices import devices, transfer
+from layertap.models.errors import LayertapError
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.replica import Replica
+from layertap.models.selection.plan import Plan
+
+log = logging.getLogger("layertap")
+ROUNDS = 3  # forwards before one is captured: what is done once only, tuning and loading, must not be in it
+
+
+def attach_cuda_graphs(
+    model: LoadedModel, plan: Plan, graphs: CompiledPlan, sizes: Sequence[int], paths: Mapping[str, Path]
+) -> CompiledPlan:
+    """Graphs with CUDA graphs for batches of so many rows, for each replica; without them where that fails.
+
+    One line says why, then. ``paths`` are the compiled files, of a single row and of several.
+    """
+    try:
+        if model.device.type != "cuda":
+            raise WarmError("there is no GPU")
+        # Runners of their own: others ask events whether earlier runs are over, which a stream that captures may not.
+        # Their weights are in memory once more.
+        runners = {
+            kind: open_graph(paths[kind], 1, model.device, single=True) for kind in {get_kind(rows) for rows in sizes}
+        }
+        found = replace(graphs, cuda_graphs=capture_cuda_graphs(model, graphs, sizes, runners))
+        for own in model.replicas:
+            check_against_hooks(model, plan, found, own, _counts(sorted(set(sizes))))
+    except Exception as error:  # a capture may end in anything; graphs run without it as well
+        reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
+        fields = {"model": model.spec.name, "reason": reason}
+        log.warning("a warm plan runs without CUDA graphs", extra={"fields": fields})
+        return graphs
+    return found
+
+
+def _counts(sizes: Sequence[int]) -> list[int]:
+    """Numbers of rows to be compared: those that fill a size, and those that leave most of it empty."""
+    return sorted({*sizes, *(below + 1 for below in (0, *sizes[:-1]))})
+
+
+def capture_cuda_graphs(
+    model: LoadedModel, graphs: CompiledPlan, sizes: Sequence[int], runners: Mapping[str, Graph]
+) -> dict[Replica, CudaGraphs]:
+    """CUDA graphs of what runners do, of a single row and of several, for each replica; raises what a capture does."""
+    batch = make_noise(model.inputs, model.device, model.dtype)
+    found = {}
+    with devices.use_device(model.device), torch.no_grad():
+        for own in model.replicas:
+            pool, stream = torch.cuda.graph_pool_handle(), transfer.create_stream(model.device)
+            replays = [
+                _replay(runners[get_kind(rows)], _rows(graphs, batch, rows), pool, stream)
+                for rows in sorted(set(sizes), reverse=True)  # the largest first: others then find memory in the pool
+            ]
+            found[own] = CudaGraphs(replays)
+    return found
+
+
+def get_kind(rows: int) -> str:
+    """Which of a plan's graphs takes so many rows."""
+    return "one" if rows == 1 else "several"
+
+
+def _rows(graphs: CompiledPlan, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
+    """So many rows in memory of their own, which every replay will read."""
+    return tuple(torch.cat([batch[name]] * -(-rows // len(batch[name])))[:rows].clone() for name in graphs.inputs)
+
+
+def _replay(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> CudaGraph:
+    stream.wait_stream(torch.cuda.current_stream())  # what the inputs were written by
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(ROUNDS):
+            runner.run(list(inputs))
+        stream.synchronize()
+        # Other threads go on meanwhile, and may ask the device for memory: that must not end the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = runner.run(list(inputs))
+    return CudaGraph(len(inputs[0]), inputs, tuple(outputs), graph, runner)

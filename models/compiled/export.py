@@ -1,0 +1,84 @@
+"""A plan's captures as one graph: the forward is exported with hooks on, and what comes after the last is cut off."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+from layertap.models.capture.hooks import ATTACH
+from layertap.models.capture.pooling import ReducedTensor, apply_reduction
+from layertap.models.catalog.tensor_tree import iterate_tensors
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.selection.hook_points import Side
+from layertap.models.selection.plan import Capture
+
+LEAST = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
+
+
+def export_graph(model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str, Tensor]) -> ExportedProgram:
+    """The graph from a batch to its reduced captures; for any number of rows, or for one where one is given.
+
+    Raises whatever the export does: a model may decide by values, or do what can't be exported.
+    """
+    batch = tuple(rows[spec.name] for spec in model.inputs)
+    several = len(batch[0]) >= LEAST
+    dynamic = tuple({0: Dim("rows", min=LEAST)} for _ in batch) if several else None
+    with torch.no_grad():
+        program = export(
+            _Tapped(model, captures).eval(), batch, dynamic_shapes=(dynamic,) if dynamic else None, strict=False
+        )
+        # Without writes in place it is plain what nobody needs, and that goes.
+        pruned: ExportedProgram = program.run_decompositions({})
+        return pruned
+
+
+class _Tapped(nn.Module):
+    """A model that gives its captures in place of its output."""
+
+    def __init__(self, model: LoadedModel, captures: Sequence[Capture]) -> None:
+        super().__init__()
+        self.whole = model.module
+        self._names = [spec.name for spec in model.inputs]
+        self._run = model.forward
+        self._captures = captures
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        """All captures of a batch, reduced; scales behind their values."""
+        found: dict[Capture, ReducedTensor] = {}
+        with ExitStack() as stack:
+            for (part, side), calls in self._taps().items():
+                ATTACH[side](stack, part, partial(_take, calls, found))
+            # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
+            self._run(dict(zip(self._names, inputs, strict=True)), self.whole)
+        return list(flatten(found[capture] for capture in self._captures))
+
+    def _taps(self) -> dict[tuple[nn.Module, Side], dict[int, list[Capture]]]:
+        parts = dict(self.whole.named_modules(remove_duplicate=False))
+        taps: dict[tuple[nn.Module, Side], dict[int, list[Capture]]] = defaultdict(lambda: defaultdict(list))
+        for capture in self._captures:
+            point = capture.point
+            taps[parts["" if point.layer == "." else point.layer], point.side][point.call].append(capture)
+        return taps
+
+
+def _take(
+    calls: Mapping[int, Sequence[Capture]], found: dict[Capture, ReducedTensor], call: int, value: object
+) -> None:
+    tensors = dict(iterate_tensors(value)) if call in calls else {}
+    for capture in calls.get(call, ()):
+        # A copy: what the forward writes there later is another value.
+        found[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.leaf, capture.reduction)
+
+
+def flatten(found: Iterable[ReducedTensor]) -> Iterator[Tensor]:
+    """The tensors of reduced captures, one after the other."""
+    for each in found:
+        yield each.values
+        if each.scale is not None:
+            yield each.scale

@@ -1,0 +1,1 @@
+"""What a model takes: pictures preprocessed, texts padded."""

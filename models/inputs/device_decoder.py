@@ -1,0 +1,162 @@
+"""JPEGs decoded and preprocessed on a GPU: all that wait in one go, since nvJPEG decodes several at once."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from threading import Lock
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from layertap.models.devices import transfer
+from layertap.models.inputs.preprocess import preprocess, preprocess_pixels
+from layertap.models.spec import ModelSpec, PreprocessSpec
+
+log = logging.getLogger("layertap")
+MOST_PIXELS = 2**26  # of the pictures of one go, unless it is one alone: decoded, they take three bytes each
+TRIAL = (96, 64)  # width and height of what a decoder is tried out with
+ALIKE = 4 / 255  # how far it may be from Pillow's on average, before normalisation: wrong colours are further
+
+
+@dataclass(eq=False)
+class _Picture:
+    """A JPEG, its width and height, and what has become of it."""
+
+    data: bytes
+    size: tuple[int, int]
+    row: Tensor | None = None
+    settled: bool = False
+
+
+class DeviceDecoder:
+    """One for a model on a GPU. Any thread may ask; whoever has its turn decodes for all that wait.
+
+    On a CPU torchvision's other decoder does the same, so that all but the GPU itself can be tested there.
+    """
+
+    def __init__(self, device: torch.device, how: PreprocessSpec) -> None:
+        self._device = device
+        self._how = how
+        self._stream = transfer.create_stream(device) if device.type == "cuda" else None
+        self._waiting: deque[_Picture] = deque()
+        self._queue, self._turn = Lock(), Lock()
+
+    def decode_row(self, data: bytes, size: tuple[int, int]) -> Tensor | None:
+        """A JPEG of that width and height as the model's row, on the device and there when this returns.
+
+        None where it can't be decoded there, whatever the reason.
+        """
+        mine = _Picture(data, size)
+        with self._queue:
+            self._waiting.append(mine)
+        with self._turn:
+            while not mine.settled:
+                self._go()
+        return mine.row
+
+    def _go(self) -> None:
+        """Settle the pictures that have waited longest."""
+        group = self._next()
+        try:
+            self._try(group)
+        finally:
+            for each in group:
+                each.settled = True
+
+    def _next(self) -> list[_Picture]:
+        found: list[_Picture] = []
+        pixels = 0
+        with self._queue:
+            while self._waiting:
+                pixels += self._waiting[0].size[0] * self._waiting[0].size[1]
+                if found and pixels > MOST_PIXELS:
+                    break
+                found.append(self._waiting.popleft())
+        return found
+
+    def _try(self, group: Sequence[_Picture]) -> None:
+        """Decode pictures together; where that fails each alone, for one that is bad fails all of them."""
+        try:
+            for each, row in zip(group, self._rows(group), strict=True):
+                each.row = row
+        except Exception:  # nvJPEG refuses, memory has run out, the device is lost: the CPU decodes it, or refuses it
+            again = group if len(group) > 1 else ()
+        else:
+            again = ()
+        for each in again:  # here all that the failed attempt held is let go
+            self._try([each])
+
+    def _rows(self, group: Sequence[_Picture]) -> list[Tensor]:
+        with torch.no_grad(), _use_new_stream(self._stream):
+            decoded = _decode([each.data for each in group], self._device)
+            for each, pixels in zip(group, decoded, strict=True):
+                if tuple(pixels.shape) != (3, each.size[1], each.size[0]):
+                    raise ValueError("a picture has another size than its header says")
+            return [preprocess_pixels(pixels, self._how) for pixels in decoded]
+
+
+def create_device_decoder(spec: ModelSpec, how: PreprocessSpec | None, device: torch.device) -> DeviceDecoder | None:
+    """What decodes for a model on its device; None where the CPU does: one line says why, where it was asked for."""
+    if spec.decode != "device" or how is None:
+        return None
+    reason = _obstacle(how, device)
+    decoder = None if reason else DeviceDecoder(device, how)
+    if decoder is not None and not matches_cpu(decoder, how):
+        reason, decoder = "what it decodes there is no picture, or another one", None
+    if reason:
+        log.warning("pictures are decoded on the CPU", extra={"fields": {"model": spec.name, "reason": reason}})
+    return decoder
+
+
+def matches_cpu(decoder: DeviceDecoder, how: PreprocessSpec) -> bool:
+    """Whether a small picture, in colours and in gray, comes out nearly as it does on the CPU."""
+    scale = torch.tensor(how.std).abs().view(3, 1, 1)
+    colours = Image.merge("RGB", [_gradient(turn) for turn in (0, 90, 180)])
+    for picture in (colours, colours.convert("L")):
+        stream = BytesIO()
+        picture.save(stream, "JPEG", quality=95)
+        with Image.open(stream) as image:
+            wanted = preprocess(image.convert("RGB"), how)
+        found = decoder.decode_row(stream.getvalue(), TRIAL)
+        if found is None or found.shape != wanted.shape:
+            return False
+        if not float(((found.cpu() - wanted) * scale).abs().mean()) <= ALIKE:
+            return False
+    return True
+
+
+def _gradient(turn: int) -> Image.Image:
+    return Image.linear_gradient("L").rotate(turn).resize(TRIAL)
+
+
+def _obstacle(how: PreprocessSpec, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "there is no GPU"
+    return "" if how.placeable else f"tensors can't be resized as pictures are by {how.interpolation}"
+
+
+def _decode(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
+    """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder does."""
+    # Here, not above: later versions of torchvision may have none, and nobody else needs one.
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    files = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in pictures]
+    decoded: list[Tensor] = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
+    return decoded
+
+
+@contextmanager
+def _use_new_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """On a stream of one's own, where there is a GPU, until all is done that was begun there."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        yield
+        transfer.synchronize_stream(stream.device)

@@ -1,0 +1,180 @@
+"""Forwards that begin in the middle: a layer's output is given, and only what comes after it runs.
+
+Python decides while it runs what a forward calls, so nobody can enter one in the middle. It is run from its beginning,
+with every module that would have ended before the layer standing still: it gives NaN in the shapes that it has. What
+follows from the layer's output alone comes out as in a whole forward; ``trial.py`` finds out what that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.tensor_tree import iterate_tensors, replace_tensor
+from layertap.models.devices.dtypes import DTYPES
+from layertap.models.errors import SelectorError, escape
+from layertap.models.selection.hook_points import HookPoint, Selector, format_path
+from layertap.models.selection.selectors import find_matches
+from layertap.models.spec import InputDType, InputSpec
+
+Rows = Mapping[str, Tensor]
+Forward = Callable[[Rows, nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """What a call returned, without the numbers in its tensors."""
+
+    value: object
+    leaves: tuple[TensorInfo, ...]
+
+    def fill(self, rows: int, device: torch.device) -> Any:
+        """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
+        value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
+        for leaf in self.leaves:
+            value = replace_tensor(value, leaf.path, _nothing(leaf.shape_for(rows), dtypes[leaf.path], device))
+        return value
+
+
+Calls = tuple[Placeholder | None, ...]  # of one module, from its first one on; those without a hollow run
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Forwards that begin with what leaves one call of a layer.
+
+    ``catalog`` knows what follows from that alone, and what it costs. ``still`` has, by name, the modules that stand
+    still, each for so many calls; the last of the layer's own is the one whose output is given. ``inputs`` are the
+    model's, in ``dtype`` where they are floating.
+    """
+
+    point: HookPoint
+    leaf: TensorInfo
+    catalog: Catalog
+    inputs: tuple[InputSpec, ...]
+    dtype: torch.dtype
+    skipped: Mapping[str, Calls]
+
+    @property
+    def takes(self) -> InputSpec:
+        """What a request sends for each row: the layer's output without its axis of rows, of a text of any length."""
+        spec = InputSpec(escape_point(self.point), self.leaf.shape[1:], cast("InputDType", self.leaf.dtype))
+        longest = next((each.longest for each in self.inputs if each.longest is not None), None)
+        if longest is None or len(self.leaf.token_axes) != 1:
+            return spec
+        return replace(spec, longest=longest, long_axis=self.leaf.token_axes[0] - 1)
+
+    def forward(self, run: Forward, module: nn.Module, given: Tensor) -> object:
+        """What the model returns when it goes on from a layer's output; the module is left as it was.
+
+        ``given`` has its rows on axis 0, and is the model's to write to.
+        """
+        with ExitStack() as stack:
+            for name, calls in self.skipped.items():
+                _skip_calls(stack, module.get_submodule(name), self._returning(name, calls, given), len(calls))
+            return run(self._nothing(given), module)
+
+    def _returning(self, name: str, calls: Calls, given: Tensor) -> Callable[[int], Callable[[], Any] | None]:
+        """What each call of a module returns, None where it runs."""
+
+        def returned(number: int) -> Callable[[], Any] | None:
+            hollow = calls[number]
+            if hollow is None:
+                return None
+            if name != self.point.layer or number < len(calls) - 1:
+                return lambda: hollow.fill(len(given), given.device)
+            own = _begun(given.to(DTYPES[self.leaf.dtype]))
+            return lambda: replace_tensor(hollow.fill(len(given), given.device), self.point.path, own)
+
+        return returned
+
+    def _nothing(self, given: Tensor) -> Rows:
+        """Inputs for those parts of a forward that run and do not matter."""
+
+        def dtype(spec: InputSpec) -> torch.dtype:
+            return self.dtype if DTYPES[spec.dtype].is_floating_point else DTYPES[spec.dtype]
+
+        return {each.name: _nothing((len(given), *each.shape), dtype(each), given.device) for each in self.inputs}
+
+
+def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorInfo]:
+    """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError where there is no such one."""
+    found, _ = find_matches(selector, catalog)
+    if len(found) != 1 or found[0].point.site != "output":
+        raise SelectorError(
+            f"{escape(selector.text)} does not name the output of one layer",
+            hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
+        )
+    point, leaf = found[0].point, found[0].leaf
+    if point.layer == ".":
+        raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
+    if leaf.dtype not in DTYPES:
+        raise SelectorError(
+            f"'{escape_point(point)}' is of dtype {leaf.dtype}, which can't be sent",
+            hint="resume from a layer after it",
+        )
+    if leaf.row_axis != 0 or leaf.entries_per_row != 1 or leaf.mixed:
+        raise SelectorError(
+            f"'{escape_point(point)}' does not return one entry for each input, so none can be sent",
+            hint="resume from a layer around it, or after it",
+        )
+    return point, leaf
+
+
+def not_resumable_error(point: HookPoint) -> SelectorError:
+    """What is said where a model can't go on from a point."""
+    return SelectorError(
+        f"this model's forward can't be resumed from '{escape_point(point)}'",
+        hint="resume from a layer around it, or after it",
+    )
+
+
+def format_point(point: HookPoint) -> str:
+    """An output as a request would name it, however long: what tells one from another."""
+    call = f"#{point.call}" if point.call else ""
+    return f"{point.layer}{call}{format_path(point.path)}"
+
+
+def escape_point(point: HookPoint) -> str:
+    """The same, safe to show."""
+    return escape(format_point(point))[1:-1]
+
+
+def _skip_calls(
+    stack: ExitStack, module: nn.Module, returned: Callable[[int], Callable[[], Any] | None], calls: int
+) -> None:
+    """Until the stack ends, some of a module's first calls return something else, and run nothing."""
+    numbers, own, running = count(), vars(module).get("forward"), module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        number = next(numbers)
+        value = returned(number) if number < calls else None
+        return running(*args, **kwargs) if value is None else value()
+
+    def back() -> None:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    module.forward = forward
+    stack.callback(back)
+
+
+def _begun(given: Tensor) -> Tensor:
+    """What is given, where a graph is kept as the beginning of one: what hangs on nothing else then shows that."""
+    if not torch.is_grad_enabled() or not given.is_floating_point():
+        return given
+    return given.detach().requires_grad_().clone()
+
+
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)

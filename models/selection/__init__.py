@@ -1,0 +1,1 @@
+"""What a request names, and what is captured for it; all of it plain data."""

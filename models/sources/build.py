@@ -1,0 +1,144 @@
+"""Where architectures come from: torchvision, timm, a directory of transformers, or a factory in a Python module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.inputs.preprocess import compute_output_size
+from layertap.models.inputs.text import TextSpec
+from layertap.models.sources.grammar import unknown_source_error
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A module with its weights in, and what is known about it.
+
+    ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
+    gradient. ``preprocess`` is None where images can't be taken. ``prefix_tokens`` counts class and register tokens
+    in front of the patch tokens. ``weights`` is a label for people and holds no directory. ``settings`` are those that
+    the module tree may not show, ``text`` is None where text can't be taken.
+    """
+
+    module: nn.Module
+    inputs: tuple[InputSpec, ...]
+    preprocess: PreprocessSpec | None
+    architecture: str
+    prefix_tokens: int
+    weights: str
+    settings: str = ""
+    text: TextSpec | None = None
+
+
+@label_failures("source")
+def build_model(spec: ModelSpec) -> BuiltModel:
+    """The module that a configuration's entry describes, with its weights.
+
+    Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
+    """
+    kind, _, ident = spec.source.partition(":")
+    if not ident or kind not in SOURCES:
+        raise unknown_source_error(kind, ident)
+    built = _apply_configuration(SOURCES[kind](ident, spec), spec)
+    built.module.cpu().eval().requires_grad_(False)
+    return built
+
+
+def list_default_architectures() -> list[str]:
+    """The image classification architectures of torchvision, sorted: what the default configuration lists."""
+    from layertap.models.sources import torchvision
+
+    return torchvision.list_classifiers()
+
+
+@contextmanager
+def wrap_build_errors(what: str, told: str = "") -> Iterator[None]:
+    """Call a third party's builder inside: whatever it raises becomes a LoadError without its words, and with ours."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(f"{what} could not be built ({type(error).__name__}){told}") from error
+
+
+@contextmanager
+def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
+    """Fetch weights inside: whatever goes wrong becomes a LoadError that says what to do instead."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        fault = "downloaded" if _is_network(error) else "loaded"
+        detail = f"weights {escape(weights)} of {what} could not be {fault} ({type(error).__name__})"
+        raise LoadError(detail, hint=WEIGHTS_HINT) from error
+
+
+def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
+    """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
+    if spec.inputs is not None:
+        built = replace(built, inputs=spec.inputs)
+    if spec.preprocess == "preset":
+        return built
+    if spec.preprocess == "none":
+        return replace(built, preprocess=None)
+    return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
+
+
+def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
+    first, size = built.inputs[0], compute_output_size(wanted)
+    if len(first.shape) != 3:
+        detail = f"preprocess makes images, and input {escape(first.name)} takes {len(first.shape)} axes an item"
+        raise LoadError(detail, hint="type preprocess: none, and send tensors")
+    if size is None or first.shape[1:] == size:
+        return replace(built, preprocess=wanted)
+    if fixed:
+        detail = f"preprocess makes images of {size}, and input {escape(first.name)} is {first.shape}"
+        raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
+    follows = replace(first, shape=(first.shape[0], *size))
+    return replace(built, preprocess=wanted, inputs=(follows, *built.inputs[1:]))
+
+
+def _is_network(error: Exception) -> bool:
+    library = type(error).__module__.partition(".")[0]
+    return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
+
+
+def _torchvision(ident: str, spec: ModelSpec) -> BuiltModel:
+    from layertap.models.sources import torchvision
+
+    return torchvision.build(ident, spec)
+
+
+def _timm(ident: str, spec: ModelSpec) -> BuiltModel:
+    from layertap.models.sources import timm
+
+    return timm.build(ident, spec)
+
+
+def _transformers(ident: str, spec: ModelSpec) -> BuiltModel:
+    from layertap.models.sources import transformers
+
+    return transformers.build(ident, spec)
+
+
+def _python(ident: str, spec: ModelSpec) -> BuiltModel:
+    from layertap.models.sources import python
+
+    return python.build(ident, spec)
+
+
+BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
+WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
+SOURCES: dict[str, Callable[[str, ModelSpec], BuiltModel]] = {
+    "torchvision": _torchvision,
+    "timm": _timm,
+    "transformers": _transformers,
+    "python": _python,
+}

@@ -1,0 +1,1 @@
+"""Checkpoints on disk, and weights in a module."""

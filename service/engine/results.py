@@ -1,0 +1,74 @@
+"""What forwards gave, as named arrays with a receipt for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from layertap.models.capture import batch_slices, statistics
+from layertap.models.selection.hook_points import GRADIENTS, format_path
+from layertap.models.selection.plan import Result
+from layertap.service.engine.batch_runner import Results
+from layertap.service.engine.request import Job
+from layertap.service.features import Array, Features, Receipt
+
+
+def collect_features(job: Job, parts: Sequence[Results]) -> Features:
+    """The features of a job, of what its forwards gave in the order of its rows."""
+    arrays: dict[str, Array] = {}
+    scales: dict[str, Array] = {}
+    for result in job.plan.results:
+        whole = batch_slices.join_parts(result.capture, [part[result.capture] for part in parts])
+        arrays[result.key] = whole.values.numpy()
+        if whole.scale is not None:
+            scales[result.key] = whole.scale.numpy()
+    classes = _classes(job, parts)
+    return Features(
+        model=job.model.spec.name,
+        fingerprint=job.fingerprint,
+        rows=job.rows,
+        arrays=arrays,
+        scales=scales,
+        receipts={result.key: _receipt(job, result, classes) for result in job.plan.results},
+        errors=job.faults,
+        verified=job.verify,
+        interventions=job.plan.changed_selectors,
+    )
+
+
+def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
+    """The class of each row's highest score, where that is what is differentiated."""
+    scores = job.plan.scores
+    if scores is None:
+        return None
+    values = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
+    mask = job.inputs.get(job.model.text.mask) if job.model.text and job.model.text.mask else None
+    if mask is not None and scores.leaf.token_axes:  # a class for each token: what pads a text is none
+        classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
+        return tuple((mask.bool().cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
+    return tuple(values.argmax(1).tolist())
+
+
+def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
+    point, leaf, how = result.capture.point, result.capture.leaf, result.capture.reduction
+    return Receipt(
+        layer=point.layer,
+        call=point.call,
+        module=result.module,
+        site=point.site,
+        path=format_path(point.path),
+        layout=leaf.layout,
+        captured=result.capture.unpadded.shape_for(job.rows),
+        dtype=leaf.dtype,
+        pool=how.pool,
+        normalize=how.normalize,
+        fingerprint=job.fingerprints[result.key],
+        row_axis=0 if how.is_by_row else leaf.row_axis,
+        stats=statistics.list_columns(how.stats) if how.stats is not None else None,
+        how="unfused" if point.site == "attention_grad" else leaf.how,
+        resumed=job.catalog.start,
+        forward="compiled" if job.compiled else "",
+        classes=classes if point.site in GRADIENTS else None,
+        rows_per_forward=job.rows_per_forward,
+        preprocessed=job.preprocessed,
+    )

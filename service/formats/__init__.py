@@ -1,0 +1,1 @@
+"""The formats of a reply: a file each, and one table."""

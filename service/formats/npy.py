@@ -1,0 +1,47 @@
+"""``application/x-npy``: one array and nothing else."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from io import BytesIO
+from typing import IO
+
+from numpy.lib import format as npy_format
+
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Array, Features
+from layertap.service.formats.json import little_endian
+from layertap.service.formats.negotiation import Encoding
+
+_HINT = "use application/x-npz (format=npz), which holds any number of arrays"
+
+
+def encode(features: Features, encoding: Encoding) -> bytes:
+    """The only result as a .npy file; ``encoding`` has no bearing on it.
+
+    NotAcceptableError: none or several results, or one with a scale.
+    """
+    if len(features.arrays) != 1:
+        detail = f"application/x-npy holds exactly one result; this request has {len(features.arrays)}"
+        raise NotAcceptableError(detail, hint=_HINT)
+    if features.scales:
+        raise NotAcceptableError("application/x-npy has no place for the scale of an int8 result", hint=_HINT)
+    stream = BytesIO()
+    for array in features.arrays.values():
+        write(stream, array)
+    return stream.getvalue()
+
+
+def write(stream: IO[bytes], array: Array) -> None:
+    """Append ``array`` to ``stream`` as a .npy file, format version 1.0."""
+    array = little_endian(array)
+    stream.write(_header(array.shape, array.dtype.str))
+    stream.write(array.data)
+
+
+@lru_cache(maxsize=256)
+def _header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """What precedes the data of an array in C order; kept, as to write it takes longer than an embedding's numbers."""
+    stream = BytesIO()
+    npy_format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return stream.getvalue()

@@ -1,0 +1,1 @@
+"""Routes: each file has its own."""

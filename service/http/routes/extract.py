@@ -1,0 +1,80 @@
+"""``POST /extract``: read, prepare, run, encode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from layertap.models.catalog.catalog import BACKWARD
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.request import Job
+from layertap.service.http.openapi import EXTRACT
+from layertap.service.http.parsing import COMMON, EndpointSpec
+from layertap.service.http.problems import format_fault
+from layertap.service.http.request_handler import ParsedRequest, encode_response, handle_request, make_headers
+from layertap.service.schemas import ExtractBody
+
+router = APIRouter()
+DIALECT = EndpointSpec(
+    ExtractBody,
+    COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume"},
+    "add some, or ask for ?dry_run=true",
+)
+
+
+@router.post(
+    "/extract", tags=["extract"], summary="What layers of a model compute for your inputs", openapi_extra=EXTRACT
+)
+async def extract(request: Request) -> Response:
+    """Name layers, send inputs, get what these layers take or return, raw or pooled."""
+    engine: Engine = request.app.state.engine
+
+    async def cook(order: ParsedRequest) -> Response:
+        if order.wish.dry:
+            return _estimate(await engine.prepare(order.ask, order.fits))
+        return await encode_response(engine, await engine.extract(order.ask, order.fits), order)
+
+    return await handle_request(request, DIALECT, cook)
+
+
+def _estimate(job: Job) -> Response:
+    """What a request would get, with no forward."""
+    plan, rows, catalog = job.plan, job.rows, job.catalog
+    body: dict[str, Any] = {
+        "model": job.model.spec.name,
+        "fingerprint": job.fingerprint,
+        "rows": rows,
+        "features": {
+            result.key: {
+                "shape": result.capture.shape(rows),
+                "dtype": result.capture.dtype,
+                "bytes": result.capture.nbytes(rows),
+            }
+            for result in plan.results
+        },
+        "bytes": plan.nbytes(rows),
+        "stops_at": plan.stops_at.text,
+        **({"interventions": plan.changed_selectors} if plan.resolved_interventions else {}),
+        **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
+        "cost": plan.cost,
+        "seconds": round((BACKWARD if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
+        "warnings": list(_warnings(job)),
+        "errors": [format_fault(fault) for fault in job.faults],
+    }
+    headers = make_headers(job.fingerprint, job.faults)
+    return Response(orjson.dumps(body), media_type="application/json", headers=headers)
+
+
+def _warnings(job: Job) -> list[str]:
+    warnings = []
+    if job.plan.skipped:
+        names = ", ".join(job.plan.skipped[:10]) + (" …" if len(job.plan.skipped) > 10 else "")
+        warnings.append(f"{len(job.plan.skipped)} matching layers never run in a forward and are left out: {names}")
+    if not job.catalog.rowwise and not job.together:
+        batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
+        warnings.append(
+            f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"
+        )
+    return warnings

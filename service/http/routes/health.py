@@ -1,0 +1,52 @@
+"""``/livez``, ``/readyz`` and the way to the documentation."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import RedirectResponse
+
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.model_manager import FAILED_RETRY_S
+from layertap.service.errors import UnavailableError
+
+router = APIRouter(tags=["health"])
+
+
+@router.get("/livez")
+async def livez(request: Request) -> dict[str, str]:
+    """Whether the process works: 503 once it can't go on and is about to end."""
+    engine: Engine = request.app.state.engine
+    if not engine.manager.alive:
+        raise _dead()
+    return {"status": "alive"}
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> dict[str, str]:
+    """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
+    engine: Engine = request.app.state.engine
+    if not engine.manager.alive:
+        raise _dead()
+    if not engine.manager.ready:
+        raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
+    if failures := engine.manager.load_failures:
+        # No reason and no name: whoever asks here has no key.
+        kinds = ", ".join(dict.fromkeys(failures))
+        detail = f"{len(failures)} of the models wanted from the start failed: {kinds}"
+        raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
+    return {"status": "ready"}
+
+
+@router.get("/", include_in_schema=False)
+async def root(request: Request) -> RedirectResponse:
+    """The documentation, until there is a page to look at."""
+    engine: Engine = request.app.state.engine
+    prefix = engine.settings.root_path
+    # Relative where no prefix is known: whatever path a proxy has put before it.
+    return RedirectResponse(f"{prefix}/docs" if prefix else "docs")
+
+
+def _dead() -> UnavailableError:
+    return UnavailableError(
+        "a device, a model or a thread has failed for good; the server has to be restarted", retry_after=5.0
+    )

@@ -1,0 +1,53 @@
+"""What a request sends in: pictures still encoded, or where they are, arrays as the model takes them, texts, tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    """An encoded picture: ``data`` is the file's bytes, to be decoded and preprocessed."""
+
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ArraysItem:
+    """One array for each of the model's inputs, not preprocessed; the key None means its only input.
+
+    ``may_batch``: an array with one axis more than the model's input is a batch of items. ``by_name``: even a single
+    array is of the input whose name it has; otherwise it is of the only one, whatever it is called.
+    """
+
+    arrays: dict[str | None, NDArray[Any]] = field(repr=False)
+    may_batch: bool = False
+    by_name: bool = False
+
+
+@dataclass(frozen=True)
+class TextItem:
+    """A text, to be tokenized."""
+
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class TokensItem:
+    """The tokens of a text, the special ones among them."""
+
+    tokens: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class UrlItem:
+    """Where a picture is; once it is fetched it is an ImageItem."""
+
+    url: str = field(repr=False)
+
+
+LocalItem = ImageItem | ArraysItem | TextItem | TokensItem
+InputItem = LocalItem | UrlItem
