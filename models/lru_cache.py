@@ -1,0 +1,43 @@
+"""A bounded cache that threads may share."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LRUCache(Generic[K, V]):
+    """The values of the keys used most recently, at most ``max_size`` of them. Every method may be called by any thread.
+
+    ``functools.lru_cache`` computes what is missing under its own rules; here some other thread may have to.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        """The value of a key, which now counts as used; None where there is none."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Keep a value, in place of the one that was not used for longest where there are too many."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > self._max_size:
+                self._values.popitem(last=False)
+
+    def values(self) -> list[V]:
+        """All values, the one used most recently last."""
+        with self._lock:
+            return list(self._values.values())
