@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class LRUCache(Generic[K, V]):
-    """The values of the keys used most recently, at most ``max_size`` of them. Every method may be called by any thread.
+    """The values of the keys used most recently, at most ``max_size`` of them; any thread may call its methods.
 
     ``functools.lru_cache`` computes what is missing under its own rules; here some other thread may have to.
     """
