@@ -22,8 +22,9 @@ from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
 from layertap.models.catalog.survey import has_same_calls, make_noise, survey
 from layertap.models.catalog.tensor_tree import iterate_tensors
 from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.devices import costs, devices, transfer
+from layertap.models.devices import costs, devices, memory, threads, transfer
 from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.threads import count_cores
 from layertap.models.errors import InputError, LoadError, OutOfMemoryError, RequestError, SelectorError, label_failures
 from layertap.models.gradients.explanations import find_map_layers
 from layertap.models.gradients.sensitivity import PointInfo, find_last_sensitive
@@ -169,12 +170,12 @@ class LoadedModel:
     def _sensitive(self, spots: Sequence[PointInfo], goal: ResolvedObjective) -> PointInfo | None:
         row = {name: value[:1] for name, value in make_noise(self.inputs, self.device, self.dtype).items()}
         try:
-            with costs.use_threads(self.threads):
+            with threads.use_threads(self.threads):
                 return find_last_sensitive(
                     self.extractor, lambda: self.forward({k: v.clone() for k, v in row.items()}), spots, goal
                 )
         except RuntimeError as error:
-            if not costs.is_out_of_memory(error):
+            if not memory.is_out_of_memory(error):
                 raise
         raise out_of_memory_error(1)
 
@@ -183,12 +184,12 @@ class LoadedModel:
         inputs, catalog = self._of(shapes), self.catalog_for(shapes)
         rows = make_noise(inputs, self.device, self.dtype)
         try:
-            with costs.use_threads(self.threads):
+            with threads.use_threads(self.threads):
                 return verify_resumable(self.module, (point, leaf), catalog, inputs, self.forward, rows, self.dtype)
         except SelectorError:
             return None
         except RuntimeError as error:
-            if not costs.is_out_of_memory(error):
+            if not memory.is_out_of_memory(error):
                 raise
         raise out_of_memory_error(len(next(iter(rows.values()))))
 
@@ -208,7 +209,7 @@ class LoadedModel:
         return tuple(replace(spec, shape=shape) for spec, shape in zip(self.inputs, shapes, strict=True))
 
     def _surveyed(self, shapes: Shapes) -> Catalog:
-        with costs.use_threads(self.threads):  # a new thread has as many as any other set last
+        with threads.use_threads(self.threads):  # a new thread has as many as any other set last
             return self._seen(shapes)
 
     def _seen(self, shapes: Shapes) -> Catalog:
@@ -216,18 +217,18 @@ class LoadedModel:
         catalog = survey(self.module, inputs, self.forward, self.device, self.prefix_tokens, self.dtype)
         row = {name: value[:1] for name, value in make_noise(inputs, self.device, self.dtype).items()}
         if shapes == self.shapes:
-            costs = costs.measure_costs(self.forward, row, self.module, self.device, catalog.rowwise, self.threads)
+            measured = costs.measure_costs(self.forward, row, self.module, self.device, catalog.rowwise, self.threads)
         else:
-            costs = self._scaled(catalog.seconds, row)
-        return replace(catalog, costs=costs)
+            measured = self._scaled(catalog.seconds, row)
+        return replace(catalog, costs=measured)
 
     def _scaled(self, seconds: float, row: Rows) -> Costs:
         """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
         known = self.catalog
         with torch.no_grad():
-            memory = costs.measure_peak_bytes(self.forward, row, self.module, self.device)
+            row_bytes = memory.measure_peak_bytes(self.forward, row, self.module, self.device)
         per_row = known.costs.per_row * seconds / known.seconds
-        return replace(known.costs, per_row=per_row, row_bytes=memory)
+        return replace(known.costs, per_row=per_row, row_bytes=row_bytes)
 
     def is_batch_invariant(self, rows: int) -> bool:
         """Whether a row gives the same bits at each place in a batch of so many, as far as a few places tell.
@@ -240,7 +241,7 @@ class LoadedModel:
         whole = self.catalog.layers["."].calls[0].output.tensors
         known = {leaf.path: leaf for leaf in whole if leaf.row_axis is not None}
         found = []
-        with torch.no_grad(), costs.use_threads(1):
+        with torch.no_grad(), threads.use_threads(1):
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 turned = {name: _rotate_rows(value, rows, place) for name, value in batch.items()}
                 given = [(known[path], value) for path, value in iterate_tensors(self.forward(turned)) if path in known]
@@ -307,7 +308,7 @@ class LoadedModel:
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
         except RuntimeError as error:
-            if not costs.is_out_of_memory(error):
+            if not memory.is_out_of_memory(error):
                 raise
         raise out_of_memory_error(count)
 
@@ -347,7 +348,7 @@ class LoadedModel:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
         except BaseException as error:  # a model may raise SystemExit too
-            return None if isinstance(error, MemoryError) or costs.is_out_of_memory(error) else error
+            return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
 
     def _forward(self, own: Replica, batch: Rows, resumption: Resumption | None) -> object:
@@ -413,7 +414,7 @@ def load_model(spec: ModelSpec, replicas: int = 1, threads: int | None = None, s
     """
     alone = _loading.acquire(timeout=PATIENCE_S)
     try:
-        return _loaded(spec, replicas, costs.count_cores() if threads is None else threads, streams)
+        return _loaded(spec, replicas, count_cores() if threads is None else threads, streams)
     finally:
         if alone:
             _loading.release()

@@ -12,7 +12,7 @@ from torch import nn
 
 from layertap.models.capture.hooks import ATTACH, Changes
 from layertap.models.catalog.tensor_tree import iterate_tensors
-from layertap.models.devices.costs import is_device_error
+from layertap.models.devices.memory import is_device_error
 from layertap.models.selection.hook_points import HookPoint
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from layertap.models.catalog.tensor_tree import Path
-from layertap.models.devices.costs import is_device_error
+from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf

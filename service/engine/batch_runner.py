@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.pooling import ReducedTensor
-from layertap.models.devices import costs, transfer
+from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks
 from layertap.models.loaded_model import LoadedModel, out_of_memory_error
 from layertap.models.replica import Replica
@@ -75,7 +75,7 @@ class BatchRunner:
     def run(self) -> list[SliceResult]:
         """One or several for each part of the batch; nothing is raised."""
         try:
-            with costs.use_threads(self._threads):
+            with threads.use_threads(self._threads):
                 return self._attempt(self._batch.slices)
         except BaseException as error:  # not of a forward: a device that is lost, for one
             found = wrap_error(error)
@@ -131,7 +131,7 @@ class BatchRunner:
             error.__cause__ = error.__context__ = None
             return error
         except BaseException as error:  # StopIteration, CancelledError, TimeoutError, SystemExit: asyncio has its own
-            if not costs.is_out_of_memory(error):
+            if not memory.is_out_of_memory(error):
                 return wrap_error(error, ForwardError)
         return out_of_memory_error(_rows(parts))
 

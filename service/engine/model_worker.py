@@ -13,7 +13,7 @@ import torch
 
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.devices import costs, transfer
+from layertap.models.devices import memory, transfer
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
 from layertap.models.loaded_model import MAX_CATALOGS, LoadedModel, Shapes
 from layertap.service.engine.batcher import CPU, BatchQueue
@@ -182,7 +182,7 @@ class ModelWorker:
         """Bytes that one forward may take."""
         if self._settings.batch_memory_bytes is not None:
             return self._settings.batch_memory_bytes
-        free = costs.measure_available_bytes(model.device) * SHARE[model.device.type]
+        free = memory.measure_available_bytes(model.device) * SHARE[model.device.type]
         return int(free / len(model.replicas))
 
     def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs, together: bool = False) -> BatchQueue:

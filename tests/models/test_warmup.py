@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from layertap.models.capture import hooks
-from layertap.models.devices import costs
+from layertap.models.devices import costs, memory, threads
 from layertap.models.errors import InputError
 from layertap.models.loaded_model import load_model
 from layertap.models.spec import InputSpec
@@ -30,7 +30,7 @@ Rows = Mapping[str, Tensor]
 def peak(module: nn.Module, rows: Rows) -> int:
     """Bytes of a forward, in the mode in which forwards run."""
     with torch.no_grad():
-        return costs.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
+        return memory.measure_peak_bytes(lambda given: module(*given.values()), rows, module, CPU)
 
 
 def ones(*shape: int) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ def test_peak_of_several_inputs() -> None:
     """All inputs count."""
     rows = {"a": torch.ones(3, 4), "b": torch.ones(3, dtype=torch.int64)}
     with torch.no_grad():
-        found = costs.measure_peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
+        found = memory.measure_peak_bytes(lambda given: given["a"] + given["b"][:, None], rows, nn.Identity(), CPU)
     assert found == 3 * (4 * 4 + 8 + 4 * 4)
 
 
@@ -217,7 +217,7 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     state = {key: value.clone() for key, value in model.module.state_dict().items()}
     versions = [parameter._version for parameter in model.module.parameters()]
     with torch.no_grad():
-        found = costs.measure_peak_bytes(model.forward, rows, model.module, CPU)
+        found = memory.measure_peak_bytes(model.forward, rows, model.module, CPU)
     measured = costs.measure_costs(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
     assert found == measured.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
@@ -248,19 +248,19 @@ def test_a_forward_that_fails() -> None:
 def test_threads(count: int) -> None:
     """So many inside, as many as before outside, also one within another and after an exception."""
     before = torch.get_num_threads()
-    with costs.use_threads(count):
+    with threads.use_threads(count):
         assert torch.get_num_threads() == count
-        with costs.use_threads(count + 1):
+        with threads.use_threads(count + 1):
             assert torch.get_num_threads() == count + 1
         assert torch.get_num_threads() == count
     assert torch.get_num_threads() == before
-    with pytest.raises(KeyError), costs.use_threads(count):
+    with pytest.raises(KeyError), threads.use_threads(count):
         raise KeyError
     assert torch.get_num_threads() == before
 
 
 def test_cores() -> None:
-    assert 1 <= costs.count_cores() <= (os.cpu_count() or 1)
+    assert 1 <= threads.count_cores() <= (os.cpu_count() or 1)
 
 
 # Figures
@@ -311,7 +311,7 @@ def test_figures_of_every_net(load_net: Loader, name: str) -> None:
 def test_available() -> None:
     """There is some memory, and no more than the machine has."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < costs.measure_available_bytes(CPU) <= machine
+    assert 0 < memory.measure_available_bytes(CPU) <= machine
 
 
 # Costs in catalogues

@@ -411,10 +411,10 @@ def test_models_share_fairly(device: str, wrong: float) -> None:
     for _ in range(200):
         pending += desk.batches()
         batch = pending.pop(0)
-        seconds = batch.seconds * (wrong if batch.lane.model == "a" else 1.0)
+        seconds = batch.seconds * (wrong if batch.queue.model == "a" else 1.0)
         desk.done(batch, seconds)
-        served[batch.lane.model] += seconds
-        flight = {model: sum(each.seconds for each in pending if each.lane.model == model) for model in served}
+        served[batch.queue.model] += seconds
+        flight = {model: sum(each.seconds for each in pending if each.queue.model == model) for model in served}
         assert abs(served["a"] + flight["a"] - served["b"] - flight["b"]) <= (1 if device == "gpu" else CORES) * longest
     assert min(served.values()) > 50
 

@@ -1,0 +1,118 @@
+"""Memory of a device: how much is free, how much a forward takes, and which errors say that there is none."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Rows = Mapping[str, Tensor]
+Forward = Callable[[Rows], object]
+NO_MEMORY = (
+    *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or this machine has too little memory."""
+    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or told
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether an error says something of the device, and nothing of the model that ran there."""
+    return is_out_of_memory(error) or isinstance(error, torch.AcceleratorError)
+
+
+def measure_peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: torch.device) -> int:
+    """The most memory that a forward's inputs and intermediate values take at one time, weights not counted."""
+    batch = {name: value.clone() for name, value in rows.items()}
+    own = sum(value.nbytes for value in batch.values())
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        forward(batch)
+        return max(torch.cuda.max_memory_allocated(device) - before, 0) + own
+    watch = _Peak([*module.parameters(), *module.buffers(), *batch.values()])
+    with watch:
+        forward(batch)
+    return watch.peak + own
+
+
+class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that operations make, as long as each lives."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._known = [tensor.untyped_storage() for tensor in known if _has_storage(tensor)]
+        self._alive = {storage._cdata for storage in self._known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and look at what it made: views of what was there before, a model's table, are not made."""
+        given = {value.untyped_storage()._cdata for value in tree_leaves((args, kwargs)) if _has_storage(value)}
+        made = func(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if _has_storage(value) and value.untyped_storage()._cdata not in given:
+                self._see(value.untyped_storage())
+        return made
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+        self._alive.add(key)
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self._now -= size
+
+
+def _has_storage(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor in plain memory; the parts of a sparse one are seen when they are made."""
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def measure_available_bytes(device: torch.device) -> int:
+    """Memory that is free now, on a GPU or, within what this process's group may have, on this machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [*_machine(), *_group()]
+    return min(free, default=2**32)
+
+
+def _machine() -> Iterator[int]:
+    for line in _lines(Path("/proc/meminfo")):
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            yield int(rest.split()[0]) * 1024
+
+
+def _group() -> Iterator[int]:
+    group = Path("/sys/fs/cgroup")
+    limit, used = (next(iter(_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        # Files that were read lately count as used, but make room where it is wanted.
+        files = (line.split() for line in _lines(group / "memory.stat"))
+        spare = next((int(size) for name, size in files if name == "inactive_file"), 0)
+        yield max(int(limit) - int(used) + spare, 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # another system, or a sandbox
+        return []
