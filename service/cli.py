@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need th
     from layertap.models.selection.plan import Plan
     from layertap.service.config import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
+    from layertap.service.engine.model_manager import ModelManager
     from layertap.service.engine.request import ExtractRequest
     from layertap.service.features import Features
     from layertap.service.fetch.fetcher import Fetcher
@@ -125,12 +126,14 @@ def serve(
     asgi = create_app(settings, configuration, fetcher, summary.tell if text else None)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
-    fleet = asgi.state.engine.fleet
+    manager: ModelManager = asgi.state.engine.manager
     delay = settings.drain_delay_s
     if delay is None:
         delay = 0.0 if terminal.is_interactive() else DRAIN_DELAY_S
     chosen = uvicorn.Config(asgi, **make_server_options(settings))
-    process.Server(chosen, lambda: fleet.alive, fleet.hurry, fleet.leave, delay).work(listeners)
+    process.Server(chosen, lambda: manager.alive, manager.abort_loading, manager.withdraw_readiness, delay).work(
+        listeners
+    )
 
 
 @app.command()
