@@ -17,7 +17,7 @@ from layertap.models.errors import LayertapError, OutOfMemoryError, clear_traceb
 from layertap.models.loaded_model import LoadedModel, out_of_memory_error
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Capture
-from layertap.service.engine.batcher import Batch, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice
 from layertap.service.engine.request import Job
 from layertap.service.errors import ForwardError
 

@@ -12,118 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 
-from layertap.models.catalog.catalog import Costs
+from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest, RowSlice
 from layertap.service.types import BatchReason, Priority
 
 Clock = Callable[[], float]
 WINDOW = 128  # waiting requests that a batch is chosen from
-SLACK = 0.1  # of a row's time: where a forward's fixed part is less than that for each row, more rows gain nothing
 WORTH = 1.3  # side by side a forward must end so many times as soon
-FEW = 8  # rows that are always worth a forward
 LONG = 2.0  # times a good batch's forward: for longer no row waits for pictures to be decoded
-CPU = "cpu"
-
-
-@dataclass(eq=False)
-class BatchQueue:
-    """Rows of one shape through one model: what may share a forward.
-
-    ``ceiling``: the most rows of a forward, by memory and settings; it sinks where memory runs out. ``budget``: bytes
-    that a forward's values and what is kept of them may take. ``padded``: every forward is given so many rows.
-    ``width``: slots of a batch of several rows.
-    """
-
-    model: str
-    device: str
-    costs: Costs
-    max_rows: int
-    max_bytes: int = 2**62
-    padded_rows: int | None = None
-    slots: int = 1
-
-    @property
-    def efficient_rows(self) -> int:
-        """Rows from which on a forward gets no cheaper for each of them."""
-        enough = math.ceil(self.costs.base / (SLACK * self.costs.per_row))
-        return min(max(enough, FEW), self.max_rows)
-
-    def seconds(self, rows: int, depth: float = 1.0) -> float:
-        """Forwards of so many rows up to a share of their cost; padding costs what rows cost."""
-        if self.padded_rows is None:
-            return self.costs.seconds(rows, depth)
-        return math.ceil(rows / self.padded_rows) * self.costs.seconds(self.padded_rows, depth)
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """A request's rows that wait for a forward.
-
-    ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
-    row; ``alone``: shares with no other request; ``whole``: all rows in one forward, alone; ``deadline`` is on the
-    clock.
-    """
-
-    queue: BatchQueue
-    rows: int
-    depth: float = 1.0
-    row_bytes: int = 0
-    priority: Priority = "interactive"
-    deadline: float = math.inf
-    requires_isolation: bool = False
-    unsplittable: bool = False
-    enqueued_at: float = 0.0
-    taken_rows: int = 0  # rows that are in batches already
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that wait."""
-        return self.rows - self.taken_rows
-
-
-@dataclass(frozen=True)
-class RowSlice:
-    """Rows ``start`` to ``stop`` of a request."""
-
-    request: QueuedRequest
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows that share a forward, whose they are, how long it should take, and why just these."""
-
-    queue: BatchQueue
-    slices: tuple[RowSlice, ...]
-    slots: int
-    depth: float
-    seconds: float
-    reason: BatchReason
-
-    @property
-    def rows(self) -> int:
-        """How many rows of requests; padding is not counted."""
-        return sum(part.stop - part.start for part in self.slices)
-
-
-@dataclass(eq=False)
-class DecodeTask:
-    """Something to decode; ``priority`` is its request's."""
-
-    priority: Priority = "interactive"
-    enqueued_at: float = 0.0
-
-
-@dataclass(frozen=True)
-class DeviceSlots:
-    """Slots for batches; ``parallel`` where batches in different slots run at the same time.
-
-    Where they only overlap, one's copies with another's forward, a batch starts beside another one only when more rows
-    would make it no cheaper.
-    """
-
-    slots: int
-    parallel: bool = True
 
 
 @dataclass

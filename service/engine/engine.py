@@ -25,7 +25,7 @@ from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import reduce_embedding
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import InputSpec, Preprocessed
-from layertap.service.engine.batcher import BatchQueue, QueuedRequest
+from layertap.service.engine.batch import BatchQueue, QueuedRequest
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import (
     Attempt,

@@ -7,7 +7,7 @@ from math import prod
 from layertap.models.errors import TooLargeError
 from layertap.models.loaded_model import LoadedModel, Shapes
 from layertap.models.selection.plan import Plan
-from layertap.service.engine.batcher import BatchQueue
+from layertap.service.engine.batch import BatchQueue
 from layertap.service.settings import Settings
 
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured

@@ -16,7 +16,7 @@ from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory, transfer
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
 from layertap.models.loaded_model import MAX_CATALOGS, LoadedModel, Shapes
-from layertap.service.engine.batcher import CPU, BatchQueue
+from layertap.service.engine.batch import CPU, BatchQueue
 from layertap.service.engine.plan_cache import PlanCache
 from layertap.service.engine.scheduler import ReplicaThreads, Scheduler
 from layertap.service.engine.worker_thread import WorkerThread

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from layertap.models.devices import transfer
 from layertap.models.errors import LayertapError
 from layertap.models.loaded_model import LoadedModel
+from layertap.service.engine.batch import CPU, Batch, DecodeTask, DeviceSlots, QueuedRequest
 from layertap.service.engine.batch_runner import (
     BatchRunner,
     Interval,
@@ -23,7 +24,7 @@ from layertap.service.engine.batch_runner import (
     find_lasting_failure,
     wrap_error,
 )
-from layertap.service.engine.batcher import CPU, Batch, Batcher, Clock, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.batcher import Batcher, Clock
 from layertap.service.engine.deadline import set_deadline
 from layertap.service.engine.request import Job
 from layertap.service.engine.worker_thread import WorkerThread, start_single_threaded

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from layertap.models.catalog.catalog import Costs
-from layertap.service.engine.batcher import Batch, Batcher, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest, RowSlice
+from layertap.service.engine.batcher import Batcher
 
 PATIENCE = 5.0
 CORES = 4

@@ -1,0 +1,125 @@
+"""What a batcher takes in and gives out: plain data about queues, requests, batches and devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from layertap.models.catalog.catalog import Costs
+from layertap.service.types import BatchReason, Priority
+
+CPU = "cpu"  # the device on which pictures are decoded
+MIN_EFFICIENT_ROWS = 8  # a forward of so many rows is worth its start whatever it costs
+MAX_FIXED_TO_ROW_SECONDS = 0.1  # efficient: a forward's fixed seconds, spread over its rows, per second of one row
+
+
+@dataclass(eq=False)
+class BatchQueue:
+    """Rows of one shape through one model: what may share a forward.
+
+    ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
+    forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
+    ``slots``: what a batch of several rows takes of its device.
+    """
+
+    model: str
+    device: str
+    costs: Costs
+    max_rows: int
+    max_bytes: int = 2**62
+    padded_rows: int | None = None
+    slots: int = 1
+
+    @property
+    def efficient_rows(self) -> int:
+        """Rows from which on a forward gets hardly cheaper for each of them."""
+        rows = math.ceil(self.costs.base / (MAX_FIXED_TO_ROW_SECONDS * self.costs.per_row))
+        return min(max(rows, MIN_EFFICIENT_ROWS), self.max_rows)
+
+    def seconds(self, rows: int, depth: float = 1.0) -> float:
+        """Forwards of so many rows up to a share of their cost; padding costs what rows cost."""
+        if self.padded_rows is None:
+            return self.costs.seconds(rows, depth)
+        return math.ceil(rows / self.padded_rows) * self.costs.seconds(self.padded_rows, depth)
+
+
+@dataclass(eq=False)
+class QueuedRequest:
+    """A request's rows that wait for a forward.
+
+    ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
+    row; ``requires_isolation``: shares a forward with no other request; ``unsplittable``: all rows in one forward, and
+    no others; ``deadline`` and ``enqueued_at`` are on the batcher's clock, ``taken_rows`` are in batches already.
+    """
+
+    queue: BatchQueue
+    rows: int
+    depth: float = 1.0
+    row_bytes: int = 0
+    priority: Priority = "interactive"
+    deadline: float = math.inf
+    requires_isolation: bool = False
+    unsplittable: bool = False
+    enqueued_at: float = 0.0
+    taken_rows: int = 0
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that are in no batch yet."""
+        return self.rows - self.taken_rows
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether its rows share no forward with those of others."""
+        return self.requires_isolation or self.unsplittable
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """Rows ``start`` to ``stop`` of a request."""
+
+    request: QueuedRequest
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows these are."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that share a forward, whose they are, how long it should take, and why just these."""
+
+    queue: BatchQueue
+    slices: tuple[RowSlice, ...]
+    slots: int
+    depth: float
+    seconds: float
+    reason: BatchReason
+
+    @property
+    def rows(self) -> int:
+        """Rows of requests; padding is not counted."""
+        return sum(row_slice.rows for row_slice in self.slices)
+
+
+@dataclass(eq=False)
+class DecodeTask:
+    """A picture that waits to be decoded; ``priority`` is its request's."""
+
+    priority: Priority = "interactive"
+    enqueued_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviceSlots:
+    """Slots for batches; ``parallel`` where batches in different slots run at the same time.
+
+    Where they only overlap, one's copies with another's forward, a batch starts beside another one only when more rows
+    would make it no cheaper.
+    """
+
+    slots: int
+    parallel: bool = True
