@@ -14,10 +14,10 @@ LayertapError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "warm", "lost", "other"]
 
@@ -68,6 +68,15 @@ class LayertapError(Exception):
         self.detail = detail
         self.hint = hint
         self.faults = faults
+
+    @classmethod
+    def from_faults(cls, faults: Sequence[Fault]) -> Self:
+        """An error for several reasons, at least one: it says the first, and carries all."""
+        return cls(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+
+    def to_fault(self, pointer: str | None = None, input: int | None = None) -> Fault:  # noqa: A002
+        """The error as one reason of another: with where in the request it stands, and the input's place."""
+        return Fault(self.detail, self.hint, pointer, input)
 
 
 class UnknownModelError(LayertapError):

@@ -371,7 +371,7 @@ def _at(pointer: str, read: Callable[[], T]) -> T:
     try:
         return read()
     except LayertapError as error:
-        raise RequestError(error.detail, hint=error.hint, faults=(Fault(error.detail, error.hint, pointer),)) from None
+        raise RequestError.from_faults([error.to_fault(pointer)]) from None
 
 
 def _good(bodies: Sequence[B], name: str, read: Callable[[B], T]) -> list[T]:
@@ -382,7 +382,7 @@ def _good(bodies: Sequence[B], name: str, read: Callable[[B], T]) -> list[T]:
         try:
             found.append(read(body))
         except LayertapError as error:
-            faults.append(Fault(error.detail, error.hint, f"/{name}/{index}"))
+            faults.append(error.to_fault(f"/{name}/{index}"))
     _raise(faults)
     return found
 
@@ -406,7 +406,7 @@ def parse_inputs(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[in
         try:
             good.append((index, body.item()))
         except LayertapError as error:
-            faults.append(Fault(error.detail, error.hint, f"/inputs/{index}", index))
+            faults.append(error.to_fault(f"/inputs/{index}", index))
     if not skip:
         _raise(faults)
     return good, faults
@@ -438,7 +438,7 @@ def _pointer(loc: tuple[int | str, ...]) -> str:
 
 def _raise(faults: list[Fault]) -> None:
     if faults:
-        raise RequestError(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+        raise RequestError.from_faults(faults)
 
 
 KNOWN = {

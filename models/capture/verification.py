@@ -72,7 +72,7 @@ def check_outputs(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> 
 
 def not_verified_error(detail: str, hint: str) -> RequestError:
     """What is said where a request is not verified."""
-    return RequestError(detail, hint=hint, faults=(Fault(detail, hint, "/verify"),))
+    return RequestError.from_faults([Fault(detail, hint, "/verify")])
 
 
 def _output(catalog: Catalog) -> frozenset[Capture]:

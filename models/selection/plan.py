@@ -295,14 +295,14 @@ class _Faults:
         try:
             yield
         except LayertapError as error:
-            self._found.append(Fault(error.detail, error.hint, pointer))
+            self._found.append(error.to_fault(pointer))
             if len(self._found) == MAX_FAULTS:
                 self.raise_any()
 
     def raise_any(self) -> None:
         """RequestError where anything was wrong."""
         if self._found:
-            raise RequestError(self._found[0].detail, hint=self._found[0].hint, faults=tuple(self._found))
+            raise RequestError.from_faults(self._found)
 
 
 def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
