@@ -20,7 +20,7 @@ from torchvision.transforms import functional as tvf
 from layertap.models.spec import Box, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
-# times as large (docs/fidelity.md).
+# times as large (docs/explanation/fidelity.md).
 ENOUGH = 2
 
 

@@ -1,4 +1,7 @@
-"""The figures of fidelity runs as tables for `docs/fidelity.md`: ``python -m tests.fidelity.table REPORT.xml …``."""
+"""The figures of fidelity runs as tables for `docs/explanation/fidelity.md`.
+
+``python -m tests.fidelity.table REPORT.xml …``
+"""
 
 from __future__ import annotations
 

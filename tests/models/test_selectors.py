@@ -313,7 +313,7 @@ def test_alias() -> None:
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".md", ".py", ".sh")]
-WRITTEN = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *EXAMPLES]
+WRITTEN = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *EXAMPLES]
 IN_QUOTES = re.compile(rf"""[`"']([^`"'\s]+(?::(?:{"|".join(SITES)})|#[-\d*]+)[^`"'\s]*)[`"']""")
 IN_QUERY = re.compile(r"""[?&`](?:layers?|resume)=([^&'"`\s]+)""")
 

@@ -27,7 +27,7 @@ ROUTES = {
 }
 LABELS = {"route", "status", "step", "model", "why", "reason", "cause", "state"}
 STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
 Figures = Mapping[str, float]
 

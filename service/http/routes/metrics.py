@@ -9,7 +9,8 @@ from layertap.service.metrics import CONTENT_TYPE, Metrics
 router = APIRouter()
 
 
-# Not in the OpenAPI document: who reads it calls with JSON, and a scraper reads none. docs/metrics.md has every name.
+# Not in the OpenAPI document: who reads it calls with JSON, and a scraper reads none.
+# docs/reference/metrics.md has every name.
 # Not async: rendering takes milliseconds, and counting hooks walks through every loaded model. A thread does that.
 @router.get("/metrics", include_in_schema=False)
 def metrics(request: Request) -> Response:
