@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
-from layertap.service.schemas import ExplainBody, ExtractBody
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody
 from layertap.service.settings import LIMITS, Settings
 
 TEMPLATE = "#/components/schemas/{model}"

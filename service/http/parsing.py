@@ -21,7 +21,9 @@ from layertap.service.http import body as body_
 from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
 from layertap.service.inputs.npy_header import MAGIC
-from layertap.service.schemas import RequestBody, convert_errors, parse_inputs
+from layertap.service.schemas.bodies import RequestBody
+from layertap.service.schemas.inputs import parse_inputs
+from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
 
 MAX_LAYER_PARAMETERS = 50_000

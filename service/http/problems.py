@@ -36,7 +36,7 @@ from layertap.service.errors import (
     UnavailableError,
     UnsupportedMediaError,
 )
-from layertap.service.schemas import convert_errors
+from layertap.service.schemas.validation_errors import convert_errors
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 16

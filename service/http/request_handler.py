@@ -20,7 +20,7 @@ from layertap.service.http import body as body_
 from layertap.service.http.disconnect import run_while_connected
 from layertap.service.http.parsing import EndpointSpec, ParsedBody, Query, RawRequest, parse_request
 from layertap.service.http.timeout import Timeout
-from layertap.service.schemas import RequestBody
+from layertap.service.schemas.bodies import RequestBody
 from layertap.service.settings import Settings
 
 SHORT = 2048  # bytes
@@ -121,21 +121,21 @@ async def _order(engine: Engine, sent: RawRequest, wish: ReplyOptions) -> Parsed
 
 def _read(sent: RawRequest, wish: ReplyOptions) -> tuple[ParsedBody, ExtractRequest]:
     command = parse_request(sent)
-    body, wanted = command.body, command.body.wanted
+    body, layers = command.body, command.body.layer_request
     return command, ExtractRequest(
         model=body.model,
         items=command.items,
-        selectors=wanted.selectors,
+        selectors=layers.selectors,
         deadline=wish.timeout.deadline,
-        interventions=wanted.interventions,
-        objective=wanted.objective,
-        resume=wanted.resume,
+        interventions=layers.interventions,
+        objective=layers.objective,
+        resume=layers.resume,
         on_error=body.on_error,
         faults=command.faults,
         timings=wish.timings,
         isolated=body.isolated,
-        verify=wanted.verify,
-        embedding=wanted.embedding,
+        verify=layers.verify,
+        embedding=layers.embedding,
         priority=body.priority,
         reserve=wish.reserve,
     )

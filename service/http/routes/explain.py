@@ -12,7 +12,7 @@ from layertap.service.engine.explain import explain as explained
 from layertap.service.http.openapi import EXPLAIN
 from layertap.service.http.parsing import COMMON, EndpointSpec
 from layertap.service.http.request_handler import ParsedRequest, encode_response, handle_request
-from layertap.service.schemas import ExplainBody
+from layertap.service.schemas.bodies import ExplainBody
 
 router = APIRouter()
 DIALECT = EndpointSpec(ExplainBody, COMMON | {"method", "layer", "discard_ratio"}, "add some")
@@ -26,7 +26,7 @@ async def explain(request: Request) -> Response:
     async def cook(order: ParsedRequest) -> Response:
         if order.wish.dry:
             raise RequestError("an explanation has no dry run", hint="ask POST /extract?dry_run=true for the gradient")
-        wanted = cast("ExplainBody", order.body).explanation()
+        wanted = cast("ExplainBody", order.body).to_explanation()
         return await encode_response(engine, await explained(engine, order.ask, wanted, order.fits), order)
 
     return await handle_request(request, DIALECT, cook)

@@ -14,7 +14,7 @@ from layertap.service.http.openapi import EXTRACT
 from layertap.service.http.parsing import COMMON, EndpointSpec
 from layertap.service.http.problems import format_fault
 from layertap.service.http.request_handler import ParsedRequest, encode_response, handle_request, make_headers
-from layertap.service.schemas import ExtractBody
+from layertap.service.schemas.bodies import ExtractBody
 
 router = APIRouter()
 DIALECT = EndpointSpec(

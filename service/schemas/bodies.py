@@ -1,0 +1,109 @@
+"""The bodies of the routes that compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Literal
+
+from pydantic import FailFast, Field
+
+from layertap.models.selection.hook_points import (
+    Embedding,
+    Explanation,
+    Intervention,
+    Method,
+    Objective,
+    Pool,
+    ReplyDType,
+    Selector,
+)
+from layertap.models.selection.selectors import MAX_TEXT, parse_selector
+from layertap.service.schemas.base import StrictBody
+from layertap.service.schemas.faults import read_entries, read_field
+from layertap.service.schemas.inputs import InputBody
+from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
+from layertap.service.schemas.layers import LayerBody
+from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.types import Priority
+
+
+@dataclass(frozen=True)
+class LayerRequest:
+    """What a body asks of a model's layers: which of them, what is changed, the objective, where forwards begin.
+
+    ``verify``: outputs are put back in a second forward. ``embedding`` is there where no layers are named.
+    """
+
+    selectors: tuple[Selector, ...]
+    interventions: tuple[Intervention, ...]
+    objective: Objective | None
+    resume: Selector | None
+    verify: bool
+    embedding: Embedding | None = None
+
+
+class RequestBody(StrictBody):
+    """What the bodies of all routes that compute have in common."""
+
+    model: str | None = Field(None, max_length=256)
+    inputs: Annotated[list[InputBody], Field(max_length=100_000), FailFast()] = Field([])
+    encoding: Literal["list", "base64"] = "list"
+    objective: ObjectiveBody | None = None
+    on_error: Literal["fail", "skip"] = "fail"
+    isolated: bool = False
+    priority: Priority = "interactive"
+
+    @cached_property
+    def layer_request(self) -> LayerRequest:
+        """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
+        return LayerRequest((), (), self._read_objective(), None, verify=False)
+
+    def _read_objective(self) -> Objective | None:
+        body = self.objective
+        return read_field("/objective", body.to_objective) if body is not None else None
+
+
+class ExtractBody(RequestBody):
+    """The body of ``POST /extract``."""
+
+    # Without a default that a document would show: none at all means the model's embedding, an empty list nothing.
+    layers: Annotated[list[LayerBody], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
+    pool: Pool = "none"
+    normalize: bool = False
+    dtype: ReplyDType = "float32"
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
+    verify: bool = False
+    resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+
+    @cached_property
+    def layer_request(self) -> LayerRequest:
+        """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
+        return LayerRequest(
+            read_entries(self.layers, "layers", lambda body: body.to_selector(self.pool, self.normalize, self.dtype)),
+            read_entries(self.interventions, "interventions", InterventionBody.to_intervention),
+            self._read_objective(),
+            self._read_resume(),
+            self.verify,
+            None if self.layers else self._read_embedding(),
+        )
+
+    def _read_resume(self) -> Selector | None:
+        text = self.resume
+        return read_field("/resume", lambda: parse_selector(text)) if text is not None else None
+
+    def _read_embedding(self) -> Embedding:
+        return Embedding(self.pool if "pool" in self.model_fields_set else None, self.normalize, self.dtype)
+
+
+class ExplainBody(RequestBody):
+    """The body of ``POST /explain``."""
+
+    method: Method
+    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+
+    def to_explanation(self) -> Explanation:
+        """What is asked for; SelectorError where the layer is no selector."""
+        selector = parse_selector(self.layer) if self.layer is not None else None
+        return Explanation(self.method, selector, self.discard_ratio)

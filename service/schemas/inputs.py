@@ -1,0 +1,103 @@
+"""Inputs of a JSON body, and how they become items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, escape
+from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
+from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
+from layertap.service.schemas.base import MAX_FIELDS, StrictBody
+
+MAX_TOKENS = 131_072
+
+
+def _parse_tokens(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    # All at once: one error about very many tokens is enough.
+    if isinstance(value, list) and 0 < len(value) <= MAX_TOKENS and all(_is_token(each) for each in value):
+        return tuple(value)
+    raise PydanticCustomError("tokens", f"Input should be a list of 1 to {MAX_TOKENS} whole numbers, 0 and above")
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+TOKENS_SCHEMA = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_TOKENS},
+        {"type": "null"},
+    ],
+    "examples": [[101, 1037, 4937, 102]],
+}
+Tokens = Annotated[tuple[int, ...] | None, PlainValidator(_parse_tokens), WithJsonSchema(TOKENS_SCHEMA)]
+
+
+class TensorBody(StrictBody):
+    """A tensor: little-endian bytes in C order, as base64."""
+
+    dtype: str = Field(max_length=16)
+    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
+    data: str
+
+    def to_array(self) -> Array:
+        """The tensor as an array; InputError where its bytes and its shape do not fit each other."""
+        return read_tensor(self.dtype, self.shape, decode_base64(self.data))
+
+
+class InputBody(StrictBody):
+    """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens.
+
+    ``tensors`` has one for each input of a model, by its name.
+    """
+
+    image: str | None = None
+    url: str | None = Field(None, max_length=8192)
+    tensor: TensorBody | None = None
+    tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
+    text: str | None = Field(None, examples=["a cat sat on the mat"])
+    tokens: Tokens = None
+
+    def to_item(self) -> InputItem:
+        """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""
+        kinds = (self.image, self.url, self.tensor, self.tensors, self.text, self.tokens)
+        if sum(kind is not None for kind in kinds) != 1:
+            raise InputError("an input has exactly one of 'image', 'url', 'tensor', 'tensors', 'text' and 'tokens'")
+        if self.text is not None:
+            return TextItem(self.text)
+        if self.tokens is not None:
+            return TokensItem(self.tokens)
+        if self.tensor is not None:
+            return ArraysItem({None: self.tensor.to_array()})
+        if self.tensors is not None:
+            return ArraysItem({name: _read_named(name, body) for name, body in self.tensors.items()}, by_name=True)
+        if self.url is not None:
+            return UrlItem(self.url)
+        return ImageItem(decode_base64(self.image or ""))
+
+
+def parse_inputs(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[int, InputItem]], list[Fault]]:
+    """The inputs with their places, and the faults of those that can't be read; RequestError for these without skip."""
+    items: list[tuple[int, InputItem]] = []
+    faults: list[Fault] = []
+    for index, body in enumerate(inputs):
+        try:
+            items.append((index, body.to_item()))
+        except LayertapError as error:
+            faults.append(error.to_fault(f"/inputs/{index}", index))
+    if faults and not skip:
+        raise RequestError.from_faults(faults)
+    return items, faults
+
+
+def _read_named(name: str, body: TensorBody) -> Array:
+    try:
+        return body.to_array()
+    except InputError as error:
+        raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from None

@@ -1,0 +1,61 @@
+"""Interventions as a body describes them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from layertap.models.selection.hook_points import Intervention, Op, Operation, TensorData
+from layertap.service.inputs.arrays import require_finite
+from layertap.service.schemas.base import Index, Indices, Number
+from layertap.service.schemas.inputs import TensorBody
+from layertap.service.schemas.layers import PlaceBody
+
+MAX_INTERVENTIONS = 256
+
+
+class InterventionBody(PlaceBody):
+    """One entry of ``interventions``: where, and how the value there is changed."""
+
+    op: Op
+    by: Number | None = None
+    value: Number | None = None
+    min: Number | None = None
+    max: Number | None = None
+    std: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    tensor: TensorBody | None = None
+    channels: Indices | None = None
+    tokens: Indices | None = None
+    region: Annotated[list[Index], Field(min_length=4, max_length=4)] | None = None
+
+    def to_intervention(self) -> Intervention:
+        """What it means; SelectorError, InputError where it makes no sense."""
+        return Intervention(
+            self.parse_place(),
+            Operation(
+                op=self.op,
+                by=self.by,
+                value=self.value,
+                min=self.min,
+                max=self.max,
+                std=self.std,
+                seed=self.seed,
+                tensor=_read_finite(self.tensor) if self.tensor is not None else None,
+                channels=tuple(self.channels) if self.channels is not None else None,
+                tokens=tuple(self.tokens) if self.tokens is not None else None,
+                region=_to_box(self.region) if self.region is not None else None,
+            ),
+        )
+
+
+def _read_finite(body: TensorBody) -> TensorData:
+    array = body.to_array()
+    require_finite(array)
+    return TensorData(tuple(body.shape), array.astype("<f4").tobytes())
+
+
+def _to_box(region: list[int]) -> tuple[int, int, int, int]:
+    top, left, bottom, right = region
+    return top, left, bottom, right

@@ -1,0 +1,78 @@
+"""Pydantic's errors as faults: where and what, with a hint for each field, never the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, get_args
+
+from pydantic_core import ErrorDetails
+
+from layertap.models.errors import Fault, escape, suggest
+from layertap.models.selection.hook_points import STATS, Method, ObjectiveKind, Op, Pool, ReplyDType
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody
+from layertap.service.schemas.inputs import InputBody, TensorBody
+from layertap.service.schemas.interventions import InterventionBody
+from layertap.service.schemas.layers import LayerBody
+from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.types import Priority
+
+
+def convert_errors(errors: Iterable[ErrorDetails]) -> tuple[Fault, ...]:
+    """Pydantic's errors as faults: where and what, never the input."""
+    return tuple(Fault(_get_message(each), _get_hint(each), _make_pointer(each["loc"])) for each in errors)
+
+
+def _get_message(error: ErrorDetails) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"there is no field {escape(str(error['loc'][-1]))}"
+    return "Input should be an object" if error["type"] == "model_type" else str(error["msg"])[:200]
+
+
+def _get_hint(error: ErrorDetails) -> str:
+    names = [part for part in error["loc"] if isinstance(part, str)]
+    if not names:
+        return ""
+    if error["type"] == "extra_forbidden":
+        # It may be known elsewhere, but it is refused in this place.
+        return suggest(tuple(get_close_matches(names[-1][:100], sorted(FIELDS - {names[-1]}), n=1)))
+    return HINTS.get(names[-1], "")
+
+
+def _make_pointer(loc: tuple[int | str, ...]) -> str:
+    parts = [escape(str(part))[1:-1].replace("~", "~0").replace("/", "~1") for part in loc]
+    return "".join(f"/{part}" for part in parts)[:200]
+
+
+def _offer(literal: Any) -> str:
+    """A hint that lists the values of a Literal."""
+    *names, last = get_args(literal)
+    return f"use {', '.join(names)} or {last}"
+
+
+FIELDS = {
+    field.alias or name
+    for model in (ExtractBody, ExplainBody, LayerBody, InputBody, TensorBody, InterventionBody, ObjectiveBody)
+    for name, field in model.model_fields.items()
+}
+HINTS = {
+    "layers": 'write "layers": ["NAME", …], or ?layers=NAME,NAME',
+    "inputs": 'write "inputs": [{"image": "<base64>"}]',
+    "tokens": 'write whole numbers, 0 and above: "tokens": [0, 5]',
+    "text": 'write {"text": "a cat"}',
+    "tensor": 'write {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}',
+    "tensors": 'write {"NAME": {"dtype": "float32", "shape": [3, 32, 32], "data": "<base64>"}}',
+    "as": "use 1 to 128 of letters, digits, '_', '-' and '.'",
+    "priority": _offer(Priority),
+    "pool": _offer(Pool),
+    "dtype": _offer(ReplyDType),
+    "resume": "name the layer whose output the inputs are",
+    "stats": f"use true, or some of {', '.join(STATS)}",
+    "op": _offer(Op),
+    "method": _offer(Method),
+    "discard_ratio": "use 0 up to, not including, 1",
+    "kind": _offer(ObjectiveKind),
+    "objective": 'write "objective": {"kind": "logit", "class": "top"}',
+    "interventions": 'write "interventions": [{"layer": "NAME", "op": "zero"}]',
+    "region": "write [top, left, bottom, right]",
+}
