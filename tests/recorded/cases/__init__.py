@@ -1,0 +1,1 @@
+"""Requests by kind: each module has ``requests()``."""
