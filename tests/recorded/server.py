@@ -62,7 +62,7 @@ def environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 def run(checkout: Checkout, *words: str) -> tuple[int, str]:
     """Exit status and standard output of a command line."""
-    done = subprocess.run(
+    completed = subprocess.run(
         checkout.command(*words),
         cwd=checkout.folder,
         env=environment({}),
@@ -70,7 +70,7 @@ def run(checkout: Checkout, *words: str) -> tuple[int, str]:
         text=True,
         timeout=START_S,
     )
-    return done.returncode, done.stdout
+    return completed.returncode, done.stdout
 
 
 @contextmanager

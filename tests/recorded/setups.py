@@ -89,14 +89,14 @@ def write_nets(folder: Path) -> Path:
     return config
 
 
-def _joined(*modules: Callable[[], Iterable[Request]]) -> Callable[[], Iterable[Request]]:
+def _chain(*modules: Callable[[], Iterable[Request]]) -> Callable[[], Iterable[Request]]:
     return lambda: chain.from_iterable(module() for module in modules)
 
 
 SETUPS = (
     Setup(
         "digits",
-        _joined(
+        _chain(
             inputs.requests,
             images.requests,
             reductions.requests,
@@ -112,7 +112,7 @@ SETUPS = (
             connections.requests,
         ),
     ),
-    Setup("nets", _joined(networks.requests, texts.requests), write=write_nets),
+    Setup("nets", _chain(networks.requests, texts.requests), write=write_nets),
     Setup("limits", limits.requests, limits.SETTINGS),
     Setup("keys", keys.requests, keys.SETTINGS, keys.HEADERS),
 )

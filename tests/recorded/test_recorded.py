@@ -21,7 +21,7 @@ from tests.recorded.setups import SETUPS, Setup
 
 HERE = Checkout(Path(__file__).parents[2], Path(sys.executable))
 MODULES = (inputs, replies, interventions, explanations, routes)
-KEPT, CHANGED = "inputs/png", "changed/png"
+FIRST, CHANGED = "inputs/png", "changed/png"
 ANSWER = Answer(
     200,
     (("content-type", "application/json"), ("content-length", "73"), ("x-request-id", "0" * 32)),
@@ -29,23 +29,23 @@ ANSWER = Answer(
 )
 
 
-def some() -> Iterator[Request]:
+def few_requests() -> Iterator[Request]:
     """A few requests of several kinds, and one picture under two names, with another pixel under the second."""
     yield from chain.from_iterable(islice(module.requests(), 3) for module in MODULES)
-    for name, seed in ((KEPT, 1), (CHANGED, 2)):
+    for name, seed in ((FIRST, 1), (CHANGED, 2)):
         yield send(name, picture(seed), "image/png", layers="head")
 
 
 def test_recorded() -> None:
     """A server that starts anew gives the same answers; an answer to another picture is told from the one before."""
-    first, second = (record(HERE, [Setup("digits", some)], ()) for _ in range(2))
+    first, second = (record(HERE, [Setup("digits", few_requests)], ()) for _ in range(2))
     assert len(first["answers"]) == 3 * len(MODULES) + 2
     assert compare(first, second) == []
     changed = copy.deepcopy(second)
-    changed["answers"][KEPT] = second["answers"][CHANGED]
+    changed["answers"][FIRST] = second["answers"][CHANGED]
     differences = compare(first, changed)
     assert differences
-    assert all(line.startswith(f"{KEPT}: ") for line in differences)
+    assert all(line.startswith(f"{FIRST}: ") for line in differences)
 
 
 def test_names() -> None:

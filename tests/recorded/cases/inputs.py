@@ -74,8 +74,8 @@ PICTURE, SECOND = ("images", "image/png", PNG), ("images", "image/png", OTHER)
 
 def requests() -> Iterator[Request]:
     """Requests to ``digits`` for two layers."""
-    for name, given in JSON_INPUTS.items():
-        yield post(f"inputs/json {name}", DOCUMENT | {"inputs": given})
+    for name, entries in JSON_INPUTS.items():
+        yield post(f"inputs/json {name}", DOCUMENT | {"inputs": entries})
     for name, (data, media_type) in ARRAYS.items():
         yield send(f"inputs/{name}", data, media_type, **QUERY)
     yield send("inputs/png", PNG, "image/png", **QUERY)
