@@ -17,6 +17,7 @@ from tests.recorded.client import HOST, exchange
 from tests.recorded.request import get
 
 START_S, END_S, POLL_S = 540, 60, 0.2
+LONGEST_LOG = 4000  # characters of what a server wrote that did not start
 # One thread and one forward at a time, and no bound that depends on free memory: the same bits in every run.
 FIXED = {
     "LAYERTAP_CPU_THREADS": "1",
@@ -70,7 +71,7 @@ def run(checkout: Checkout, *words: str) -> tuple[int, str]:
         text=True,
         timeout=START_S,
     )
-    return completed.returncode, done.stdout
+    return completed.returncode, completed.stdout
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def serve(checkout: Checkout, config: Path | None, settings: Mapping[str, str]) 
             yield port
         except ServerError as error:
             log.seek(0)
-            raise ServerError(f"{error}: {log.read().decode(errors='replace')[-2000:]}") from None
+            raise ServerError(f"{error}: {log.read().decode(errors='replace')[:LONGEST_LOG]}") from None
         finally:
             _end(process)
 
