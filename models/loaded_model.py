@@ -17,17 +17,17 @@ from layertap.models import fingerprint, replica
 from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice, join_parts, select_rows
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.pooling import ReducedTensor
+from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
 from layertap.models.catalog.survey import has_same_calls, make_noise, survey
-from layertap.models.catalog.tensor_tree import iterate_tensors
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import costs, devices, memory, threads, transfer
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import count_cores
 from layertap.models.errors import InputError, LoadError, OutOfMemoryError, RequestError, SelectorError, label_failures
-from layertap.models.gradients.explanations import find_map_layers
-from layertap.models.gradients.sensitivity import PointInfo, find_last_sensitive
+from layertap.models.explanations.maps import find_map_layers
+from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs import device_decoder
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.text import TextSpec

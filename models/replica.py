@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from layertap.models.capture import hooks
 from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.hooks import attach
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,12 +26,12 @@ class Replica:
     @property
     def hooks(self) -> int:
         """Hooks of ours on it now: 0 when idle."""
-        return hooks.count_hooks(self.module) - self.own_hooks
+        return attach.count_hooks(self.module) - self.own_hooks
 
 
 def create_replica(module: nn.Module) -> Replica:
     """A replica that is the module itself."""
-    return Replica(module, FeatureExtractor(module), hooks.count_hooks(module))
+    return Replica(module, FeatureExtractor(module), attach.count_hooks(module))
 
 
 def copy_module(module: nn.Module) -> nn.Module | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from layertap.models.capture.pooling import ReducedTensor
+from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.devices import transfer
 from layertap.models.interventions.resolve import ResolvedIntervention, ResolvedObjective

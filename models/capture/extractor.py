@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice, Span, find_spans, select_span_rows
-from layertap.models.capture.hooks import ATTACH, Changes, OnCall
-from layertap.models.capture.pooling import ReducedTensor, reduce
+from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError, escape
 from layertap.models.gradients import objectives, reachability
 from layertap.models.gradients.tape import Key, Tape
+from layertap.models.hooks.attach import ATTACH, Changes, OnCall
+from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.interventions import operations
 from layertap.models.interventions.resolve import ResolvedIntervention
 from layertap.models.selection.hook_points import GRADIENTS, HookPoint, Side

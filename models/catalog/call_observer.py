@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from layertap.models.capture.hooks import ATTACH
+from layertap.models.hooks.attach import ATTACH
 
 Run = Callable[[Mapping[str, Tensor]], object]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from layertap.models.capture import attention
 from layertap.models.catalog import layout
 from layertap.models.catalog.call_observer import CallObserver, Run
 from layertap.models.catalog.sketch import Sketch
-from layertap.models.catalog.tensor_tree import Path, find_refused, iterate_tensors
+from layertap.models.hooks import attention
+from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
 
 ROWS, PLACE = 3, 1  # of the forward of several rows: how many, and which of them is the row that ran alone
 

@@ -27,9 +27,9 @@ from layertap.models.catalog.observers import (
     CallRecorder,
     TensorObservation,
 )
-from layertap.models.catalog.tensor_tree import Path
 from layertap.models.devices.dtypes import DTYPES, dtype_name
 from layertap.models.errors import IN_THE_LOG, InputError
+from layertap.models.hooks.tensor_tree import Path
 from layertap.models.spec import InputSpec
 
 Side = Literal["input", "output"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations
-from layertap.models.capture.pooling import ReducedTensor, ensure_owned
+from layertap.models.capture.reduction import ReducedTensor, ensure_owned
 from layertap.models.catalog.catalog import Costs
 from layertap.models.compiled.cuda_graphs import CudaGraphs
 from layertap.models.replica import Replica

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from layertap.models.capture.hooks import ATTACH
-from layertap.models.capture.pooling import ReducedTensor, apply_reduction
-from layertap.models.catalog.tensor_tree import iterate_tensors
+from layertap.models.capture.reduction import ReducedTensor, apply_reduction
+from layertap.models.hooks.attach import ATTACH
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.hook_points import Side
 from layertap.models.selection.plan import Capture

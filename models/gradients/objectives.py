@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from layertap.models.capture.padding import is_padded, strip_padding
-from layertap.models.capture.pooling import move_rows_first
+from layertap.models.capture.reduction import move_rows_first
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.padding import is_padded, strip_padding
 from layertap.models.selection.hook_points import Objective
 
 CLASS_OBJECTIVES = frozenset({"logit", "probability", "cross_entropy", "kl_div"})  # kinds that need (rows, classes)

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from layertap.models.capture.hooks import ATTACH, Changes
-from layertap.models.catalog.tensor_tree import iterate_tensors
 from layertap.models.devices.memory import is_device_error
+from layertap.models.hooks.attach import ATTACH, Changes
+from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.selection.hook_points import HookPoint
 
 

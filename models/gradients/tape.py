@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from layertap.models.catalog.tensor_tree import Path
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
+from layertap.models.hooks.tensor_tree import Path
 
 Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf
 

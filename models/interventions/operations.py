@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from layertap.models.capture.padding import find_own_positions, is_padded, select_row
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.padding import find_own_positions, is_padded, select_row
 from layertap.models.selection.hook_points import Operation, TensorData
 
 

@@ -11,8 +11,8 @@ from math import isfinite
 
 import torch
 
-from layertap.models.capture.padding import TextLengths
 from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.padding import TextLengths
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import CLASS_OBJECTIVES

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from layertap.models.catalog.call_observer import CallObserver
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.sketch import Sketch
-from layertap.models.catalog.tensor_tree import Path, iterate_tensors, replace_tensor
 from layertap.models.devices.memory import is_device_error
+from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
 from layertap.models.resume.resumption import (
     Calls,
     Forward,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from layertap.models.catalog.tensor_tree import iterate_tensors
+from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
 class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from layertap.models.capture.padding import TextLengths
-from layertap.models.capture.pooling import compute_reduced_shape
+from layertap.models.capture.reduction import compute_reduced_shape
 from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo, count_item_bytes
+from layertap.models.catalog.padding import TextLengths
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.interventions.resolve import (
     FLOATS,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
-from layertap.models.capture.pooling import ReducedTensor
+from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks
 from layertap.models.loaded_model import LoadedModel, out_of_memory_error

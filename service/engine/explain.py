@@ -9,8 +9,8 @@ from functools import partial
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
-from layertap.models.gradients import explanations
-from layertap.models.gradients.sensitivity import PointInfo, make_trial_objective
+from layertap.models.explanations import maps
+from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
 from layertap.models.interventions.resolve import resolve_objective
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.hook_points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site
@@ -113,7 +113,7 @@ def _made(features: Features, wanted: Explanation, spots: Sequence[PointInfo], p
 
 def _warnings(made: Array, wanted: Explanation, spots: Sequence[PointInfo]) -> Iterator[str]:
     """That a map is all zeros, where one is: it explains nothing, and does not look so once it is scaled and drawn."""
-    rows = explanations.find_zero_rows(made)
+    rows = maps.find_zero_rows(made)
     if rows:
         shown = ", ".join(map(str, rows[:SHOWN])) + (" and others" if len(rows) > SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
@@ -130,7 +130,7 @@ def _layer(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     if wanted.selector is None:
         raise ValueError("the layer is to be found out")
     found, _ = find_matches(wanted.selector, model.catalog)
-    maps = [item for item in found if explanations.is_map(item.leaf) and item.point.site == "output"]
+    maps = [item for item in found if maps.is_map(item.leaf) and item.point.site == "output"]
     if len(maps) != 1:
         raise SelectorError(
             f"{escape(wanted.selector.text)} names {len(maps)} outputs that are maps", hint="name one layer of maps"
@@ -142,7 +142,7 @@ def _input(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     """The model's input."""
     _no_layer(wanted)
     leaves = model.catalog.layers["."].calls[0].input.tensors
-    maps = [leaf for leaf in leaves if explanations.is_map(leaf)]
+    maps = [leaf for leaf in leaves if maps.is_map(leaf)]
     if not maps:
         raise SelectorError("this model takes no pictures")
     return [(HookPoint(".", 0, maps[0].path, "input"), maps[0])]
@@ -151,7 +151,7 @@ def _input(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
 def _attentions(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     """Every layer's attention."""
     _no_layer(wanted)
-    return explanations.find_attention_points(model.catalog, model.prefix_tokens)
+    return maps.find_attention_points(model.catalog, model.prefix_tokens)
 
 
 def _no_layer(wanted: Explanation) -> None:
@@ -162,31 +162,31 @@ def _no_layer(wanted: Explanation) -> None:
 
 
 def _attention_rollout(captured: _Captured) -> Array:
-    fused = [explanations.average_heads(each) for each in captured.values]
-    return explanations.rollout(fused, captured.discard, captured.prefix)
+    fused = [maps.average_heads(each) for each in captured.values]
+    return maps.rollout(fused, captured.discard, captured.prefix)
 
 
 def _gradient_rollout(captured: _Captured) -> Array:
-    return explanations.rollout(_relevant(captured), captured.discard, captured.prefix)
+    return maps.rollout(_relevant(captured), captured.discard, captured.prefix)
 
 
 def _relevance(captured: _Captured) -> Array:
-    return explanations.relevance(_relevant(captured), captured.prefix)
+    return maps.relevance(_relevant(captured), captured.prefix)
 
 
 def _relevant(captured: _Captured) -> list[Array]:
     pairs = zip(captured.values, captured.slopes, strict=True)  # by layer: a backward meets them in the other order
-    return [explanations.weight_by_gradient(*each) for each in pairs]
+    return [maps.weight_by_gradient(*each) for each in pairs]
 
 
 METHODS: dict[Method, _Method] = {
     "grad_cam": _Method(
         _layer,
         {VALUES: "output", SLOPES: "grad_output"},
-        lambda captured: explanations.grad_cam(captured.values[0], captured.slopes[0], captured.leaf),
+        lambda captured: maps.grad_cam(captured.values[0], captured.slopes[0], captured.leaf),
     ),
     "saliency": _Method(
-        _input, {SLOPES: "grad_input"}, lambda captured: explanations.saliency(captured.slopes[0], captured.leaf)
+        _input, {SLOPES: "grad_input"}, lambda captured: maps.saliency(captured.slopes[0], captured.leaf)
     ),
     "attention_rollout": _Method(_attentions, {VALUES: "attention"}, _attention_rollout, discards=True),
     "gradient_rollout": _Method(

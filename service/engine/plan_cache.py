@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from layertap.models import fingerprint
-from layertap.models.capture.padding import TextLengths
 from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.padding import TextLengths
 from layertap.models.errors import RequestError, TooLargeError
 from layertap.models.loaded_model import Shapes
 from layertap.models.selection.hook_points import GRADIENTS, Selector

@@ -16,12 +16,12 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from layertap.models.capture import hooks
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
+from layertap.models.hooks import attach
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
 from layertap.models.selection.plan import Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
@@ -271,7 +271,7 @@ def by_hand(module: nn.Module, case: Case, kept: dict[str, Tensor]) -> Iterator[
 def same_state(module: nn.Module) -> list[Any]:
     """What must be after a request as it was before it."""
     flags = [(part.training, getattr(part, "fused_attn", None), "forward" in vars(part)) for part in module.modules()]
-    return [flags, hooks.count_hooks(module), _get_current_dispatch_mode(), _get_current_function_mode()]
+    return [flags, attach.count_hooks(module), _get_current_dispatch_mode(), _get_current_function_mode()]
 
 
 @pytest.mark.parametrize("name", CASES)

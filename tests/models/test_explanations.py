@@ -8,7 +8,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import SelectorError
-from layertap.models.gradients.explanations import (
+from layertap.models.explanations.maps import (
     average_heads,
     find_attention_points,
     find_map_layers,

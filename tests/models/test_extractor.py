@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.hooks import count_hooks
-from layertap.models.capture.pooling import ReducedTensor
+from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError
+from layertap.models.hooks.attach import count_hooks
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Selector
 from layertap.models.selection.plan import Capture, Plan, make_plan

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from layertap.models.capture import hooks
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
+from layertap.models.hooks import attach
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
 from layertap.models.selection.plan import Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
@@ -225,7 +225,7 @@ def test_nothing_is_left() -> None:
     first = ours(module, catalog, x, Objective("logit", 0), "layer?:grad_input")
     assert flags == [(name, value.requires_grad) for name, value in module.named_parameters()]
     assert all(value.grad is None for value in module.parameters())
-    assert hooks.count_hooks(module) == 0
+    assert attach.count_hooks(module) == 0
     assert not module.training
     second = ours(module.requires_grad_(False), catalog, x, Objective("logit", 0), "layer?:grad_input")
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -320,7 +320,7 @@ def test_refused_where_the_model_keeps_no_graph(off: Callable[[], Any]) -> None:
     found = ours(module, catalog, x, Objective("sum"), "head:grad_input")["head:grad_input"]
     net: Any = module
     torch.testing.assert_close(found.double(), net.head.weight.sum(0).expand(2, 4), rtol=1e-6, atol=0)
-    assert hooks.count_hooks(module) == 0
+    assert attach.count_hooks(module) == 0
 
 
 @pytest.mark.parametrize("where", ["linear:grad_output", "linear:grad_input", "keep:grad_output"])

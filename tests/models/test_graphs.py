@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from layertap.models.capture import hooks
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError
+from layertap.models.hooks import attach
 from layertap.models.loaded_model import load_model
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
 from layertap.models.selection.plan import Plan, make_plan
@@ -99,7 +99,7 @@ def test_no_zeros_before_a_cut(kind: str, texts: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match="computes without gradients") as caught:
         ours(net, catalog, drawn(2, 4), *texts)
     assert "detach()" in caught.value.hint
-    assert hooks.count_hooks(net) == 0
+    assert attach.count_hooks(net) == 0
 
 
 @pytest.mark.parametrize("kind", CUTS)
@@ -304,7 +304,7 @@ def test_checkpointed(texts: tuple[str, ...]) -> None:
     assert tuple(found) == texts
     for text in texts:
         same(found[text], truth[text])
-    assert hooks.count_hooks(net) == 0
+    assert attach.count_hooks(net) == 0
 
 
 def test_checkpointed_values_are_taken_once() -> None:
@@ -355,7 +355,7 @@ def test_checkpointed_calls_that_can_not_be_told_apart() -> None:
     plan = planned(catalog, ".:grad_input", low__relu=Operation("scale", by=2.0))
     with pytest.raises(InputError, match="can't be told apart"):
         answer(net, drawn(2, 4), plan)
-    assert hooks.count_hooks(net) == 0
+    assert attach.count_hooks(net) == 0
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
@@ -369,7 +369,7 @@ def test_checkpointed_by_the_old_way() -> None:
         ours(net, catalog, x, "low.one:grad_output")
     found = ours(net, catalog, x, "head:grad_input")["head:grad_input"]
     same(found, by_hand(net, x)["high:grad_output"])
-    assert hooks.count_hooks(net) == 0
+    assert attach.count_hooks(net) == 0
 
 
 class Rounds(nn.Module):
@@ -430,4 +430,4 @@ def test_a_lost_device_is_no_cut_graph() -> None:
     net, catalog = known(Lost(detach=True), 4)
     with pytest.raises(torch.AcceleratorError):
         ours(net, catalog, drawn(2, 4), "first:grad_output")
-    assert hooks.count_hooks(net) == 0
+    assert attach.count_hooks(net) == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from layertap.models.capture.hooks import ATTACH, OnCall, count_hooks
+from layertap.models.hooks.attach import ATTACH, OnCall, count_hooks
 from layertap.models.selection import hook_points
 from layertap.models.selection.hook_points import Side
 from tests.nets import Gate, Recursive, Retries

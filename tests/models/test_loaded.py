@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models import digits
-from layertap.models.capture import hooks
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, LoadError
+from layertap.models.hooks import attach
 from layertap.models.loaded_model import MAX_CATALOGS, LoadedModel, load_model
 from layertap.models.selection.hook_points import HookPoint, Reduction
 from layertap.models.selection.plan import Capture, Plan, Result, make_plan
@@ -305,7 +305,7 @@ def test_own_hooks() -> None:
     model = load_model(replace(net_spec("Chain"), source=f"python:{__name__}:Hooked"))
     x = batch(model.inputs, 2)
     extract(model, x, "conv", "relu", max_rows=1)
-    assert (model.hooks, model.replicas[0].own_hooks, hooks.count_hooks(model.module)) == (0, 1, 1)
+    assert (model.hooks, model.replicas[0].own_hooks, attach.count_hooks(model.module)) == (0, 1, 1)
     handle = model.module.register_forward_hook(lambda *_: None)
     assert model.hooks == 1
     handle.remove()

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from layertap.models.capture.padding import TextLengths, measure_lengths, strip_padding, truncate
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.padding import TextLengths, measure_lengths, strip_padding, truncate
 from layertap.models.errors import SelectorError
 from layertap.models.inputs.text import TextSpec
 from layertap.models.interventions.operations import apply_operation

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layertap.models.capture.pooling import compute_reduced_shape, reduce
+from layertap.models.capture.reduction import compute_reduced_shape, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import InputError
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType

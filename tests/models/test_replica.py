@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models import replica
-from layertap.models.capture import hooks
 from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel, load_model
 from layertap.models.selection.plan import Capture, make_plan
 from layertap.models.selection.selectors import parse_selector
@@ -182,7 +182,7 @@ def test_hooks_that_a_module_brings_along() -> None:
     """Each replica has them, they work there, and they are not counted."""
     model = load_model(replace(here("Hooked"), inputs=net_spec("Chain").inputs), replicas=2)
     assert len(model.replicas) == 2
-    assert [hooks.count_hooks(each.module) for each in model.replicas] == [1, 1]
+    assert [attach.count_hooks(each.module) for each in model.replicas] == [1, 1]
     assert [each.own_hooks for each in model.replicas] == [1, 1]
     assert model.hooks == 0
     rows = batch(model.inputs, 2)
@@ -191,7 +191,7 @@ def test_hooks_that_a_module_brings_along() -> None:
         torch.testing.assert_close(
             extract(model, number, rows, wanted(model, "conv"))["conv"], truth["conv", 0, (), "output"]
         )
-    assert [hooks.count_hooks(each.module) for each in model.replicas] == [1, 1]
+    assert [attach.count_hooks(each.module) for each in model.replicas] == [1, 1]
 
 
 # Two threads
@@ -459,4 +459,4 @@ def test_copied_tells_what_it_could_not_do(make: Callable[[], nn.Module]) -> Non
     before = {name: value.clone() for name, value in module.state_dict().items()}
     assert replica.copy_module(module) is None
     assert all(value.equal(before[name]) for name, value in module.state_dict().items())
-    assert hooks.count_hooks(module) == 0
+    assert attach.count_hooks(module) == 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice, find_spans
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.pooling import reduce
+from layertap.models.capture.reduction import reduce
 from layertap.models.capture.statistics import list_columns
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError

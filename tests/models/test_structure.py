@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.tensor_tree import (
+from layertap.models.errors import InputError
+from layertap.models.hooks.tensor_tree import (
     find_refused,
     iterate_tensors,
     pack_arguments,
     replace_arguments,
     replace_tensor,
 )
-from layertap.models.errors import InputError
 from tests.nets import Card, Nested, Pair
 from tests.oracle import flatten
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
-from layertap.models.capture import hooks
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.errors import LayerNotReachedError
 from layertap.models.loaded_model import LoadedModel
@@ -265,7 +264,7 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
 
     with pytest.raises(KeyError):
         attach()
-    assert hooks.count_hooks(model.module) == len(left) == 2
+    assert attach.count_hooks(model.module) == len(left) == 2
     for handle in left:
         handle.remove()
     own = model.module.register_forward_hook(lambda _, args, output: None)
@@ -275,7 +274,7 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
         model.extractor(lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):
         ours(model, torch.ones(1, 2, 8, 8), "bn1:input", "layer1")
-    assert hooks.count_hooks(model.module) == 1
+    assert attach.count_hooks(model.module) == 1
     own.remove()
 
 

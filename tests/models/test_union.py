@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from layertap.models.capture import hooks
 from layertap.models.capture.batch_slices import (
     ALIGNMENT,
     BatchActivations,
@@ -30,9 +29,10 @@ from layertap.models.capture.batch_slices import (
     unpack,
 )
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.capture.pooling import ReducedTensor, reduce
+from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
+from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel, load_model
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Site
 from layertap.models.selection.plan import AVERAGES, Capture
@@ -460,7 +460,7 @@ def test_hooks_are_gone_after_a_failure(
     )
     with pytest.raises(error):
         together(model, [calm[0], Guest(wrong, calm[1].captures)])
-    assert model.hooks == hooks.count_hooks(model.module) == 0
+    assert model.hooks == attach.count_hooks(model.module) == 0
     check_all(model, calm, together(model, calm))
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from layertap.models.capture import hooks
 from layertap.models.devices import costs, memory, threads
 from layertap.models.errors import InputError
+from layertap.models.hooks import attach
 from layertap.models.loaded_model import load_model
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
@@ -224,7 +224,7 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
     assert [parameter._version for parameter in model.module.parameters()] == versions
     assert not any(part.training for part in model.module.modules())
-    assert model.hooks == hooks.count_hooks(model.module) == 0
+    assert model.hooks == attach.count_hooks(model.module) == 0
     assert _get_current_dispatch_mode() is None
 
 

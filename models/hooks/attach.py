@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layertap.models.capture import attention
-from layertap.models.catalog.tensor_tree import (
+from layertap.models.errors import InputError
+from layertap.models.hooks import attention
+from layertap.models.hooks.tensor_tree import (
     Path,
     TensorsByPath,
     iterate_tensors,
@@ -25,7 +26,6 @@ from layertap.models.catalog.tensor_tree import (
     replace_arguments,
     replace_tensor,
 )
-from layertap.models.errors import InputError
 from layertap.models.selection.hook_points import Side
 
 Changes = Mapping[Path, Tensor]

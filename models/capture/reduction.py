@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture import statistics
-from layertap.models.capture.padding import is_padded, move_padding_last, strip_padding, truncate
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.padding import is_padded, move_padding_last, strip_padding, truncate
 from layertap.models.errors import InputError
 from layertap.models.selection.hook_points import Reduction
 

@@ -1,0 +1,1 @@
+"""What our hooks on a module can see and change: sides, attention, tensors inside structures."""
