@@ -9,8 +9,8 @@ from layertap.models.catalog.catalog import Costs
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
-MIN_EFFICIENT_ROWS = 8  # a forward of so many rows is worth its start whatever it costs
-MAX_FIXED_TO_ROW_SECONDS = 0.1  # efficient: a forward's fixed seconds, spread over its rows, per second of one row
+MIN_EFFICIENT_ROWS = 8  # an efficient forward has so many rows even where its fixed cost is nothing
+MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class BatchQueue:
     @property
     def efficient_rows(self) -> int:
         """Rows from which on a forward gets hardly cheaper for each of them."""
-        rows = math.ceil(self.costs.base / (MAX_FIXED_TO_ROW_SECONDS * self.costs.per_row))
+        rows = math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row))
         return min(max(rows, MIN_EFFICIENT_ROWS), self.max_rows)
 
     def seconds(self, rows: int, depth: float = 1.0) -> float:
@@ -49,7 +49,7 @@ class QueuedRequest:
 
     ``depth``: the share of a forward's cost at which its last layer is reached; ``row_bytes``: what is kept of each
     row; ``requires_isolation``: shares a forward with no other request; ``unsplittable``: all rows in one forward, and
-    no others; ``deadline`` and ``enqueued_at`` are on the batcher's clock, ``taken_rows`` are in batches already.
+    no others; ``taken_rows`` are in batches already. Moments are on the batcher's clock, which sets the last two.
     """
 
     queue: BatchQueue
@@ -60,8 +60,9 @@ class QueuedRequest:
     deadline: float = math.inf
     requires_isolation: bool = False
     unsplittable: bool = False
-    enqueued_at: float = 0.0
     taken_rows: int = 0
+    enqueued_at: float = 0.0
+    due_at: float = 0.0
 
     @property
     def waiting_rows(self) -> int:
@@ -107,10 +108,11 @@ class Batch:
 
 @dataclass(eq=False)
 class DecodeTask:
-    """A picture that waits to be decoded; ``priority`` is its request's."""
+    """A picture that waits to be decoded; ``priority`` is its request's, the moments are set by the batcher."""
 
     priority: Priority = "interactive"
     enqueued_at: float = 0.0
+    due_at: float = 0.0
 
 
 @dataclass(frozen=True)

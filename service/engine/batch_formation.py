@@ -1,0 +1,130 @@
+"""What a batch starts with: whose rows, how many of them, on how many slots. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from layertap.service.engine.batch import Batch, BatchQueue, DeviceSlots, QueuedRequest, RowSlice
+from layertap.service.types import BatchReason
+
+MIN_SPLIT_SPEEDUP = 1.3  # rows are split: seconds of one forward of all, divided by seconds of the forwards in parallel
+MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row would take all slots
+
+
+def form_batch(
+    candidates: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int
+) -> Batch | None:
+    """The next batch of a queue, None where it needs more slots than are free.
+
+    ``candidates``: requests of one queue with rows that wait, at least one; the first one is in the batch.
+    """
+    queue = candidates[0].queue
+    shareable = [request for request in candidates if not request.runs_alone]
+    if candidates[0].runs_alone:
+        shareable = [candidates[0]]
+    companions = choose_companions(shareable)
+    rows = choose_rows(companions, device, free_slots, idle_replicas)
+    slices = tuple(slice_rows(companions, rows))
+    rows = sum(row_slice.rows for row_slice in slices)
+    slots = count_slots(queue, rows, device)
+    if slots > free_slots:
+        return None
+    depth = max(row_slice.request.depth for row_slice in slices)
+    seconds = queue.seconds(rows, depth)
+    if slots > 1 and is_single_row(queue, rows):
+        seconds /= queue.costs.speedup
+    reason = batch_reason(slices, left_out=len(shareable) - len(companions))
+    return Batch(queue, slices, slots, depth, seconds, reason)
+
+
+def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
+    """The requests that should run with the first one, itself included: those of about its depth."""
+    lowest, deepest = find_depth_range(shareable)
+    return [request for request in shareable if lowest <= request.depth <= deepest]
+
+
+def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
+    """From which depth to which requests run together with the first one: what makes all of them end soonest.
+
+    A shared forward goes to the deepest layer with all rows, but pays its fixed part once. Of all ways to cut the
+    sorted depths into ranges the cheapest is taken, by the sum of the ranges' forwards.
+    """
+    queue, depth = shareable[0].queue, shareable[0].depth
+    depths = sorted({request.depth for request in shareable})
+    rows_by_depth = dict.fromkeys(depths, 0)
+    for request in shareable:
+        rows_by_depth[request.depth] += request.waiting_rows
+    rows_before = list(accumulate(rows_by_depth.values(), initial=0))
+    cuts: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many depths: seconds, and where the last range starts
+    for stop, deepest in enumerate(depths, 1):
+        seconds = [
+            cuts[start][0] + queue.seconds(rows_before[stop] - rows_before[start], deepest) for start in range(stop)
+        ]
+        cuts.append(min(zip(seconds, range(stop), strict=True)))
+    stop = len(depths)
+    while depths[cuts[stop][1]] > depth:
+        stop = cuts[stop][1]
+    return depths[cuts[stop][1]], depths[stop - 1]
+
+
+def choose_rows(companions: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int) -> int:
+    """How many rows the next forward should have, as far as memory allows."""
+    queue = companions[0].queue
+    waiting_rows = sum(request.waiting_rows for request in companions)
+    if companions[0].runs_alone:
+        return min(waiting_rows, queue.padded_rows or queue.max_rows, queue.max_rows)
+    single_row = is_single_row(queue, 1)
+    all_free = free_slots == device.slots > 1
+    if single_row and all_free and waiting_rows <= MIN_PARALLEL_ROWS * queue.costs.speedup:
+        return 1  # one after the other on all slots ends sooner than in parallel
+    parallel = min(free_slots // queue.slots, idle_replicas) if device.parallel else 1
+    rows = max(split_rows(queue, waiting_rows, parallel), MIN_PARALLEL_ROWS if single_row else 1)
+    return min(rows, queue.padded_rows or queue.efficient_rows, queue.max_rows)
+
+
+def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:
+    """Rows of each forward in parallel; all of them where the fixed part of more forwards is more than they gain."""
+    share = math.ceil(rows / max(parallel, 1))
+    return rows if queue.seconds(rows) < MIN_SPLIT_SPEEDUP * queue.seconds(share) else share
+
+
+def slice_rows(companions: Sequence[QueuedRequest], rows: int) -> Iterator[RowSlice]:
+    """The first so many rows, within the memory that a forward may take; at least one, all of what is unsplittable."""
+    free_rows, free_bytes = rows, companions[0].queue.max_bytes
+    for request in companions:
+        row_bytes = request.queue.costs.row_bytes + request.row_bytes
+        count = min(request.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
+        if request is companions[0]:
+            count = request.waiting_rows if request.unsplittable else max(count, 1)
+        if count <= 0:
+            return
+        yield RowSlice(request, request.taken_rows, request.taken_rows + count)
+        if count < request.waiting_rows:
+            return  # rows of others do not pass what is left of it
+        free_rows, free_bytes = free_rows - count, free_bytes - count * row_bytes
+
+
+def count_slots(queue: BatchQueue, rows: int, device: DeviceSlots) -> int:
+    """All of them for a single row that gains by it, else the queue's: it depends on nothing but the number of rows.
+
+    Other threads make other bits, so that a batch of the same shape must always get the same number of them.
+    """
+    return device.slots if is_single_row(queue, rows) else min(queue.slots, device.slots)
+
+
+def is_single_row(queue: BatchQueue, rows: int) -> bool:
+    """Whether a forward of so many rows is one of a single row that ends sooner on all slots."""
+    return (queue.padded_rows or rows) == 1 and queue.costs.speedup > 1
+
+
+def batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:
+    """Why a batch has just these rows; ``left_out``: requests that could have shared it, were their depth near."""
+    if slices[0].request.runs_alone:
+        return "isolated"
+    if left_out:
+        return "sharing_costs"
+    if len(slices) == 1:
+        return "single"
+    return "same_depth" if len({row_slice.request.depth for row_slice in slices}) == 1 else "sharing_pays"
