@@ -11,8 +11,7 @@ from fastapi import FastAPI
 
 from layertap.models.registry import Registry
 from layertap.models.sources import python
-from layertap.service import config
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.fetch.fetcher import Fetcher
@@ -80,7 +79,7 @@ def create_engine(
     ``fetcher`` is one for the same settings; without ``warm`` all models run with hooks.
     """
     if configuration is None:
-        configuration = config.read(settings.config) if settings.config else config.embedded()
+        configuration = read_configuration(settings.config) if settings.config else make_default_configuration()
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     figures = Metrics()
     plans = settings.cache_dir / "plans" if warm else None

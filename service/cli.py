@@ -25,7 +25,7 @@ from layertap.models.selection.hook_points import Reduction, Selector
 if TYPE_CHECKING:  # torch and FastAPI are imported by the commands that need them: --help answers at once
     from layertap.models.registry import Registry
     from layertap.models.selection.plan import Plan
-    from layertap.service.config import Configuration
+    from layertap.service.config.configuration import Configuration
     from layertap.service.engine.engine import Engine, SizeCheck
     from layertap.service.engine.model_manager import ModelManager
     from layertap.service.engine.request import ExtractRequest
@@ -262,7 +262,7 @@ def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
 
     LayertapError.
     """
-    from layertap.service import config
+    from layertap.service.config.configuration import read_configuration
     from layertap.service.settings import LOOPBACK
 
     settings = _settings(**given)
@@ -270,7 +270,7 @@ def _checked(**given: Any) -> tuple[Settings, Configuration | None, Fetcher]:
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
-    configuration = config.load(settings.config) if settings.config else None
+    configuration = read_configuration(settings.config, before_loading=True) if settings.config else None
     from layertap.service.fetch.fetcher import Fetcher  # takes as long to import as all above
 
     return settings, configuration, Fetcher(settings)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.markup import escape
 
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from layertap.service.http.sockets import Address, url
 from layertap.service.logs import printable
 from layertap.service.settings import Settings

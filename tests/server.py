@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 
 from layertap.service.app import create_app
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from layertap.service.engine.engine import Engine
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http.server_options import make_server_options

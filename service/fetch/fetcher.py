@@ -73,7 +73,7 @@ class RejectedResponse(Exception):  # noqa: N818  (nobody outside sees it)
 
 
 class Fetcher:
-    """Fetches pictures from the hosts that ``LAYERTAP_ALLOW_URLS`` names; ConfigError where one of these is no host.
+    """Fetches pictures from the hosts that ``LAYERTAP_ALLOW_URLS`` names; SettingsError where one of these is no host.
 
     Used on the event loop, which it never blocks. ``resolve`` gives a host's addresses, the system's own
     without it; ``tls`` says which

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address
 
 from layertap.models.errors import InputError, escape
-from layertap.service.config import ConfigError
+from layertap.service.settings import SettingsError
 
 PORTS = {"http": 80, "https": 443}
 # Classes are written out: with re.IGNORECASE some letters beyond ASCII would match as well.
@@ -60,13 +60,13 @@ class AllowedHost:
 
 
 class AllowedHosts:
-    """The hosts that pictures are fetched from; ConfigError where an entry is no host, or private without being one."""
+    """The hosts that pictures are fetched from; SettingsError where an entry is no host, or is private only."""
 
     def __init__(self, allowed: Sequence[str], private: Sequence[str]) -> None:
         hosts, privates = [_entry(text) for text in allowed], [_entry(text) for text in private]
         for host, text in zip(privates, private, strict=True):
             if host.below or host not in hosts:
-                raise ConfigError(
+                raise SettingsError(
                     f"LAYERTAP_ALLOW_PRIVATE_URLS: {escape(text)} is not a single host of LAYERTAP_ALLOW_URLS",
                     hint="write it in both, in the same way",
                 )
@@ -103,7 +103,7 @@ def _entry(text: str) -> AllowedHost:
         good = _is_name(name) and "." in name if below else _is_name(name) or _is_address(name)
         if good and port < 2**16:
             return AllowedHost(name, port or None, below)
-    raise ConfigError(
+    raise SettingsError(
         f"LAYERTAP_ALLOW_URLS: {escape(text)} is not a host",
         hint="write example.org, *.example.org or example.org:8080",
     )

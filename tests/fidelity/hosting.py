@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.fidelity.asking import LIMITS, everything, posted, promised, slices
 from tests.fidelity.compare import ATOL, RTOL, Tally, named
 from tests.fidelity.reductions import Axes, flat, mean

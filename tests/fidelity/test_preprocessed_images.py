@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model_weights
 
 from layertap.models.spec import ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.fidelity.asking import LIMITS
 from tests.fidelity.cases import torchvision_case
 from tests.fidelity.compare import Tally

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.server import serving
 from tests.service.support import npy, raw
 

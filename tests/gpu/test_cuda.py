@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from layertap.models.capture.batch_slices import copy_packed
 from layertap.models.devices.transfer import MOST_BYTES, to_device, to_host
 from layertap.models.spec import ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.oracle import record, seeded
 from tests.server import serving
 

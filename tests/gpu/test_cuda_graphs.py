@@ -25,7 +25,7 @@ from layertap.models.loaded_model import LoadedModel, load_model
 from layertap.models.selection.plan import Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.nets import batch
 from tests.server import serving
 from tests.service.support import arrays_of, npy, raw

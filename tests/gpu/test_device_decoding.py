@@ -15,7 +15,7 @@ from sklearn.datasets import load_sample_images
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.preprocess import preprocess
 from layertap.models.spec import ModelSpec, PreprocessSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service.support import arrays_of, image, problem, raw, tensor
 

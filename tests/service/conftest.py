@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service import support
 from tests.service.busy import until

@@ -22,7 +22,7 @@ from PIL import Image
 
 from layertap.models.digits import spec as digits
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.server import Live
 
 Array = NDArray[Any]

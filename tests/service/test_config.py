@@ -11,7 +11,8 @@ import safetensors.torch
 
 from layertap.models.digits import WEIGHTS
 from layertap.models.spec import InputSpec, PreprocessSpec
-from layertap.service.config import ConfigError, embedded, load, read
+from layertap.service.config.configuration import make_default_configuration, read_configuration
+from layertap.service.config.document import ConfigError
 from tests.service.busy import ask
 from tests.service.conftest import Serve
 from tests.service.nets_http import Gated
@@ -104,7 +105,7 @@ def written(folder: Path, text: str, name: str = "models.yaml") -> Path:
 
 def test_yaml(tmp_path: Path) -> None:
     """Every field is read, tuples from lists, and what is left out has its default."""
-    configuration = read(written(tmp_path, WHOLE))
+    configuration = read_configuration(written(tmp_path, WHOLE))
     one, two = configuration.models
     assert configuration.default == "two"
     assert (one.name, one.source, one.weights, one.device) == ("one.A_b-1", "torchvision:resnet50", "random:7", "cpu")
@@ -121,7 +122,7 @@ def test_yaml(tmp_path: Path) -> None:
 def test_tf32(tmp_path: Path) -> None:
     """Models that no GPU runs in float32 need not agree with those that one may."""
     others = "{name: b, source: 'a:b', device: cpu}, {name: c, source: 'a:b', dtype: bfloat16}"
-    configuration = read(written(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]"))
+    configuration = read_configuration(written(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]"))
     assert [spec.tf32 for spec in configuration.models] == [True, False, False]
 
 
@@ -131,7 +132,7 @@ def test_for_a_gpu(tmp_path: Path, device: str) -> None:
     for mode in ("bilinear", "bicubic"):
         how = f"decode: device, device: '{device}', preprocess: {{resize: 8, interpolation: {mode}}}"
         warm = "warm: [{layers: [a], compile: true, cuda_graphs: [32, 1, 8]}, {layers: [b]}]"
-        (spec,) = read(written(tmp_path, MODEL.format(f"{how}, {warm}"))).models
+        (spec,) = read_configuration(written(tmp_path, MODEL.format(f"{how}, {warm}"))).models
         assert spec.decode == "device"
         assert [each.cuda_graphs for each in spec.warm] == [(32, 1, 8), ()]
 
@@ -139,7 +140,7 @@ def test_for_a_gpu(tmp_path: Path, device: str) -> None:
 def test_json(tmp_path: Path) -> None:
     """A JSON file says the same; without a default the first model is it."""
     data = {"models": [{"name": "a", "source": "timm:x", "weights": "/abs/w.pth"}, {"name": "b", "source": "timm:y"}]}
-    configuration = read(written(tmp_path, json.dumps(data), "models.json"))
+    configuration = read_configuration(written(tmp_path, json.dumps(data), "models.json"))
     assert [(spec.name, spec.source) for spec in configuration.models] == [("a", "timm:x"), ("b", "timm:y")]
     assert configuration.models[0].weights == "/abs/w.pth"
     assert configuration.default == "a"
@@ -161,7 +162,7 @@ def test_json(tmp_path: Path) -> None:
 def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
     """A relative checkpoint is looked for beside the file; names of weights stay as they are."""
     file = written(tmp_path, MODEL.format(f"weights: '{weights}'"))
-    assert read(file).models[0].weights == expected.format(tmp_path)
+    assert read_configuration(file).models[0].weights == expected.format(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
 )
 def test_directories(tmp_path: Path, source: str, expected: str) -> None:
     """A relative directory is looked for beside the file, and only its last part is shown; other sources stay."""
-    (spec,) = read(written(tmp_path, f"models: [{{name: a, source: '{source}'}}]")).models
+    (spec,) = read_configuration(written(tmp_path, f"models: [{{name: a, source: '{source}'}}]")).models
     assert spec.source == expected.format(tmp_path)
     assert spec.shown_source == (source if source.partition(":")[0] != "transformers" else "transformers:bert")
 
@@ -186,7 +187,7 @@ def test_bad(tmp_path: Path, text: str) -> None:
     """What makes no sense is refused with the file's name and the place."""
     file = written(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        read(file)
+        read_configuration(file)
     assert str(file) in caught.value.detail
     assert BAD[text] in caught.value.detail
     assert "_File" not in caught.value.detail
@@ -209,7 +210,7 @@ def test_all_mistakes(tmp_path: Path) -> None:
     """Unknown keys are told all at once, each with its line and the nearest that there is."""
     file = written(tmp_path, MISTAKES)
     with pytest.raises(ConfigError) as caught:
-        read(file)
+        read_configuration(file)
     unknown = [
         *((4, "models.0.wieghts", "weights"), (5, "models.0.preprocess.resiz", "resize")),
         *((6, "models.0.preprocess.meen", "mean"), (7, "models.0.warm.1.layer", "layers")),
@@ -264,9 +265,9 @@ BESIDE = [  # that a look at the libraries and at the machine shows
 def test_mistakes_of_all_stages(tmp_path: Path) -> None:
     """No mistake hides another one, of its own entry or of others, whatever it takes to see it; by lines."""
     file = written(tmp_path, STAGES)
-    for look, expected in ((read, ALONE), (load, ALONE + BESIDE)):
+    for before_loading, expected in ((False, ALONE), (True, ALONE + BESIDE)):
         with pytest.raises(ConfigError) as caught:
-            look(file)
+            read_configuration(file, before_loading=before_loading)
         lines = [line.removeprefix(f"{file}:") for line in caught.value.detail.splitlines()]
         ordered = sorted(expected, key=lambda text: (int(text.partition(":")[0]), text))
         assert len(lines) == len(ordered), lines
@@ -278,7 +279,7 @@ def test_default_of_a_refused_entry(tmp_path: Path) -> None:
     for name in ("name: b", "nmae: b"):
         text = f"models: [{{name: a, source: 'a:b'}}, {{{name}, source: 'a:b', colour: red}}]\ndefaults: {{model: b}}"
         with pytest.raises(ConfigError) as caught:
-            read(written(tmp_path, text))
+            read_configuration(written(tmp_path, text))
         assert "is not among" not in caught.value.detail
 
 
@@ -304,9 +305,9 @@ UNLOADABLE = {
 def test_unloadable(tmp_path: Path, entry: str) -> None:
     """What no load could make good is refused before any, with its line."""
     file = written(tmp_path, f"models:\n- name: good\n  source: torchvision:vgg11\n- {{name: a, {entry}}}\n")
-    assert len(read(file).models) == 2
+    assert len(read_configuration(file).models) == 2
     with pytest.raises(ConfigError) as caught:
-        load(file)
+        read_configuration(file, before_loading=True)
     (line,) = caught.value.detail.splitlines()
     assert line.startswith(f"{file}:4: models.1.{UNLOADABLE[entry]}")
 
@@ -322,7 +323,7 @@ def test_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         *("source: 'torchvision:vgg11', device: 'cuda:7', required: false", "source: 'timm:resnet18.a1_in1k'"),
     )
     listed = "".join(f"- {{name: a{number}, {entry}}}\n" for number, entry in enumerate(entries))
-    configuration = load(written(tmp_path, f"models:\n{listed}"))
+    configuration = read_configuration(written(tmp_path, f"models:\n{listed}"), before_loading=True)
     assert [spec.required for spec in configuration.models] == [True, True, False, True, False, True]
 
 
@@ -331,12 +332,12 @@ def test_unreadable(tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\0")
     for name in ("nowhere.yaml", "", "bytes"):
         with pytest.raises(ConfigError, match=r"read|not YAML"):
-            read(tmp_path / name)
+            read_configuration(tmp_path / name)
 
 
 def test_embedded() -> None:
     """Without a file there is ``digits``, loaded at once, and architectures that are loaded when asked for."""
-    configuration = embedded()
+    configuration = make_default_configuration()
     assert configuration.default == "digits"
     assert [spec.name for spec in configuration.models if spec.load == "startup"] == ["digits"]
     assert len(configuration.models) > 50
@@ -353,7 +354,7 @@ def test_served(serve: Serve, tmp_path: Path) -> None:
         {"name": "broken", "weights": "broken.pth", "required": False, **entry},
     ]
     (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
-    configuration = load(written(tmp_path, json.dumps({"models": models})))
+    configuration = read_configuration(written(tmp_path, json.dumps({"models": models})), before_loading=True)
     with serve(configuration) as live:
         found = arrays_of(ask(live))
         weight, bias = (value.detach().numpy() for value in module.linear.parameters())

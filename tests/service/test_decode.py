@@ -20,7 +20,7 @@ from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.preprocess import compute_least_size, preprocess
 from layertap.models.spec import PreprocessSpec
-from layertap.service.config import Configuration, read
+from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -240,7 +240,7 @@ def test_over_http(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('fast', how)}]", encoding="utf-8")
     large, small = photo((1600, 1200)), photo((64, 48))
-    with serve(Configuration((digits(), *read(file).models), "exact")) as live:
+    with serve(Configuration((digits(), *read_configuration(file).models), "exact")) as live:
         one, other = asked(live, "exact", large, small), asked(live, "fast", large, small)
         assert one["fingerprint"] != other["fingerprint"]
         assert one["fingerprint"] == asked(live, "exact", small)["fingerprint"]

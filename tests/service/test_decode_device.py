@@ -19,7 +19,7 @@ from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.loaded_model import LoadedModel, load_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
-from layertap.service.config import Configuration, read
+from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.engine.decoder import decode_item
 from layertap.service.inputs.images import plain_jpeg
 from layertap.service.inputs.items import ImageItem
@@ -172,7 +172,7 @@ def test_without_a_gpu(serve: Serve, tmp_path: Path) -> None:
     how = "inputs: [{name: image, shape: [3, 32, 32]}], preprocess: {resize: 32, crop: 32}"
     file = tmp_path / "models.yaml"
     file.write_text(f"models: [{entry.format('exact', how)}, {entry.format('device', how)}]", encoding="utf-8")
-    with serve(Configuration((digits(), *read(file).models), "exact")) as live:
+    with serve(Configuration((digits(), *read_configuration(file).models), "exact")) as live:
         replies = {}
         for name in ("exact", "device"):
             body = {"model": name, "layers": ["block1:input"], "inputs": [image(JPEG), image(OTHERS["PNG"])]}

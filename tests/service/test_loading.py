@@ -15,7 +15,7 @@ from torchvision.models import resnet18
 
 from layertap.models import loaded_model
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.models import plain_weights
 from tests.oracle import seeded
 from tests.service.conftest import Serve

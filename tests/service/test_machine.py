@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from layertap.models.digits import spec as digits
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests import transformers_nets
 from tests.nets import INPUTS
 from tests.server import serving

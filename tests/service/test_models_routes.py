@@ -11,7 +11,7 @@ import pytest
 from layertap.models.digits import WEIGHTS
 from layertap.models.digits import spec as digits
 from layertap.models.weights.checkpoints import digest_weights
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service.busy import ask
 from tests.service.support import Json, image, picture, problem

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import UPRIGHT, Array, arrays_of, raw

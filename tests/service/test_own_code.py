@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from layertap.service.config import ConfigError, Configuration, load
+from layertap.service.config.configuration import Configuration, read_configuration
+from layertap.service.config.document import ConfigError
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
 from tests.service.support import Json, npy, problem, raw, rows
@@ -67,7 +68,7 @@ def written(folder: Path, name: str, *, first: str = "", built: str = "", width:
 def configuration(folder: Path, source: str, **fields: object) -> Configuration:
     entry = {"name": "own", "source": source, "inputs": [{"name": "x", "shape": [4]}], "device": "cpu", **fields}
     (folder / "models.json").write_text(json.dumps({"models": [entry]}))
-    return load(folder / "models.json")
+    return read_configuration(folder / "models.json", before_loading=True)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[Json]:

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from layertap.models.errors import InputError
-from layertap.service.config import ConfigError
 from layertap.service.fetch.addresses import is_allowed
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.settings import Settings
+from layertap.service.settings import Settings, SettingsError
 from tests.server import Live
 from tests.service import canary as canaries
 from tests.service import support
@@ -489,14 +488,14 @@ def test_tls(serve: Serve, names: Names, certificate: Path) -> None:
 )
 def test_bad_hosts(entry: str) -> None:
     """A setting that names no host, or one that a resolver may take for a number, keeps the server from starting."""
-    with pytest.raises(ConfigError, match="is not a host"):
+    with pytest.raises(SettingsError, match="is not a host"):
         Fetcher(Settings(allow_urls=(entry,)))
 
 
 @pytest.mark.parametrize("private", ["b.org", "a.org", "a.org:81", "*.c.org", "x.c.org"])
 def test_bad_private_hosts(private: str) -> None:
     """Only a single host that is allowed may be private, at the same port."""
-    with pytest.raises(ConfigError, match="LAYERTAP_ALLOW_PRIVATE_URLS"):
+    with pytest.raises(SettingsError, match="LAYERTAP_ALLOW_PRIVATE_URLS"):
         Fetcher(Settings(allow_urls="a.org:80, *.c.org", allow_private_urls=private))
 
 

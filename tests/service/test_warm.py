@@ -14,7 +14,7 @@ import pytest
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.loaded_model import load_model
 from layertap.models.spec import WarmSpec
-from layertap.service.config import Configuration
+from layertap.service.config.configuration import Configuration
 from tests.conftest import WARM, net_spec
 from tests.server import Live
 from tests.service.conftest import Serve

@@ -1,0 +1,1 @@
+"""The configuration file: which models there are. YAML, of which JSON is a part."""

@@ -1,0 +1,71 @@
+"""A YAML file with the lines of what it holds, so that each mistake is told with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from layertap.models.errors import LayertapError
+from layertap.models.sources.check import Place
+
+Mistake = tuple[Place, str]
+HINT = "LAYERTAP_CONFIG or --config names it"
+
+
+class ConfigError(LayertapError):
+    """The configuration file can't be read or makes no sense; a line for each mistake."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a file holds, and where."""
+
+    path: Path
+    data: object
+    root: yaml.Node | None
+
+    def refuse(self, mistakes: Iterable[Mistake]) -> None:
+        """ConfigError where there are any mistakes."""
+        rows = sorted((self._find_line(place), ".".join(map(str, place)), text) for place, text in mistakes)
+        if rows:
+            lines = (f"{self.path}:{line}: {': '.join(filter(None, (place, text)))}" for line, place, text in rows)
+            raise ConfigError("\n".join(lines))
+
+    def _find_line(self, place: Place) -> int:
+        """The line of a place, or of the part of it that is there."""
+        node, line = self.root, 0
+        for part in place:
+            if isinstance(node, yaml.MappingNode):
+                pairs = [pair for pair in node.value if pair[0].value == part]
+                if not pairs:
+                    break
+                line, node = pairs[-1][0].start_mark.line, pairs[-1][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+                node = node.value[part]
+                line = node.start_mark.line
+            else:
+                break
+        return line + 1
+
+
+def read_document(path: Path) -> Document:
+    """The file at ``path``; ConfigError where it can't be read, or is no YAML."""
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}", hint=HINT) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
+    try:
+        root = loader.get_single_node()
+        return Document(path, None if root is None else loader.construct_document(root), root)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}") from error
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
+    finally:
+        loader.dispose()
