@@ -240,7 +240,7 @@ def extract(
         raise LayertapError(f"can't write {file}", hint="use a name that ends in ." + ", .".join(FORMATS))
     form = FORMATS[format_name]
     engine = _engine(config)
-    reserved = form.reserved | form.of_files
+    reserved = form.reserved | form.reserved_for_files
     features = asyncio.run(_extract(engine, images, _selectors(layers, pool, normalize), model, reserved))
     if file is None:
         out.print(_summary(features))
@@ -302,7 +302,7 @@ async def _extract(
     from layertap.service.engine.decoder import get_preprocessing
     from layertap.service.engine.request import ExtractRequest
     from layertap.service.features import join_features
-    from layertap.service.formats.table import check_names
+    from layertap.service.formats.reply_format import check_names
 
     def fits(plan: Plan, rows: int) -> None:
         """A file may be as large as the disk holds."""

@@ -7,15 +7,16 @@ infinity: in lists they become null; ``encoding: base64`` keeps them.
 from __future__ import annotations
 
 from binascii import b2a_base64
-from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import orjson
 
-from layertap.models.errors import Fault
 from layertap.service.features import Array, Features
-from layertap.service.formats.negotiation import Encoding
+from layertap.service.formats.arrays import to_little_endian
+from layertap.service.formats.plain_data import describe_errors, describe_receipts
+from layertap.service.formats.reply_format import Encoding
+
+NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
 
 
 def encode(features: Features, encoding: Encoding) -> bytes:
@@ -28,9 +29,9 @@ def encode(features: Features, encoding: Encoding) -> bytes:
             "model": features.model,
             "fingerprint": features.fingerprint,
             "rows": features.rows,
-            "features": {key: _entry(features, key, encoding) for key in features.arrays},
-            "receipts": receipts(features),
-            "errors": errors(features),
+            "features": {key: _make_entry(features, key, encoding) for key in features.arrays},
+            "receipts": describe_receipts(features),
+            "errors": describe_errors(features),
             **({"verified": True} if features.verified else {}),
             **({"interventions": features.interventions} if features.interventions else {}),
             **({"warnings": features.warnings} if features.warnings else {}),
@@ -39,34 +40,20 @@ def encode(features: Features, encoding: Encoding) -> bytes:
     )
 
 
-def receipts(features: Features) -> dict[str, dict[str, Any]]:
-    """Each result's receipt as plain data."""
-    return {key: receipt.as_dict() for key, receipt in features.receipts.items()}
+def estimate_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
+    """About how large a reply is that holds so many numbers of so many bytes."""
+    return numbers * NUMBER_BYTES if encoding == "list" else nbytes * 4 // 3
 
 
-def errors(features: Features) -> list[dict[str, Any]]:
-    """The faults of the inputs that were left out, as plain data; what a fault does not have is left out."""
-    return [_without_blanks(fault) for fault in features.errors]
-
-
-def little_endian(array: Array) -> Array:
-    """The array in the byte order and memory order of every format here; itself where it is so already."""
-    return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
-
-
-def _entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:
-    array = little_endian(features.arrays[key])
-    data = b2a_base64(array.data, newline=False).decode("ascii") if encoding == "base64" else _listed(array)
+def _make_entry(features: Features, key: str, encoding: Encoding) -> dict[str, Any]:
+    array = to_little_endian(features.arrays[key])
+    data = b2a_base64(array.data, newline=False).decode("ascii") if encoding == "base64" else _to_list(array)
     entry = {"shape": array.shape, "dtype": array.dtype.name, "data": data}
     if key in features.scales:
-        entry["scale"] = _listed(little_endian(features.scales[key]))
+        entry["scale"] = _to_list(to_little_endian(features.scales[key]))
     return entry
 
 
-def _listed(array: Array) -> Any:
-    # orjson writes numpy scalars, but no arrays without an axis.
+def _to_list(array: Array) -> Any:
+    # orjson writes arrays as nested lists, and numpy scalars, but no arrays without an axis.
     return array if array.ndim else array[()]
-
-
-def _without_blanks(fault: Fault) -> dict[str, Any]:
-    return {key: value for key, value in asdict(fault).items() if value not in ("", None)}

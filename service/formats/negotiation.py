@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Protocol, TypeVar
 
 from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
-from layertap.service.features import Features
-
-Encoding = Literal["list", "base64"]
 
 _MAX_RANGES = 64
 _MAX_PARAMETERS = 16
 
 
-@dataclass(frozen=True)
-class Format:
-    """One way to write a reply: its name in ``?format=``, its media type, and features to bytes.
-
-    ``reserved`` are names that it needs for itself where inputs were left out, so that no result may have them;
-    ``of_files`` those that it needs where the rows are of files.
-    """
-
-    name: str
-    media_type: str
-    encode: Callable[[Features, Encoding], bytes]
-    reserved: frozenset[str] = frozenset()
-    of_files: frozenset[str] = frozenset()
-
-
-class Offer(Protocol):
+class Representation(Protocol):
     """Something that can be replied with."""
 
     @property
@@ -39,7 +20,7 @@ class Offer(Protocol):
         """What it is called in ``Accept``."""
 
 
-T = TypeVar("T", bound=Offer)
+T = TypeVar("T", bound=Representation)
 
 
 def negotiate(accept: str | None, format: str | None, formats: Mapping[str, T]) -> T:  # noqa: A002
@@ -54,7 +35,7 @@ def negotiate(accept: str | None, format: str | None, formats: Mapping[str, T]) 
         return formats[format]
     if accept is None or not accept.strip(" \t,"):
         return next(iter(formats.values()))
-    ranges = _qualities(accept)
+    ranges = _parse_qualities(accept)
     best = max(formats.values(), key=lambda each: _rank(each.media_type, ranges))
     if _rank(best.media_type, ranges)[0] <= 0:
         hint = "accept one of " + ", ".join(each.media_type for each in formats.values())
@@ -71,24 +52,24 @@ def _rank(media_type: str, ranges: Mapping[str, float]) -> tuple[float, int]:
     return 0.0, -len(candidates)
 
 
-def _qualities(accept: str) -> dict[str, float]:
+def _parse_qualities(accept: str) -> dict[str, float]:
     """Media ranges to their qualities; of a repeated one, the highest."""
-    found: dict[str, float] = {}
-    for media_range, quality in _ranges(accept):
-        found[media_range] = max(quality, found.get(media_range, 0.0))
-    return found
+    qualities: dict[str, float] = {}
+    for media_range, quality in _split_ranges(accept):
+        qualities[media_range] = max(quality, qualities.get(media_range, 0.0))
+    return qualities
 
 
-def _ranges(accept: str) -> Iterator[tuple[str, float]]:
+def _split_ranges(accept: str) -> Iterator[tuple[str, float]]:
     # What exceeds the bounds is ignored, so that a huge header costs no more than a long one.
     for element in accept.split(",", _MAX_RANGES)[:_MAX_RANGES]:
         media_range, *parameters = element.split(";", _MAX_PARAMETERS)[:_MAX_PARAMETERS]
-        quality = _quality(parameters)
+        quality = _parse_quality(parameters)
         if quality is not None:
             yield media_range.strip().lower(), quality
 
 
-def _quality(parameters: list[str]) -> float | None:
+def _parse_quality(parameters: list[str]) -> float | None:
     """The value of ``q``, 1 without one, None for one that is no number between 0 and 1."""
     for parameter in parameters:
         name, _, value = parameter.partition("=")

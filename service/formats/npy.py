@@ -10,14 +10,14 @@ from numpy.lib import format as npy_format
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.formats.json import little_endian
-from layertap.service.formats.negotiation import Encoding
+from layertap.service.formats.arrays import to_little_endian
+from layertap.service.formats.reply_format import Encoding
 
 _HINT = "use application/x-npz (format=npz), which holds any number of arrays"
 
 
 def encode(features: Features, encoding: Encoding) -> bytes:
-    """The only result as a .npy file; ``encoding`` has no bearing on it.
+    """The only result as a .npy file; ``encoding`` changes nothing.
 
     NotAcceptableError: none or several results, or one with a scale.
     """
@@ -28,20 +28,20 @@ def encode(features: Features, encoding: Encoding) -> bytes:
         raise NotAcceptableError("application/x-npy has no place for the scale of an int8 result", hint=_HINT)
     stream = BytesIO()
     for array in features.arrays.values():
-        write(stream, array)
+        write_npy(stream, array)
     return stream.getvalue()
 
 
-def write(stream: IO[bytes], array: Array) -> None:
+def write_npy(stream: IO[bytes], array: Array) -> None:
     """Append ``array`` to ``stream`` as a .npy file, format version 1.0."""
-    array = little_endian(array)
-    stream.write(_header(array.shape, array.dtype.str))
+    array = to_little_endian(array)
+    stream.write(_make_header(array.shape, array.dtype.str))
     stream.write(array.data)
 
 
 @lru_cache(maxsize=256)
-def _header(shape: tuple[int, ...], dtype: str) -> bytes:
-    """What precedes the data of an array in C order; kept, as to write it takes longer than an embedding's numbers."""
+def _make_header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """What precedes the data of an array in C order; cached, for writing it takes longer than writing an embedding."""
     stream = BytesIO()
     npy_format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
     return stream.getvalue()

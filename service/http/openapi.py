@@ -88,7 +88,7 @@ def _route(body: str, *parameters: dict[str, Any]) -> dict[str, Any]:
                         "schema": {"type": "string"},
                     }
                 },
-                "content": {each.media_type: BINARY if each.name != "json" else {} for each in FORMATS.values()},
+                "content": {each.media_type: BINARY if each.binary else {} for each in FORMATS.values()},
             },
             "400": _problem("Not JSON, or broken multipart"),
             "401": _problem("A key is missing or not known"),

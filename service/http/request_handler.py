@@ -15,7 +15,8 @@ from layertap.service.engine.request import ExtractRequest, Timings
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.negotiation import negotiate
-from layertap.service.formats.table import FORMATS, Encoding, Format, check_names, predicted_bytes
+from layertap.service.formats.reply_format import Encoding, ReplyFormat, check_names
+from layertap.service.formats.table import FORMATS
 from layertap.service.http import body as body_
 from layertap.service.http.disconnect import run_while_connected
 from layertap.service.http.parsing import EndpointSpec, ParsedBody, Query, RawRequest, parse_request
@@ -33,7 +34,7 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}
 class ReplyOptions:
     """What a request's head says about its answer."""
 
-    format: Format
+    format: ReplyFormat
     dry: bool
     timeout: Timeout
     timings: Timings
@@ -153,7 +154,7 @@ class Size:
 
     def __init__(
         self,
-        format: Format,  # noqa: A002
+        format: ReplyFormat,  # noqa: A002
         encoding: Encoding,
         settings: Settings,
         reserved: frozenset[str],
@@ -166,7 +167,7 @@ class Size:
     def __call__(self, plan: Plan, rows: int) -> None:
         """TooLargeError where the reply to a plan for so many rows would be over the limit; RequestError for a name."""
         check_names((result.key for result in plan.results), self._reserved)
-        size = predicted_bytes(self._format, self._encoding, plan.count_numbers(rows), plan.nbytes(rows))
+        size = self._format.estimate_bytes(self._encoding, plan.count_numbers(rows), plan.nbytes(rows))
         if size > self._limit:
             raise TooLargeError(
                 f"the reply would have about {size} bytes, the limit is {self._limit}",

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.formats.negotiation import negotiate
-from layertap.service.formats.table import FORMATS, Format
+from layertap.service.formats.reply_format import ReplyFormat
+from layertap.service.formats.table import FORMATS
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_long_range(piece: str) -> None:
 
 def test_other_table() -> None:
     """The choice is among the formats that it is given, of any type."""
-    table = {"png": Format("png", "image/png", lambda features, encoding: b"")}
+    table = {"png": ReplyFormat("png", "image/png", lambda features, encoding: b"")}
     assert negotiate("image/*", None, table).name == "png"
     assert negotiate(None, None, table).name == "png"
     with pytest.raises(NotAcceptableError):
