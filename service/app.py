@@ -16,7 +16,6 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
-from layertap.service.http.direct import Direct
 from layertap.service.http.middleware import RequestContextMiddleware
 from layertap.service.http.routes import docs, explain, extract, health, metrics, models
 from layertap.service.metrics import Metrics
@@ -50,19 +49,19 @@ def create_app(
         title="layertap",
         summary="Any layer of any PyTorch model, over HTTP.",
         version=version(),
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
+        routes=[extract.ROUTE, explain.ROUTE],
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # our own
         redoc_url=None,
     )
     app.state.engine = engine
-    app.state.metrics = engine.metrics
-    for router in (extract.router, explain.router, models.router, health.router, metrics.router):
+    for router in (models.router, health.router, metrics.router):
         app.include_router(router)
     problems.install(app)
-    openapi.install(app, settings.root_path)
+    openapi.install(app)
     docs.install(app)
-    app.add_middleware(Direct, routes=(*extract.router.routes, *explain.router.routes))
     app.add_middleware(RequestContextMiddleware, settings=settings, metrics=engine.metrics)
     return app
 

@@ -75,7 +75,7 @@ class Keyring:
         return blake2b(key, key=self._salt, digest_size=32).digest()
 
 
-def admin_only(request: Request) -> None:
+def require_admin(request: Request) -> None:
     """ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")

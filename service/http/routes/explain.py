@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import cast
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from layertap.models.errors import RequestError
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.explain import explain as explained
-from layertap.service.http.openapi import EXPLAIN
 from layertap.service.http.parsing import COMMON, EndpointSpec
+from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import ParsedRequest, encode_response, handle_request
 from layertap.service.schemas.bodies import ExplainBody
 
-router = APIRouter()
 DIALECT = EndpointSpec(ExplainBody, COMMON | {"method", "layer", "discard_ratio"}, "add some")
 
 
-@router.post("/explain", tags=["explain"], summary="Maps of what speaks for a model's answer", openapi_extra=EXPLAIN)
 async def explain(request: Request) -> Response:
     """Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture."""
     engine: Engine = request.app.state.engine
@@ -30,3 +28,6 @@ async def explain(request: Request) -> Response:
         return await encode_response(engine, await explained(engine, order.ask, wanted, order.fits), order)
 
     return await handle_request(request, DIALECT, cook)
+
+
+ROUTE = PlainRoute("/explain", explain, methods=["POST"])

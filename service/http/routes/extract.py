@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import Job
-from layertap.service.http.openapi import EXTRACT
 from layertap.service.http.parsing import COMMON, EndpointSpec
+from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.problems import format_fault
 from layertap.service.http.request_handler import ParsedRequest, encode_response, handle_request, make_headers
 from layertap.service.schemas.bodies import ExtractBody
 
-router = APIRouter()
 DIALECT = EndpointSpec(
     ExtractBody,
     COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume"},
@@ -24,9 +23,6 @@ DIALECT = EndpointSpec(
 )
 
 
-@router.post(
-    "/extract", tags=["extract"], summary="What layers of a model compute for your inputs", openapi_extra=EXTRACT
-)
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
@@ -37,6 +33,9 @@ async def extract(request: Request) -> Response:
         return await encode_response(engine, await engine.extract(order.ask, order.fits), order)
 
     return await handle_request(request, DIALECT, cook)
+
+
+ROUTE = PlainRoute("/extract", extract, methods=["POST"])
 
 
 def _estimate(job: Job) -> Response:

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from starlette.responses import RedirectResponse
 
-from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_manager import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
+from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.openapi import OTHER_PROBLEMS
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], responses=OTHER_PROBLEMS)
 
 
 @router.get("/livez")
-async def livez(request: Request) -> dict[str, str]:
+async def livez(engine: EngineDependency) -> dict[str, str]:
     """Whether the process works: 503 once it can't go on and is about to end."""
-    engine: Engine = request.app.state.engine
     if not engine.manager.alive:
-        raise _dead()
+        raise _failed_for_good()
     return {"status": "alive"}
 
 
 @router.get("/readyz")
-async def readyz(request: Request) -> dict[str, str]:
+async def readyz(engine: EngineDependency) -> dict[str, str]:
     """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
-    engine: Engine = request.app.state.engine
     if not engine.manager.alive:
-        raise _dead()
+        raise _failed_for_good()
     if not engine.manager.ready:
         raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
     if failures := engine.manager.load_failures:
@@ -38,15 +37,14 @@ async def readyz(request: Request) -> dict[str, str]:
 
 
 @router.get("/", include_in_schema=False)
-async def root(request: Request) -> RedirectResponse:
+async def redirect_to_docs(engine: EngineDependency) -> RedirectResponse:
     """The documentation, until there is a page to look at."""
-    engine: Engine = request.app.state.engine
     prefix = engine.settings.root_path
     # Relative where no prefix is known: whatever path a proxy has put before it.
     return RedirectResponse(f"{prefix}/docs" if prefix else "docs")
 
 
-def _dead() -> UnavailableError:
+def _failed_for_good() -> UnavailableError:
     return UnavailableError(
         "a device, a model or a thread has failed for good; the server has to be restarted", retry_after=5.0
     )

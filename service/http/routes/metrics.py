@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
-from layertap.service.metrics import CONTENT_TYPE, Metrics
+from layertap.service.http.dependencies import EngineDependency
+from layertap.service.metrics import CONTENT_TYPE
 
 router = APIRouter()
 
@@ -13,7 +14,6 @@ router = APIRouter()
 # docs/reference/metrics.md has every name.
 # Not async: rendering takes milliseconds, and counting hooks walks through every loaded model. A thread does that.
 @router.get("/metrics", include_in_schema=False)
-def metrics(request: Request) -> Response:
+def render_metrics(engine: EngineDependency) -> Response:
     """Every figure of this server in Prometheus' text format."""
-    figures: Metrics = request.app.state.metrics
-    return Response(figures.render(), headers={"Content-Type": CONTENT_TYPE})
+    return Response(engine.metrics.render(), headers={"Content-Type": CONTENT_TYPE})

@@ -1,0 +1,102 @@
+"""What the routes say of a model and of its layers, as plain data for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from layertap.models.catalog.catalog import Layer, TensorInfo
+from layertap.models.inputs.text import TextSpec
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.registry import ModelEntry
+from layertap.models.selection.hook_points import format_path
+from layertap.models.spec import InputSpec
+
+Json = dict[str, Any]
+CHOSEN = {"tf32": True, "memory_format": "channels_last"}  # told where somebody has chosen it
+
+
+def describe_model(entry: ModelEntry) -> Json:
+    """A configured model: what it is, its state, and more where it is loaded."""
+    spec, model = entry.spec, entry.model
+    body: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source, "dtype": spec.dtype}
+    body |= {name: value for name, value in CHOSEN.items() if getattr(spec, name) == value}
+    if entry.reason:
+        body["reason"] = entry.reason
+    if model is None:
+        embedding = {"embedding": spec.embedding} if spec.embedding is not None else {}
+        return body | {"device": spec.device, **embedding, "hooks": 0}
+    return body | {
+        "device": str(model.device),
+        "inputs": [_describe_input(each) for each in model.inputs],
+        "preprocess": asdict(model.preprocess) | {"decode": spec.decode} if model.preprocess else None,
+        "weights": model.weights,
+        "weights_digest": model.digest,
+        "embedding": model.embedding,
+        "layers": len(model.catalog.layers),
+        "hooks": model.hooks,
+        **_describe_text(model.text),
+    }
+
+
+def describe_layers(model: LoadedModel, layers: list[Layer]) -> Json:
+    """Some layers of a model, and what holds for a forward of it as a whole."""
+    catalog = model.catalog
+    return {
+        "model": model.spec.name,
+        "layers": [_describe_layer(layer) for layer in layers],
+        "seconds": round(catalog.seconds, 6),
+        "rowwise": catalog.rowwise,
+        "embedding": model.embedding,
+    }
+
+
+def _describe_text(text: TextSpec | None) -> Json:
+    """How text is taken; nothing where it is not."""
+    if text is None:
+        return {}
+    takes = ["text", "tokens"] if text.encode else ["tokens"]
+    return {"text": {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}}
+
+
+def _describe_input(spec: InputSpec) -> Json:
+    longest = {"longest": spec.longest} if spec.longest is not None else {}
+    return {"name": spec.name, "shape": spec.shape, "dtype": spec.dtype, **longest}
+
+
+def _describe_layer(layer: Layer) -> Json:
+    last = layer.calls[-1].output if layer.calls else None
+    return {
+        "name": layer.name,
+        "type": layer.type,
+        "leaf": layer.is_leaf,
+        "calls": len(layer.calls),
+        "outputs": [
+            {"call": number, **_describe_tensor(tensor)}
+            for number, call in enumerate(layer.calls)
+            for tensor in call.output.tensors
+        ],
+        "inputs": [
+            {"call": number, **_describe_tensor(tensor)}
+            for number, call in enumerate(layer.calls)
+            for tensor in call.input.tensors
+        ],
+        "attention": [
+            {"call": number, **_describe_tensor(tensor), "how": tensor.how}
+            for number, call in enumerate(layer.calls)
+            for tensor in call.at("attention").tensors
+        ],
+        "parameters": layer.parameters,
+        "layout": last.tensors[0].layout if last and last.tensors else None,
+        "cost": last.cost if last else None,
+        "hazards": layer.hazards,
+    }
+
+
+def _describe_tensor(tensor: TensorInfo) -> Json:
+    return {
+        "path": format_path(tensor.path),
+        "shape": tensor.shape,
+        "dtype": tensor.dtype,
+        "layout": tensor.layout,
+    }
