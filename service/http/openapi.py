@@ -66,9 +66,7 @@ def _operation(
         "responses": {
             "200": {
                 "description": "One array per key",
-                "content": {
-                    each.media_type: BINARY if each.binary else {"schema": {}} for each in FORMATS.values()
-                },
+                "content": {each.media_type: BINARY if each.binary else {"schema": {}} for each in FORMATS.values()},
                 "headers": {
                     "X-Layertap-Skipped": {
                         "description": "the places of the inputs that were left out, where some were: 1,4",
