@@ -32,7 +32,7 @@ from bench.load.scenario import scenarios
 from bench.load.schedule import drawn, schedule
 from bench.load.timing import Entry, parse
 from tests.server import Live, serving
-from tests.service.busy import blocked, gated, until, waiting
+from tests.service.gated_server import admitted_rows, gated_module, hold_model, wait_until
 from tests.service.support import Json, configured, net
 
 ROOT = Path(__file__).parents[2]
@@ -71,8 +71,8 @@ def _idle(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "live" in request.fixturenames:
         live: Live = request.getfixturevalue("live")
-        until(lambda: waiting(live) == waiting(live, "digits") == 0)
-        until(lambda: live.client.get("/models/digits").json()["hooks"] == 0)
+        wait_until(lambda: admitted_rows(live) == admitted_rows(live, "digits") == 0)
+        wait_until(lambda: live.client.get("/models/digits").json()["hooks"] == 0)
 
 
 def of(*entries: Json) -> list[Scenario]:
@@ -423,7 +423,7 @@ def test_warmup_is_not_counted(live: Live, caplog: pytest.LogCaptureFixture) -> 
 
 def test_clients_that_leave(live: Live) -> None:
     """They are counted as such, not as errors, and the connection is closed: the server hears of it."""
-    with blocked(live):
+    with hold_model(live):
         report = run(of({**GATED, "leave_after": 0.05}), Options(live.url, requests=8, connections=4))
     assert (report.total.left, report.total.statuses, report.total.errors) == (8, {}, {})
     assert report.ok
@@ -443,8 +443,8 @@ def test_refusals(clean: None) -> None:
     with serving(configured(net("gated", "Gated")), max_queue_rows=64) as limited:
         options = Options(limited.url, requests=12, rate=500.0, allow=frozenset({429}))
         with running({**GATED, "inputs": 20}, options) as (told, report):
-            with blocked(limited):
-                until(lambda: bool(told) and told[-1].done + (waiting(limited) - 1) // 20 == 12)
+            with hold_model(limited):
+                wait_until(lambda: bool(told) and told[-1].done + (admitted_rows(limited) - 1) // 20 == 12)
             found = report()
     total = found.total
     assert total.statuses.keys() == {200, 429}
@@ -461,8 +461,8 @@ def test_most_in_flight(live: Live) -> None:
     """In open loop, what exceeds the bound is not sent, and is counted."""
     options = Options(live.url, requests=30, rate=1000.0, most_in_flight=3)
     with running(GATED, options) as (told, report):
-        with blocked(live):
-            until(lambda: bool(told) and told[-1].not_sent == 27)
+        with hold_model(live):
+            wait_until(lambda: bool(told) and told[-1].not_sent == 27)
         found = report()
     assert (found.total.requests, found.total.not_sent, found.total.statuses) == (3, 27, {200: 3})
 
@@ -471,8 +471,8 @@ def test_latency_counts_from_the_schedule(live: Live) -> None:
     """A server that stalls delays none of the following requests: all are under way before the first is answered."""
     options = Options(live.url, requests=20, rate=1000.0, arrivals="uniform")
     with running(GATED, options) as (_, report):
-        with blocked(live):
-            until(lambda: waiting(live) == 21)
+        with hold_model(live):
+            wait_until(lambda: admitted_rows(live) == 21)
         found = report()
     assert found.total.statuses == {200: 20}
     assert found.total.latency_ms is not None
@@ -509,14 +509,14 @@ def test_interrupted(live: Live, tmp_path: Path) -> None:
     """Ctrl-C ends a run; what was done is printed and written."""
     file, results = tmp_path / "s.yaml", tmp_path / "r.json"
     file.write_text(json.dumps([GATED]))
-    module = gated(live)
+    module = gated_module(live)
     module.forwards.clear()
     words = [sys.executable, "-m", "bench.load", file, "--url", live.url, "--seconds", "120", "--json", results]
     with subprocess.Popen(
         list(map(str, words)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            until(lambda: len(module.forwards) >= 20 or process.poll() is not None)
+            wait_until(lambda: len(module.forwards) >= 20 or process.poll() is not None)
             process.send_signal(signal.SIGINT)
             out, notes = process.communicate(timeout=60)
         finally:

@@ -28,7 +28,7 @@ from bench.serving.loads import LOADS, Load
 from bench.serving.plain import Plain
 from bench.serving.report import related, summary
 from bench.serving.server import family, running
-from tests.service.busy import until
+from tests.service.gated_server import wait_until
 from tests.service.support import Json
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def naive(layers: tuple[str, ...]) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: server.started or not thread.is_alive())
+        wait_until(lambda: server.started or not thread.is_alive())
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -250,10 +250,10 @@ def test_one_set_of_layers_for_those_that_know_no_other() -> None:
 def test_nothing_is_left_running(tmp_path: Path) -> None:
     """Children that ignore SIGTERM are ended too, in sessions of their own as well."""
     with running([sys.executable, "-c", PARENT], 0, tmp_path) as server:
-        until(lambda: server.log.read_text().count("up") == 2)
+        wait_until(lambda: server.log.read_text().count("up") == 2)
         pids = set(family(server.process.pid))
         assert len(pids) == 3
-    until(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 def alive(pid: int) -> bool:

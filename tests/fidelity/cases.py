@@ -9,8 +9,8 @@ import pytest
 import torchvision
 from torchvision.models import get_model, list_models
 
-from tests.fidelity.hosting import Case
 from tests.fidelity.nets import SIDE, maxvit_small
+from tests.fidelity.served_model import Case
 
 DEFAULT = (
     *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "googlenet", "inception_v3"),

@@ -205,7 +205,7 @@ def test_every_gradient(name: str) -> None:
         assert alone.keys() == found.keys()
         for key, value in found.items():
             leaf = leaves[key]
-            own = wanted[key].narrow(leaf.row_axis or 0, row * leaf.per_row, leaf.per_row)
+            own = wanted[key].narrow(leaf.row_axis or 0, row * leaf.entries_per_row, leaf.entries_per_row)
             assert close(value, own), (key, row)
             assert close(alone[key], own), (key, row)
 

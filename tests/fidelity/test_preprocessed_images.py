@@ -20,10 +20,10 @@ from torchvision.models import get_model_weights
 
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
-from tests.fidelity.asking import LIMITS
 from tests.fidelity.cases import torchvision_case
+from tests.fidelity.client import LIMITS
 from tests.fidelity.compare import Tally
-from tests.fidelity.hosting import randomised, save
+from tests.fidelity.served_model import randomise, save
 from tests.server import Live, serving
 from tests.service.support import Array, arrays_of, text64
 
@@ -90,7 +90,7 @@ def test_forms(name: str, layer: str, tmp_path: Path) -> None:
 @contextmanager
 def _hosted(name: str, layer: str, files: list[bytes], folder: Path) -> Iterator[Pictures]:
     weights = folder / "weights.safetensors"
-    module = randomised(torchvision_case(name, **OPTIONS.get(name, {})).build().eval(), 0)
+    module = randomise(torchvision_case(name, **OPTIONS.get(name, {})).build().eval(), 0)
     save(module, weights)
     prepare = get_model_weights(name).DEFAULT.transforms()
     batch = torch.stack([prepare(Image.open(BytesIO(file)).convert("RGB")) for file in files])

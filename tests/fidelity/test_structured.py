@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.fidelity import nets
-from tests.fidelity.asking import posted
 from tests.fidelity.cases import parameter, torchvision_case
+from tests.fidelity.client import post_json
 from tests.fidelity.compare import Tally
 from tests.fidelity.conftest import Noted
-from tests.fidelity.hosting import Case, hosted
 from tests.fidelity.reductions import axes_of
+from tests.fidelity.served_model import Case, served_model
 from tests.service.support import arrays_of, tensor
 
 SCENE = (3, 64, 48)
@@ -46,12 +46,12 @@ CLIPS.append(parameter(Case("python:tests.fidelity.nets:mvit_small", nets.mvit_s
 @pytest.mark.parametrize("case", SCENES)
 def test_dictionaries(case: Case, tmp_path: Path, noted: Noted) -> None:
     """Every tensor in every dictionary that goes in or out anywhere; one can be asked for by its path."""
-    with hosted(case, tmp_path) as host:
+    with served_model(case, tmp_path) as host:
         noted(host.check(form="npz", reply="npz"))
         inner = next(key for key in host.wanted if key.startswith("backbone["))
         whole = "." if "." in host.wanted else ".[out]"
         body = {"model": host.name, "inputs": [tensor(row) for row in host.batch], "layers": [".[out]", inner]}
-        found = arrays_of(posted(host.live, body, format="npz"))
+        found = arrays_of(post_json(host.live, body, format="npz"))
         assert found.keys() == {".[out]", inner}
         Tally().add(found, {".[out]": host.wanted[whole], inner: host.wanted[inner]})
 
@@ -59,7 +59,7 @@ def test_dictionaries(case: Case, tmp_path: Path, noted: Noted) -> None:
 @pytest.mark.parametrize("case", CLIPS)
 def test_clips(case: Case, tmp_path: Path, noted: Noted) -> None:
     """Every tensor of a model of clips, and pooled over time and space of those whose layers are (N, C, T, H, W)."""
-    with hosted(case, tmp_path) as host:
+    with served_model(case, tmp_path) as host:
         noted(host.check(form="npz", reply="npz"))
         if case.name.endswith("_18"):
             host.check_pools(axes_of(case.name), prefix=0)

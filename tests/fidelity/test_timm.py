@@ -10,8 +10,8 @@ import timm
 
 from tests.fidelity.cases import parameter
 from tests.fidelity.conftest import Noted
-from tests.fidelity.hosting import Case, hosted
 from tests.fidelity.reductions import Axes
+from tests.fidelity.served_model import Case, served_model
 from tests.service.support import Array
 
 # What is unlike the others: two prefix tokens and two heads; lists of two branches; lists of up to four; windows
@@ -61,7 +61,7 @@ CASES = [parameter(_case(name), slow=name in SLOW) for name in (*DEFAULT, *SLOW)
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor(case: Case, tmp_path: Path, noted: Noted) -> None:
     """What comes over HTTP is what hooks with immediate copies saw offline, whatever a model is made of."""
-    with hosted(case, tmp_path) as host:
+    with served_model(case, tmp_path) as host:
         noted(host.check())
         if axes := POOLED.get(case.name):
             host.check_pools(axes, PREFIX)

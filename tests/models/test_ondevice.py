@@ -23,7 +23,7 @@ from torchvision.transforms import functional as tvf
 from layertap.models.inputs.device_decoder import DeviceDecoder, create_device_decoder, matches_cpu
 from layertap.models.inputs.preprocess import preprocess_pixels
 from layertap.models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
-from tests.service.busy import until
+from tests.service.gated_server import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")  # torchvision names a successor
 CPU = torch.device("cpu")
@@ -89,7 +89,7 @@ def test_a_bad_one_among_others() -> None:
     with ThreadPoolExecutor(len(asked)) as pool:
         with decoder._turn:
             answers = [pool.submit(decoder.decode_row, *each) for each in asked]
-            until(lambda: len(decoder._waiting) == len(asked))
+            wait_until(lambda: len(decoder._waiting) == len(asked))
             assert not any(answer.done() for answer in answers)
         rows = [answer.result() for answer in answers]
     assert [row is None for row in rows] == [each in bad for each in asked]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The canary's port is put in for 1; every name and number here leads to the canary if anybody looks it up.
+# Port 1 stands for the hostile server's; every name and number here leads to that server if anybody looks it up.
 FORMS = (
     *("http://2130706433:1/", "http://0x7f000001:1/", "http://0x7f.0.0.1:1/", "http://0177.0.0.1:1/"),
     *("http://127.1:1/", "http://127.0.1:1/", "http://0:1/", "http://127.0.0.1.:1/", "http://127.000.000.001:1/"),

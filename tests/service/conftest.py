@@ -13,7 +13,7 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service import support
-from tests.service.busy import until
+from tests.service.gated_server import wait_until
 from tests.service.support import ROW, Control, configured, net
 
 NETS = (
@@ -103,6 +103,6 @@ def _idle(lives: list[Live]) -> Iterator[None]:
     yield
     for live in lives:
         workers = live.engine.manager._workers
-        until(lambda workers=workers: all(worker.rows == 0 for worker in workers.values()))  # type: ignore[misc]
+        wait_until(lambda workers=workers: all(worker.rows == 0 for worker in workers.values()))  # type: ignore[misc]
         models = [entry.model for entry in live.engine.manager.registry if entry.model is not None]
-        until(lambda models=models: all(model.hooks == 0 for model in models))  # type: ignore[misc]
+        wait_until(lambda models=models: all(model.hooks == 0 for model in models))  # type: ignore[misc]

@@ -15,7 +15,7 @@ from torch import nn
 
 from layertap.models import digits
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from tests.fidelity.hosting import randomised
+from tests.fidelity.served_model import randomise
 from tests.nets import INPUTS
 from tests.oracle import Key, record
 from tests.service.support import ROW, Array
@@ -71,7 +71,7 @@ class Served:
         path, _, factory = self.factory.partition(":")
         module: nn.Module = getattr(importlib.import_module(path), factory)().eval()
         if self.weights is None:
-            return randomised(module, SEED)
+            return randomise(module, SEED)
         module.load_state_dict(load_file(self.weights))
         return module
 

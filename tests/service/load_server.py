@@ -17,7 +17,7 @@ from urllib.request import urlopen
 import httpx
 
 from layertap.models.spec import ModelSpec
-from tests.service.busy import until
+from tests.service.gated_server import wait_until
 from tests.service.support import Json
 
 ROOT = Path(__file__).parents[2]
@@ -105,13 +105,13 @@ def process(
     ):
         try:
             found = Process(running, log, out)
-            until(
+            wait_until(
                 lambda: (
                     running.poll() is not None or any(each["message"].startswith(STARTED) for each in found.logged())
                 )
             )
             assert running.poll() is None, log.read_text()
-            until(lambda: not wait or httpx.get(f"{found.url}/readyz").status_code == 200)
+            wait_until(lambda: not wait or httpx.get(f"{found.url}/readyz").status_code == 200)
             yield found
         finally:
             running.kill()

@@ -9,7 +9,7 @@ from select import select
 import httpx
 
 from tests.server import Live
-from tests.service.busy import connected, replied, rest, until
+from tests.service.gated_server import connect, parse_response, read_to_end, wait_until
 
 END = b"Host: x\r\nConnection: close\r\n\r\n"
 POST = b"POST /extract HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -18,11 +18,11 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 def exchanged(live: Live, *data: bytes) -> httpx.Response:
     """The first reply to bytes on a connection of their own, which the server has closed then."""
-    with connected(live) as connection:
+    with connect(live) as connection:
         with suppress(ConnectionError):  # where it has heard enough
             for each in data:
                 connection.sendall(each)
-        return replied(rest(connection))
+        return parse_response(read_to_end(connection))
 
 
 def dripped(connection: socket.socket, drop: bytes) -> bytes:
@@ -33,5 +33,5 @@ def dripped(connection: socket.socket, drop: bytes) -> bytes:
             connection.sendall(drop)
         return bool(select([connection], [], [], 0)[0])
 
-    until(answered)
-    return rest(connection)
+    wait_until(answered)
+    return read_to_end(connection)

@@ -13,25 +13,25 @@ import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.busy import gated
 from tests.service.conftest import Serve
+from tests.service.gated_server import gated_module
 from tests.service.nets_batch import SLOW_S, Stages
-from tests.service.pile import (
-    BEFORE,
-    HELD,
-    Ledger,
-    answered,
-    batch_of,
-    ceiling,
+from tests.service.queue_harness import (
+    HELD_COUNTS,
+    HELD_ROWS,
+    MetricsDelta,
+    batch_ceiling,
+    batch_counts,
+    extract_request,
     gauges,
-    idle,
-    offline,
-    piled,
+    hold_queue,
+    hook_outputs,
     post,
-    queued,
+    queued_rows,
+    random_rows,
+    row_counts,
     serving_nets,
-    some,
-    wish,
+    wait_idle,
 )
 from tests.service.support import Array, Json, arrays_of, problem, same, tensor
 
@@ -73,7 +73,7 @@ def crowded(serve: Serve) -> Iterator[Live]:
 
 def own(live: Live, batch: Array, layers: str, pool: str = "none", name: str = "tower") -> dict[str, Array]:
     """What a request gets that ran alone, by hooks offline."""
-    seen = offline(live, name, batch)
+    seen = hook_outputs(live, name, batch)
     found = {layer: seen[layer, 0, (), "output"] for layer in layers.split(",")}
     return {layer: POOLED[pool](value, AXES.get(layer, "")) for layer, value in found.items()}
 
@@ -98,27 +98,27 @@ def check(reply: httpx.Response, wanted: dict[str, Array], dtype: str = "float32
 
 def test_different_wishes_share_a_forward(crowded: Live) -> None:
     """Whatever layers, pools, dtypes and formats are asked for, one forward serves all that wait."""
-    total, ledger = sum(count for count, _, _ in CROWD), Ledger(crowded, "tower")
-    with piled(crowded, "tower") as pile:
+    total, ledger = sum(count for count, _, _ in CROWD), MetricsDelta(crowded, "tower")
+    with hold_queue(crowded, "tower") as pile:
         replies = [
-            pile.put(wish(some(count, seed), "tower", layers, **query), count)
+            pile.enqueue(extract_request(random_rows(count, seed), "tower", layers, **query), count)
             for seed, (count, layers, query) in enumerate(CROWD)
         ]
         now = gauges(crowded)
-        assert (now["queue_rows"], now["running_rows"]) == (total, HELD)
+        assert (now["queue_rows"], now["running_rows"]) == (total, HELD_ROWS)
         assert now["queue_bytes"] > 0
     assert pile.module.forwards == [total]
     for seed, ((count, layers, query), reply) in enumerate(zip(CROWD, replies, strict=True)):
-        wanted = own(crowded, some(count, seed), layers, query.get("pool", "none"))
+        wanted = own(crowded, random_rows(count, seed), layers, query.get("pool", "none"))
         check(reply.result(), wanted, query.get("dtype", "float32"))
-    ledger.check(BEFORE, batch_of("sharing_pays", total, len(CROWD)), answered(total))
-    idle(crowded)
+    ledger.check(HELD_COUNTS, batch_counts("sharing_pays", total, len(CROWD)), row_counts(total))
+    wait_idle(crowded)
 
 
 def test_timings(crowded: Live) -> None:
     """Server-Timing tells each step's time, how full the forward was and how deep it went."""
-    with piled(crowded, "stages") as pile:
-        early, late = (pile.put(wish(some(2), "stages", layer), 2) for layer in ("early", "late"))
+    with hold_queue(crowded, "stages") as pile:
+        early, late = (pile.enqueue(extract_request(random_rows(2), "stages", layer), 2) for layer in ("early", "late"))
     for reply in (early.result(), late.result()):
         steps = dict(re.findall(r"(\w+);dur=([\d.]+)", reply.headers["server-timing"]))
         assert {"parse", "decode", "queue", "forward", "copy", "encode", "total"} == steps.keys()
@@ -134,7 +134,7 @@ def test_timings(crowded: Live) -> None:
 def test_timings_of_rows_side_by_side(serve: Serve) -> None:
     """Time that two replicas spend on one request at once is told once."""
     with serving_nets(serve, "twin", replicas=2) as live:
-        reply = post(live, wish(some(16), "twin", "linear"))
+        reply = post(live, extract_request(random_rows(16), "twin", "linear"))
         steps = {name: float(took) for name, took in re.findall(r"(\w+);dur=([\d.]+)", reply.headers["server-timing"])}
     assert steps["forward"] >= 16 / 2 * SLOW_S * 1000
     assert sum(steps.values()) - steps["total"] <= steps["total"] + 0.1
@@ -142,21 +142,21 @@ def test_timings_of_rows_side_by_side(serve: Serve) -> None:
 
 def test_one_depth(crowded: Live) -> None:
     """Requests for one layer share a forward for that."""
-    ledger = Ledger(crowded, "tower")
-    with piled(crowded, "tower") as pile:
+    ledger = MetricsDelta(crowded, "tower")
+    with hold_queue(crowded, "tower") as pile:
         replies = {
-            pool: pile.put(wish(some(2, seed), "tower", "conv", pool=pool), 2)
+            pool: pile.enqueue(extract_request(random_rows(2, seed), "tower", "conv", pool=pool), 2)
             for seed, pool in enumerate(("mean", "max", "none"))
         }
     assert pile.module.forwards == [6]
     for seed, (pool, reply) in enumerate(replies.items()):
-        check(reply.result(), own(crowded, some(2, seed), "conv", pool))
-    ledger.check(BEFORE, batch_of("same_depth", 6, 3), answered(6))
+        check(reply.result(), own(crowded, random_rows(2, seed), "conv", pool))
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 6, 3), row_counts(6))
 
 
 def stages(live: Live) -> Stages:
     """The module that notes which of its parts ran, as if it never had."""
-    module = gated(live, "stages")
+    module = gated_module(live, "stages")
     assert isinstance(module, Stages)
     module.ran.clear()
     return module
@@ -166,25 +166,29 @@ def stages(live: Live) -> Stages:
 def test_the_deepest_decides_where_it_stops(crowded: Live, wanted: tuple[str, ...]) -> None:
     """A forward goes as far as the deepest layer that any of its requests wants, and no further."""
     module, order = stages(crowded), ("early", "middle", "late")
-    with piled(crowded, "stages") as pile:
-        replies = [pile.put(wish(some(2, seed), "stages", layer), 2) for seed, layer in enumerate(wanted)]
+    with hold_queue(crowded, "stages") as pile:
+        replies = [
+            pile.enqueue(extract_request(random_rows(2, seed), "stages", layer), 2) for seed, layer in enumerate(wanted)
+        ]
     deepest = max(order.index(layer) for layer in wanted)
     assert module.ran == [(layer, 2 * len(wanted)) for layer in order[: deepest + 1]]
     for seed, (layer, reply) in enumerate(zip(wanted, replies, strict=True)):
-        check(reply.result(), own(crowded, some(2, seed), layer, name="stages"))
+        check(reply.result(), own(crowded, random_rows(2, seed), layer, name="stages"))
 
 
 def test_sharing_that_costs(crowded: Live) -> None:
     """Where the way to the deeper layer is long and as long for each row, shallow requests do not go along."""
-    ledger = Ledger(crowded, "uphill")
-    with piled(crowded, "uphill") as pile:
+    ledger = MetricsDelta(crowded, "uphill")
+    with hold_queue(crowded, "uphill") as pile:
         wanted = ("linear", "late", "linear")
-        replies = [pile.put(wish(some(1, seed), "uphill", layer), 1) for seed, layer in enumerate(wanted)]
+        replies = [
+            pile.enqueue(extract_request(random_rows(1, seed), "uphill", layer), 1) for seed, layer in enumerate(wanted)
+        ]
     assert pile.module.forwards == [2, 1]
     for seed, (layer, reply) in enumerate(zip(wanted, replies, strict=True)):
-        check(reply.result(), own(crowded, some(1, seed), layer, name="uphill"))
-    costs, single = batch_of("sharing_costs", 2, 2), batch_of("single", 1, 1)
-    ledger.check(BEFORE, costs, single, answered(3))
+        check(reply.result(), own(crowded, random_rows(1, seed), layer, name="uphill"))
+    costs, single = batch_counts("sharing_costs", 2, 2), batch_counts("single", 1, 1)
+    ledger.check(HELD_COUNTS, costs, single, row_counts(3))
 
 
 @pytest.fixture(scope="module")
@@ -206,39 +210,42 @@ def narrow(serve: Serve) -> Iterator[Live]:
 )
 def test_large_request(narrow: Live, form: str, layers: str, query: Json) -> None:
     """A request of many rows comes back in one piece, rows in order on their axis, what has none once."""
-    module, ledger = gated(narrow, "tower"), Ledger(narrow, "tower")
+    module, ledger = gated_module(narrow, "tower"), MetricsDelta(narrow, "tower")
     module.forwards.clear()
-    reply = post(narrow, wish(some(10), "tower", layers, format=form, **query))
+    reply = post(narrow, extract_request(random_rows(10), "tower", layers, format=form, **query))
     assert module.forwards == [4, 4, 2]
-    check(reply, own(narrow, some(10), layers, query.get("pool", "none")), query.get("dtype", "float32"))
-    ledger.check(batch_of("single", 10, 3, times=3), answered(10))
+    check(reply, own(narrow, random_rows(10), layers, query.get("pool", "none")), query.get("dtype", "float32"))
+    ledger.check(batch_counts("single", 10, 3, times=3), row_counts(10))
 
 
 def test_large_request_in_company(narrow: Live) -> None:
     """Each forward is filled up with whoever is next, and nobody's rows come to another."""
-    ledger, counts = Ledger(narrow, "tower"), (3, 10, 2)
-    with piled(narrow, "tower") as pile:
-        replies = [pile.put(wish(some(count, seed), "tower", "conv,norm"), count) for seed, count in enumerate(counts)]
+    ledger, counts = MetricsDelta(narrow, "tower"), (3, 10, 2)
+    with hold_queue(narrow, "tower") as pile:
+        replies = [
+            pile.enqueue(extract_request(random_rows(count, seed), "tower", "conv,norm"), count)
+            for seed, count in enumerate(counts)
+        ]
     assert pile.module.forwards == [4, 4, 4, 3]
     for seed, (count, reply) in enumerate(zip(counts, replies, strict=True)):
-        check(reply.result(), own(narrow, some(count, seed), "conv,norm"))
-    shared, alone = batch_of("same_depth", 4 + 3, 2 + 2, times=2), batch_of("single", 4 + 4, 2, times=2)
-    ledger.check(BEFORE, shared, alone, answered(15))
+        check(reply.result(), own(narrow, random_rows(count, seed), "conv,norm"))
+    shared, alone = batch_counts("same_depth", 4 + 3, 2 + 2, times=2), batch_counts("single", 4 + 4, 2, times=2)
+    ledger.check(HELD_COUNTS, shared, alone, row_counts(15))
 
 
 def test_layers_that_mix_rows(narrow: Live) -> None:
     """What is computed of all rows is that of its request's own rows; one of more than a forward's is refused."""
-    ledger = Ledger(narrow, "tower")
-    with piled(narrow, "tower") as pile:
-        others = [pile.put(wish(some(1, 7), "tower", "tail"), 1)]
-        mean = pile.put(wish(some(3), "tower", "mean"), 3)
-        others.append(pile.put(wish(some(1, 8), "tower", "tail"), 1))
+    ledger = MetricsDelta(narrow, "tower")
+    with hold_queue(narrow, "tower") as pile:
+        others = [pile.enqueue(extract_request(random_rows(1, 7), "tower", "tail"), 1)]
+        mean = pile.enqueue(extract_request(random_rows(3), "tower", "mean"), 3)
+        others.append(pile.enqueue(extract_request(random_rows(1, 8), "tower", "tail"), 1))
     assert pile.module.forwards == [2, 3]
-    check(mean.result(), own(narrow, some(3), "mean"))
+    check(mean.result(), own(narrow, random_rows(3), "mean"))
     for seed, reply in zip((7, 8), others, strict=True):
-        check(reply.result(), own(narrow, some(1, seed), "tail"))
-    assert "4" in problem(post(narrow, wish(some(5), "tower", "mean")), 422)["detail"]
-    ledger.check(BEFORE, batch_of("same_depth", 2, 2), batch_of("isolated", 3, 1), answered(5))
+        check(reply.result(), own(narrow, random_rows(1, seed), "tail"))
+    assert "4" in problem(post(narrow, extract_request(random_rows(5), "tower", "mean")), 422)["detail"]
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 2, 2), batch_counts("isolated", 3, 1), row_counts(5))
 
 
 def under_load(live: Live, requests: list[Json], others: list[Json], times: int = 6) -> list[list[httpx.Response]]:
@@ -261,47 +268,52 @@ def under_load(live: Live, requests: list[Json], others: list[Json], times: int 
 
 def test_isolated(crowded: Live) -> None:
     """An isolated request shares with nobody, isolated or not, and gets the same bytes whatever else goes on."""
-    ledger, layers = Ledger(crowded, "tower"), "conv,act,norm,tail"
-    lone = [wish(some(count, 9), "tower", layers, pool="mean", isolated="true") for count in (2, 1)]
-    plain = [wish(some(count, 5), "tower", "tail") for count in (1, 3)]
+    ledger, layers = MetricsDelta(crowded, "tower"), "conv,act,norm,tail"
+    lone = [extract_request(random_rows(count, 9), "tower", layers, pool="mean", isolated="true") for count in (2, 1)]
+    plain = [extract_request(random_rows(count, 5), "tower", "tail") for count in (1, 3)]
     quiet = [post(crowded, request).content for request in lone]
-    with piled(crowded, "tower") as pile:
-        replies = [pile.put(lone[0], 2), pile.put(plain[0], 1), pile.put(lone[1], 1), pile.put(plain[1], 3)]
+    with hold_queue(crowded, "tower") as pile:
+        replies = [
+            pile.enqueue(lone[0], 2),
+            pile.enqueue(plain[0], 1),
+            pile.enqueue(lone[1], 1),
+            pile.enqueue(plain[1], 3),
+        ]
     assert pile.module.forwards == [2, 4, 1]
     assert [replies[0].result().content, replies[2].result().content] == quiet
-    runs = [batch_of("isolated", 6, 4, times=4), batch_of("same_depth", 4, 2)]
-    ledger.check(BEFORE, *runs, answered(3 + 3 + 4))
-    others = [wish(some(count, count), "tower", "conv", pool="gem") for count in (1, 2, 3, 5)]
+    runs = [batch_counts("isolated", 6, 4, times=4), batch_counts("same_depth", 4, 2)]
+    ledger.check(HELD_COUNTS, *runs, row_counts(3 + 3 + 4))
+    others = [extract_request(random_rows(count, count), "tower", "conv", pool="gem") for count in (1, 2, 3, 5)]
     for expected, found in zip(quiet, under_load(crowded, lone, others), strict=True):
         assert {reply.content for reply in found} == {expected}
 
 
 def test_isolated_by_json(crowded: Live) -> None:
     """``isolated`` is a field of the JSON body as well, and false unless said."""
-    module, ledger = gated(crowded, "tower"), Ledger(crowded, "tower")
+    module, ledger = gated_module(crowded, "tower"), MetricsDelta(crowded, "tower")
     module.forwards.clear()
-    body: Json = {"model": "tower", "layers": ["tail"], "inputs": [tensor(row) for row in some(2)]}
+    body: Json = {"model": "tower", "layers": ["tail"], "inputs": [tensor(row) for row in random_rows(2)]}
     one, other = (post(crowded, {"json": body | extra}) for extra in ({}, {"isolated": True}))
     assert one.content == other.content  # an equal batch gives equal bits
     assert module.forwards == [2, 2]
-    ledger.check(batch_of("single", 2, 1), batch_of("isolated", 2, 1), answered(4))
+    ledger.check(batch_counts("single", 2, 1), batch_counts("isolated", 2, 1), row_counts(4))
     problem(post(crowded, {"json": body | {"isolated": "perhaps"}}), 422)
 
 
 def test_priority(crowded: Live) -> None:
     """Interactive requests run before bulk ones that came earlier, and share nothing with them."""
-    ledger, kinds = Ledger(crowded, "tower"), ("bulk", "interactive", "bulk", None)
-    with piled(crowded, "tower") as pile:
+    ledger, kinds = MetricsDelta(crowded, "tower"), ("bulk", "interactive", "bulk", None)
+    with hold_queue(crowded, "tower") as pile:
         replies = []
         for count, kind in enumerate(kinds, 1):
             query = {} if kind is None else {"priority": kind}
-            replies.append(pile.put(wish(some(count, count), "tower", "tail", **query), count))
+            replies.append(pile.enqueue(extract_request(random_rows(count, count), "tower", "tail", **query), count))
     assert pile.module.forwards == [2 + 4, 1 + 3]
     for count, reply in enumerate(replies, 1):
-        check(reply.result(), own(crowded, some(count, count), "tail"))
-    ledger.check(BEFORE, batch_of("same_depth", 10, 4, times=2), answered(10))
+        check(reply.result(), own(crowded, random_rows(count, count), "tail"))
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 10, 4, times=2), row_counts(10))
     for request in (
-        wish(some(1), "tower", "tail", priority="urgent"),
+        extract_request(random_rows(1), "tower", "tail", priority="urgent"),
         {"json": {"layers": ["head"], "priority": "urgent"}},
     ):
         assert "bulk" in str(problem(post(crowded, request), 422)["errors"])
@@ -309,16 +321,19 @@ def test_priority(crowded: Live) -> None:
 
 def test_one_models_backlog_is_its_own(crowded: Live) -> None:
     """What waits for one model does not keep another's request waiting."""
-    ledger, other = Ledger(crowded, "stages"), Ledger(crowded, "tower")
-    with piled(crowded, "tower") as pile:
-        waits = [pile.put(wish(some(4, seed), "tower", "tail", isolated="true"), 4) for seed in range(5)]
+    ledger, other = MetricsDelta(crowded, "stages"), MetricsDelta(crowded, "tower")
+    with hold_queue(crowded, "tower") as pile:
+        waits = [
+            pile.enqueue(extract_request(random_rows(4, seed), "tower", "tail", isolated="true"), 4)
+            for seed in range(5)
+        ]
         for seed in range(3):
-            reply = post(crowded, wish(some(2, seed), "stages", "late"))
-            check(reply, own(crowded, some(2, seed), "late", name="stages"))
-        assert queued(crowded, "tower") == 20
+            reply = post(crowded, extract_request(random_rows(2, seed), "stages", "late"))
+            check(reply, own(crowded, random_rows(2, seed), "late", name="stages"))
+        assert queued_rows(crowded, "tower") == 20
     assert [reply.result().status_code for reply in waits] == [200] * 5
-    ledger.check(batch_of("single", 6, 3, times=3), answered(6))
-    other.check(BEFORE, batch_of("isolated", 20, 5, times=5), answered(20))
+    ledger.check(batch_counts("single", 6, 3, times=3), row_counts(6))
+    other.check(HELD_COUNTS, batch_counts("isolated", 20, 5, times=5), row_counts(20))
 
 
 @pytest.fixture(scope="module")
@@ -343,23 +358,28 @@ FIXED: tuple[tuple[int, str, Json], ...] = (
 
 def test_fixed_rows(fixed: Live) -> None:
     """Every forward has as many rows as are set, and a request gets the same bytes in any company."""
-    module = gated(fixed, "tower")
+    module = gated_module(fixed, "tower")
     module.forwards.clear()
-    requests = [wish(some(count, seed), "tower", layers, **query) for seed, (count, layers, query) in enumerate(FIXED)]
+    requests = [
+        extract_request(random_rows(count, seed), "tower", layers, **query)
+        for seed, (count, layers, query) in enumerate(FIXED)
+    ]
     quiet = [post(fixed, request) for request in requests]
     for seed, ((count, layers, query), reply) in enumerate(zip(FIXED, quiet, strict=True)):
         if "normalize" not in query:
             check(
-                reply, own(fixed, some(count, seed), layers, query.get("pool", "none")), query.get("dtype", "float32")
+                reply,
+                own(fixed, random_rows(count, seed), layers, query.get("pool", "none")),
+                query.get("dtype", "float32"),
             )
     for ahead in range(8):  # each request begins at every place of a forward once
-        with piled(fixed, "tower") as pile:
-            replies = [pile.put(wish(some(ahead), "tower", "tail"), ahead)] if ahead else []
-            replies += [pile.put(request, count) for (count, _, _), request in zip(FIXED, requests, strict=True)]
+        with hold_queue(fixed, "tower") as pile:
+            replies = [pile.enqueue(extract_request(random_rows(ahead), "tower", "tail"), ahead)] if ahead else []
+            replies += [pile.enqueue(request, count) for (count, _, _), request in zip(FIXED, requests, strict=True)]
         for expected, reply in zip(quiet, replies[-len(FIXED) :], strict=True):
             assert reply.result().content == expected.content
         assert len(pile.module.forwards) < len(FIXED)
-    others = [wish(some(count, 50 + count), "tower", "tail") for count in (1, 3, 6)]
+    others = [extract_request(random_rows(count, 50 + count), "tower", "tail") for count in (1, 3, 6)]
     for expected, contents in zip(quiet, under_load(fixed, requests, others, times=3), strict=True):
         assert {reply.content for reply in contents} == {expected.content}
     assert set(module.forwards) == {8}
@@ -368,21 +388,23 @@ def test_fixed_rows(fixed: Live) -> None:
 def test_fixed_rows_of_replicas(fixed: Live) -> None:
     """The same holds for a model that several threads run: how many are idle decides nothing about bits."""
     pictures = np.random.default_rng(0).normal(size=(11, 3, 32, 32)).astype(np.float32)
-    requests = [wish(pictures[:count], "digits", "block?", pool="gem", format="npz") for count in (2, 3, 5, 11)]
+    requests = [
+        extract_request(pictures[:count], "digits", "block?", pool="gem", format="npz") for count in (2, 3, 5, 11)
+    ]
     quiet = [arrays_of(post(fixed, request)) for request in requests]
-    others = [wish(pictures[:count], "digits", "block1", pool="mean", format="npz") for count in (1, 3, 6)]
+    others = [extract_request(pictures[:count], "digits", "block1", pool="mean", format="npz") for count in (1, 3, 6)]
     for expected, contents in zip(quiet, under_load(fixed, requests, others, times=8), strict=True):
         assert [reply for reply in contents if not same(arrays_of(reply), expected)] == []
 
 
 def test_bits_that_depend_on_the_place(fixed: Live) -> None:
     """Where a row's bits tell its place in the batch, every request runs alone: the same bytes in any company."""
-    ledger = Ledger(fixed, "placed")
-    requests = [wish(some(count, count), "placed", ".") for count in (3, 11, 1)]
+    ledger = MetricsDelta(fixed, "placed")
+    requests = [extract_request(random_rows(count, count), "placed", ".") for count in (3, 11, 1)]
     quiet = [post(fixed, request).content for request in requests]
-    with piled(fixed, "placed") as pile:
-        replies = [pile.put(request, count) for request, count in zip(requests, (3, 11, 1), strict=True)]
+    with hold_queue(fixed, "placed") as pile:
+        replies = [pile.enqueue(request, count) for request, count in zip(requests, (3, 11, 1), strict=True)]
     assert [reply.result().content for reply in replies] == quiet
     assert pile.module.forwards == [8] * 4
-    ledger.check(BEFORE, batch_of("isolated", 30, 8, times=8), answered(30))
-    assert ceiling(fixed, "placed") == 8
+    ledger.check(HELD_COUNTS, batch_counts("isolated", 30, 8, times=8), row_counts(30))
+    assert batch_ceiling(fixed, "placed") == 8

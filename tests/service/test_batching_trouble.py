@@ -14,27 +14,27 @@ import pytest
 
 from layertap.models.spec import InputSpec
 from tests.server import Live
-from tests.service.busy import connected, gated, on_the_wire, until, waiting
 from tests.service.conftest import Serve
+from tests.service.gated_server import admitted_rows, connect, encode_request, gated_module, wait_until
 from tests.service.nets_batch import LIMIT, SLOW_S, Hungry, Moody, Residual
-from tests.service.pile import (
-    BEFORE,
-    HELD,
+from tests.service.queue_harness import (
+    HELD_COUNTS,
+    HELD_ROWS,
     LONG_S,
-    Ledger,
-    Pile,
-    answered,
+    MetricsDelta,
+    QueueHarness,
+    batch_ceiling,
+    batch_counts,
     batch_net,
-    batch_of,
-    ceiling,
-    idle,
-    offline,
-    piled,
+    extract_request,
+    hold_queue,
+    hook_outputs,
     post,
-    queued,
+    queued_rows,
+    random_rows,
+    row_counts,
     serving_nets,
-    some,
-    wish,
+    wait_idle,
 )
 from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
 
@@ -52,7 +52,7 @@ def troubled(serve: Serve) -> Iterator[Live]:
 def right(live: Live, name: str, layer: str, batch: Array, reply: Future[httpx.Response] | httpx.Response) -> None:
     """A reply is what hooks say offline."""
     response = reply.result() if isinstance(reply, Future) else reply
-    wanted = offline(live, name, batch)[layer, 0, (), "output"]
+    wanted = hook_outputs(live, name, batch)[layer, 0, (), "output"]
     np.testing.assert_allclose(arrays_of(response)[layer], wanted, **RIGHT)
 
 
@@ -65,61 +65,61 @@ def hungry(serve: Serve) -> Iterator[Live]:
 
 def room(live: Live, units: float) -> Hungry:
     """From now on a model's memory holds so many rows."""
-    module = gated(live, "hungry")
+    module = gated_module(live, "hungry")
     assert isinstance(module, Hungry)
     module.room = units
     module.forwards.clear()
     return module
 
 
-def put_rows(pile: Pile, counts: tuple[int, ...]) -> list[tuple[Array, Future[httpx.Response]]]:
+def put_rows(pile: QueueHarness, counts: tuple[int, ...]) -> list[tuple[Array, Future[httpx.Response]]]:
     """Requests of so many rows for the ``linear`` of a model."""
-    batches = [some(count, seed) for seed, count in enumerate(counts)]
+    batches = [random_rows(count, seed) for seed, count in enumerate(counts)]
     for batch in batches:
         batch[:, 0] = 0.0  # each needs as much memory as the others
-    return [(batch, pile.put(wish(batch, pile.name, "linear"), len(batch))) for batch in batches]
+    return [(batch, pile.enqueue(extract_request(batch, pile.name, "linear"), len(batch))) for batch in batches]
 
 
 def test_out_of_memory(hungry: Live) -> None:
     """A batch that memory does not hold is run in parts, each request is answered, later batches are smaller."""
-    ledger, counts = Ledger(hungry, "hungry"), (2, 3, 1, 3)
-    with piled(hungry, "hungry") as pile:
+    ledger, counts = MetricsDelta(hungry, "hungry"), (2, 3, 1, 3)
+    with hold_queue(hungry, "hungry") as pile:
         replies = put_rows(pile, counts)
         room(hungry, 4)
-    assert ceiling(hungry, "hungry") < 32
+    assert batch_ceiling(hungry, "hungry") < 32
     for batch, reply in replies:
         right(hungry, "hungry", "linear", batch, reply)
     assert pile.module.forwards == [9, 4, 5, 2, 3]
     failed = {"out_of_memory": 2.0, "split:memory": 2.0}
-    ledger.check(BEFORE, batch_of("same_depth", 9, 4), answered(9), failed)
-    sunk = ceiling(hungry, "hungry")
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 9, 4), row_counts(9), failed)
+    sunk = batch_ceiling(hungry, "hungry")
     assert 1 <= sunk <= 4
-    with piled(hungry, "hungry") as pile:
+    with hold_queue(hungry, "hungry") as pile:
         replies = put_rows(pile, counts)
     for batch, reply in replies:
         right(hungry, "hungry", "linear", batch, reply)
     assert sum(pile.module.forwards) == 9
     assert max(pile.module.forwards) <= sunk
-    assert ceiling(hungry, "hungry") == sunk
-    idle(hungry)
+    assert batch_ceiling(hungry, "hungry") == sunk
+    wait_idle(hungry)
 
 
 def test_large_request_out_of_memory(hungry: Live) -> None:
     """A single request that memory does not hold at once comes back in one piece all the same."""
     room(hungry, 4)
-    batch = some(19)
-    right(hungry, "hungry", "linear", batch, post(hungry, wish(batch, "hungry", "linear")))
-    assert 1 <= ceiling(hungry, "hungry") <= 4
+    batch = random_rows(19)
+    right(hungry, "hungry", "linear", batch, post(hungry, extract_request(batch, "hungry", "linear")))
+    assert 1 <= batch_ceiling(hungry, "hungry") <= 4
 
 
 @pytest.mark.parametrize("place", [0, 2, 4])
 def test_one_row_that_never_fits(hungry: Live, place: int) -> None:
     """A request one of whose rows needs more than there is gets 413; the others their answers, now and later."""
-    ledger = Ledger(hungry, "hungry")
-    with piled(hungry, "hungry") as pile:
-        batches = [some(2, seed) for seed in range(5)]
+    ledger = MetricsDelta(hungry, "hungry")
+    with hold_queue(hungry, "hungry") as pile:
+        batches = [random_rows(2, seed) for seed in range(5)]
         batches[place][1, 0] = 100.0
-        replies = [pile.put(wish(batch, "hungry", "linear"), 2) for batch in batches]
+        replies = [pile.enqueue(extract_request(batch, "hungry", "linear"), 2) for batch in batches]
         room(hungry, 50)
     for number, (batch, reply) in enumerate(zip(batches, replies, strict=True)):
         if number == place:
@@ -127,9 +127,9 @@ def test_one_row_that_never_fits(hungry: Live, place: int) -> None:
         else:
             right(hungry, "hungry", "linear", batch, reply)
     assert pile.module.forwards[0] == 10
-    ledger.check(BEFORE, batch_of("same_depth", 10, 5), answered(8), out_of_memory(batches, 50))
-    assert ceiling(hungry, "hungry") == 32  # the others' rows are not to blame
-    idle(hungry)
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 10, 5), row_counts(8), out_of_memory(batches, 50))
+    assert batch_ceiling(hungry, "hungry") == 32  # the others' rows are not to blame
+    wait_idle(hungry)
 
 
 def out_of_memory(batches: list[Array], units: float) -> dict[str, float]:
@@ -153,9 +153,15 @@ def test_fixed_rows_out_of_memory(serve: Serve) -> None:
     with serving_nets(serve, "hungry", fixed_batch_rows=8) as live:
         module = room(live, 4)
         for _ in range(2):
-            right(live, "hungry", "linear", some(3), post(live, wish(some(3), "hungry", "linear")))
-        assert 2 <= ceiling(live, "hungry") <= 4
-        with piled(live, "hungry") as pile:
+            right(
+                live,
+                "hungry",
+                "linear",
+                random_rows(3),
+                post(live, extract_request(random_rows(3), "hungry", "linear")),
+            )
+        assert 2 <= batch_ceiling(live, "hungry") <= 4
+        with hold_queue(live, "hungry") as pile:
             replies = put_rows(pile, (2, 3, 1, 3))
         for batch, reply in replies:
             right(live, "hungry", "linear", batch, reply)
@@ -171,12 +177,12 @@ def splits(bad: list[bool]) -> int:
 
 def check_bad(live: Live, count: int, marks: dict[int, int]) -> None:
     """Of so many requests of one batch those with marks are refused, and only those."""
-    ledger, name = Ledger(live, "moody"), "moody"
-    batches = [some(1 + number % 2, number) for number in range(count)]
+    ledger, name = MetricsDelta(live, "moody"), "moody"
+    batches = [random_rows(1 + number % 2, number) for number in range(count)]
     for place, mark in marks.items():
         batches[place][-1, 0] = mark
-    with piled(live, name) as pile:
-        replies = [pile.put(wish(batch, name, "end"), len(batch)) for batch in batches]
+    with hold_queue(live, name) as pile:
+        replies = [pile.enqueue(extract_request(batch, name, "end"), len(batch)) for batch in batches]
     for number, (batch, reply) in enumerate(zip(batches, replies, strict=True)):
         if number in marks:
             assert "secret" not in str(problem(reply.result(), 500 if marks[number] == LIMIT else 422))
@@ -188,7 +194,9 @@ def check_bad(live: Live, count: int, marks: dict[int, int]) -> None:
     assert pile.module.forwards[0] == rows
     why = "same_depth" if count > 1 else "single"
     halved = splits([number in marks for number in range(count)])
-    ledger.check(BEFORE, batch_of(why, rows, count), answered(good), {"split:error": halved} if halved else {})
+    ledger.check(
+        HELD_COUNTS, batch_counts(why, rows, count), row_counts(good), {"split:error": halved} if halved else {}
+    )
     assert live.client.get("/livez").status_code == 200
     assert live.client.get("/models/moody").json()["hooks"] == 0
 
@@ -223,40 +231,42 @@ def test_what_depends_on_the_values(troubled: Live, mark: int, place: int) -> No
 
 def test_trouble_beyond_the_stop(troubled: Live) -> None:
     """Who wants nothing of the part that fails is served, bad row or not, where nobody else goes that far."""
-    batch = some(2)
+    batch = random_rows(2)
     batch[0, 0] = Moody.LEAVES_OUT
-    right(troubled, "moody", "linear", batch, post(troubled, wish(batch, "moody", "linear")))
-    with piled(troubled, "moody") as pile:
-        shallow = pile.put(wish(batch, "moody", "linear"), 2)
-        deep = pile.put(wish(some(2, 1), "moody", "end"), 2)
+    right(troubled, "moody", "linear", batch, post(troubled, extract_request(batch, "moody", "linear")))
+    with hold_queue(troubled, "moody") as pile:
+        shallow = pile.enqueue(extract_request(batch, "moody", "linear"), 2)
+        deep = pile.enqueue(extract_request(random_rows(2, 1), "moody", "end"), 2)
     right(troubled, "moody", "linear", batch, shallow)
-    right(troubled, "moody", "end", some(2, 1), deep)
+    right(troubled, "moody", "end", random_rows(2, 1), deep)
     assert pile.module.forwards == [4, 2, 2]
 
 
 def test_who_leaves_and_who_is_late(troubled: Live) -> None:
     """What nobody waits for any more never runs; whoever is still there shares the forward without it."""
-    ledger, late_s = Ledger(troubled, "tower"), 1.5
-    with piled(troubled, "tower") as pile, ExitStack() as stack:
-        late = wish(some(2, 1), "tower", "tail")
+    ledger, late_s = MetricsDelta(troubled, "tower"), 1.5
+    with hold_queue(troubled, "tower") as pile, ExitStack() as stack:
+        late = extract_request(random_rows(2, 1), "tower", "tail")
         late["headers"] = {**late["headers"], "x-request-timeout": str(late_s)}
-        first = pile.put(wish(some(1), "tower", "tail"), 1)
-        expired = pile.put(late, 2)
-        with connected(troubled) as connection:
-            request = troubled.client.build_request("POST", "/extract", **wish(some(4), "tower", "tail"))
-            connection.sendall(on_the_wire(request))
-            until(lambda: queued(troubled, "tower") == 7)
-        until(lambda: queued(troubled, "tower") < 7 and waiting(troubled, "tower") <= HELD + 3)
-        last = pile.put(wish(some(3, 2), "tower", "tail"), 3)
+        first = pile.enqueue(extract_request(random_rows(1), "tower", "tail"), 1)
+        expired = pile.enqueue(late, 2)
+        with connect(troubled) as connection:
+            request = troubled.client.build_request(
+                "POST", "/extract", **extract_request(random_rows(4), "tower", "tail")
+            )
+            connection.sendall(encode_request(request))
+            wait_until(lambda: queued_rows(troubled, "tower") == 7)
+        wait_until(lambda: queued_rows(troubled, "tower") < 7 and admitted_rows(troubled, "tower") <= HELD_ROWS + 3)
+        last = pile.enqueue(extract_request(random_rows(3, 2), "tower", "tail"), 3)
         problem(expired.result(), 504, seconds=True)
-        until(lambda: queued(troubled, "tower") == 4)
+        wait_until(lambda: queued_rows(troubled, "tower") == 4)
         stack.pop_all().close()
-    right(troubled, "tower", "tail", some(1), first)
-    right(troubled, "tower", "tail", some(3, 2), last)
+    right(troubled, "tower", "tail", random_rows(1), first)
+    right(troubled, "tower", "tail", random_rows(3, 2), last)
     assert pile.module.forwards == [4]
     left = {"expired": 1.0, "cancelled": 1.0}
-    ledger.check(BEFORE, batch_of("same_depth", 4, 2), answered(4), left)
-    idle(troubled)
+    ledger.check(HELD_COUNTS, batch_counts("same_depth", 4, 2), row_counts(4), left)
+    wait_idle(troubled)
 
 
 @pytest.mark.parametrize(
@@ -265,22 +275,22 @@ def test_who_leaves_and_who_is_late(troubled: Live) -> None:
 def test_a_large_request_that_leaves(serve: Serve, caplog: pytest.LogCaptureFixture, behind: bytes) -> None:
     """Of a request that leaves between its forwards the rest never runs, whatever else its connection has asked for."""
     with serving_nets(serve, "tower", max_batch_rows=4) as live:
-        module = gated(live, "tower")
+        module = gated_module(live, "tower")
         module.forwards.clear()
         module.gate.clear()
         module.entered.clear()
-        with connected(live) as connection:
-            request = live.client.build_request("POST", "/extract", **wish(some(20), "tower", "tail"))
-            connection.sendall(on_the_wire(request) + behind)
+        with connect(live) as connection:
+            request = live.client.build_request("POST", "/extract", **extract_request(random_rows(20), "tower", "tail"))
+            connection.sendall(encode_request(request) + behind)
             assert module.entered.wait(30)
-            until(lambda: queued(live, "tower") == 16)
-        until(lambda: waiting(live, "tower") == 0)
-        assert queued(live, "tower") == 0
+            wait_until(lambda: queued_rows(live, "tower") == 16)
+        wait_until(lambda: admitted_rows(live, "tower") == 0)
+        assert queued_rows(live, "tower") == 0
         module.gate.set()
-        right(live, "tower", "tail", some(1), post(live, wish(some(1), "tower", "tail")))
+        right(live, "tower", "tail", random_rows(1), post(live, extract_request(random_rows(1), "tower", "tail")))
         assert module.forwards == [4, 1]
         assert "bug" not in caplog.messages
-        idle(live)
+        wait_idle(live)
 
 
 def retry(reply: httpx.Response) -> int:
@@ -292,18 +302,20 @@ def retry(reply: httpx.Response) -> int:
 def test_too_many_rows(serve: Serve) -> None:
     """A full queue is refused with when to come again, the later the more waits; then its places are free again."""
     with serving_nets(serve, "slow", max_queue_rows=200) as live:
-        ledger, whens = Ledger(live, "slow"), []
-        with piled(live, "slow") as pile:
+        ledger, whens = MetricsDelta(live, "slow"), []
+        with hold_queue(live, "slow") as pile:
             replies = []
             for seed in range(3):
-                replies.append(pile.put(wish(some(64, seed), "slow", "linear", isolated="true"), 64))
-                whens.append(retry(post(live, wish(some(200 - 64 * len(replies)), "slow", "linear"))))
+                replies.append(
+                    pile.enqueue(extract_request(random_rows(64, seed), "slow", "linear", isolated="true"), 64)
+                )
+                whens.append(retry(post(live, extract_request(random_rows(200 - 64 * len(replies)), "slow", "linear"))))
         assert 1 <= whens[0] < whens[1] < whens[2]
         assert all(when >= 64 * SLOW_S * seed for seed, when in enumerate(whens, 1))
         assert [reply.result().status_code for reply in replies] == [200] * 3
         grown = {"refused:queue_rows": 3.0}
-        ledger.check(BEFORE, batch_of("isolated", 192, 6, times=6), answered(192), grown)
-        idle(live)
+        ledger.check(HELD_COUNTS, batch_counts("isolated", 192, 6, times=6), row_counts(192), grown)
+        wait_idle(live)
 
 
 def hasty(request: Json, seconds: float) -> Json:
@@ -314,33 +326,33 @@ def hasty(request: Json, seconds: float) -> Json:
 def test_too_little_time(serve: Serve) -> None:
     """What can't be served in time for what waits already is refused at once; an idle server refuses nobody."""
     with serving_nets(serve, "slow") as live:
-        ledger = Ledger(live, "slow")
+        ledger = MetricsDelta(live, "slow")
         for seed in range(12):  # the pace is that of late
-            assert post(live, wish(some(4, seed), "slow", "linear")).status_code == 200
-        with piled(live, "slow") as pile:
-            waits = pile.put(wish(some(100), "slow", "linear", isolated="true"), 100)
+            assert post(live, extract_request(random_rows(4, seed), "slow", "linear")).status_code == 200
+        with hold_queue(live, "slow") as pile:
+            waits = pile.enqueue(extract_request(random_rows(100), "slow", "linear", isolated="true"), 100)
             need = 100 * SLOW_S
             for part in (0.2, 0.9):
-                refused = post(live, hasty(wish(some(1), "slow", "linear"), need * part))
+                refused = post(live, hasty(extract_request(random_rows(1), "slow", "linear"), need * part))
                 assert retry(refused) >= need
                 (fault,) = refused.json()["errors"]
                 assert f"X-Request-Timeout of {need * part:g} s" in fault["detail"]
                 assert f"more time by X-Request-Timeout, at most {LONG_S:g} s" in fault["hint"]
-            late = post(live, hasty(wish(some(1), "slow", "linear"), need * 1.6))
+            late = post(live, hasty(extract_request(random_rows(1), "slow", "linear"), need * 1.6))
             problem(late, 504, seconds=True)
             assert int(late.headers["retry-after"]) >= need  # by what waits still
         assert waits.result().status_code == 200
         rows = 48 + 100
         ledger.check(
-            BEFORE,
-            batch_of("single", 48, 12, times=12),
-            batch_of("isolated", 100, 4, times=4),
-            answered(rows),
+            HELD_COUNTS,
+            batch_counts("single", 48, 12, times=12),
+            batch_counts("isolated", 100, 4, times=4),
+            row_counts(rows),
             {"refused:deadline": 2.0, "expired": 1.0},
         )
-        idle(live)
+        wait_idle(live)
         # Nobody waits: though it can't be done, it is tried.
-        problem(post(live, hasty(wish(some(64), "slow", "linear"), 0.3)), 504, seconds=True)
+        problem(post(live, hasty(extract_request(random_rows(64), "slow", "linear"), 0.3)), 504, seconds=True)
 
 
 def test_too_little_time_of_the_servers_own(serve: Serve) -> None:
@@ -348,10 +360,12 @@ def test_too_little_time_of_the_servers_own(serve: Serve) -> None:
     limit = 150 * SLOW_S
     with serving_nets(serve, "slow", deadline_s=limit) as live:
         for seed in range(12):
-            assert post(live, wish(some(4, seed), "slow", "linear")).status_code == 200
-        with piled(live, "slow") as pile:
-            waits = pile.put(wish(some(90), "slow", "linear", isolated="true"), 90)
-            plain = {"json": {"model": "slow", "layers": ["linear"], "inputs": [tensor(row) for row in some(60)]}}
+            assert post(live, extract_request(random_rows(4, seed), "slow", "linear")).status_code == 200
+        with hold_queue(live, "slow") as pile:
+            waits = pile.enqueue(extract_request(random_rows(90), "slow", "linear", isolated="true"), 90)
+            plain = {
+                "json": {"model": "slow", "layers": ["linear"], "inputs": [tensor(row) for row in random_rows(60)]}
+            }
             replies = {request: post(live, sent) for request, sent in (("", plain), ("own", hasty(plain, limit / 2)))}
         for request, reply in replies.items():
             retry(reply)
@@ -360,43 +374,45 @@ def test_too_little_time_of_the_servers_own(serve: Serve) -> None:
             assert said in fault["detail"]
             assert fault["hint"] == "come again later, or send fewer inputs at once"
         assert waits.result().status_code == 200
-        idle(live)
+        wait_idle(live)
 
 
 def test_too_many_bytes(serve: Serve) -> None:
     """Bodies, rows and replies of what waits count together; all of it is given back."""
     with serving_nets(serve, "tower", max_queue_bytes=50_000, max_queue_rows=2000) as live:
-        ledger, large = Ledger(live, "tower"), wish(some(256), "tower", "linear")
+        ledger, large = MetricsDelta(live, "tower"), extract_request(random_rows(256), "tower", "linear")
         assert "50000" in problem(post(live, large), 413)["detail"]  # no queue could hold it
-        with piled(live, "tower") as pile:
-            waits = [pile.put(wish(some(256, seed), "tower", "tail"), 256) for seed in range(4)]
+        with hold_queue(live, "tower") as pile:
+            waits = [pile.enqueue(extract_request(random_rows(256, seed), "tower", "tail"), 256) for seed in range(4)]
             used = live.engine.manager.budget.used
             assert 4 * 256 * (16 + 16 + 8) <= used <= 50_000  # a row as sent, as decoded, and its result
-            assert all(retry(post(live, wish(some(256), "tower", "tail"))) >= 1 for _ in range(3))
-            until(lambda: live.engine.manager.budget.used == used)
-            waits.append(pile.put(wish(some(2), "tower", "tail"), 2))
+            assert all(retry(post(live, extract_request(random_rows(256), "tower", "tail"))) >= 1 for _ in range(3))
+            wait_until(lambda: live.engine.manager.budget.used == used)
+            waits.append(pile.enqueue(extract_request(random_rows(2), "tower", "tail"), 2))
         assert [reply.result().status_code for reply in waits] == [200] * 5
-        idle(live)
-        assert post(live, wish(some(256), "tower", "tail")).status_code == 200
+        wait_idle(live)
+        assert post(live, extract_request(random_rows(256), "tower", "tail")).status_code == 200
         rows = 4 * 256 + 2 + 256
         times = 4 * 8 + 1 + 8  # forwards of 32 rows
-        ledger.check(BEFORE, batch_of("single", rows, times, times), answered(rows), {"refused:queue_bytes": 3.0})
-        idle(live)
+        ledger.check(
+            HELD_COUNTS, batch_counts("single", rows, times, times), row_counts(rows), {"refused:queue_bytes": 3.0}
+        )
+        wait_idle(live)
 
 
 def test_bytes_of_a_body_that_still_arrives(serve: Serve) -> None:
     """What has come of a body counts before it is complete, and no more once its client is gone."""
     with serving_nets(serve, "tower", max_queue_bytes=50_000) as live:
-        body = wish(some(2000), "tower", "tail")
+        body = extract_request(random_rows(2000), "tower", "tail")
         request = live.client.build_request("POST", "/extract", **body)
-        small = wish(some(200), "tower", "tail")
-        with connected(live) as connection:
-            connection.sendall(on_the_wire(request)[:-1])
-            until(lambda: live.engine.manager.budget.used > 30_000)
-            assert retry(post(live, wish(some(1200), "tower", "tail"))) >= 1
-        idle(live)
+        small = extract_request(random_rows(200), "tower", "tail")
+        with connect(live) as connection:
+            connection.sendall(encode_request(request)[:-1])
+            wait_until(lambda: live.engine.manager.budget.used > 30_000)
+            assert retry(post(live, extract_request(random_rows(1200), "tower", "tail"))) >= 1
+        wait_idle(live)
         assert post(live, small).status_code == 200
-        idle(live)
+        wait_idle(live)
 
 
 def test_large_reply_of_a_large_picture(serve: Serve) -> None:
@@ -408,12 +424,12 @@ def test_large_reply_of_a_large_picture(serve: Serve) -> None:
         module = model.module
         assert isinstance(module, Residual)
         before, known = module.forwards, dict(model.catalogs)
-        found = problem(post(live, wish(np.zeros((1, 3, LARGE, LARGE), np.float32), "residual", "*")), 413)
+        found = problem(post(live, extract_request(np.zeros((1, 3, LARGE, LARGE), np.float32), "residual", "*")), 413)
         size, limit = (int(word) for word in found["detail"].replace(",", "").split() if word.isdigit())
         assert size > limit == live.engine.settings.max_reply_bytes
         assert module.forwards == before
         assert model.catalogs == known
-        idle(live)
-        usual = post(live, wish(np.zeros((1, 3, SIDE, SIDE), np.float32), "residual", "*", format="npz"))
+        wait_idle(live)
+        usual = post(live, extract_request(np.zeros((1, 3, SIDE, SIDE), np.float32), "residual", "*", format="npz"))
         assert usual.status_code == 200
         assert module.forwards == before + 1

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.server import Live
-from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve
+from tests.service.digits_reference import copy_digits, forward, random_images
 from tests.service.support import Array, Json, arrays_of, configured, metadata, net, npy, problem, raw, tensor
 
 Change = Callable[[Tensor], Tensor]
@@ -66,7 +66,7 @@ def request(batch: Array, layers: list[Any], **more: Any) -> Json:
 
 def plain(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
     """Outputs, as they are."""
-    module, x = twin(live), rows(1 + seed % 3, seed)
+    module, x = copy_digits(live), random_images(1 + seed % 3, seed)
     with torch.no_grad():
         wanted = {name: forward(module, torch.from_numpy(x), name) for name in ("block2", "head")}
     return request(x, list(wanted)), wanted
@@ -74,14 +74,14 @@ def plain(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
 
 def zeroed(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
     """Channels set to zero."""
-    x, channels = rows(1 + seed % 4, seed), [seed % 16, (seed + 5) % 16]
+    x, channels = random_images(1 + seed % 4, seed), [seed % 16, (seed + 5) % 16]
 
     def change(value: Tensor) -> Tensor:
         value = value.clone()
         value[:, channels] = 0
         return value
 
-    module = edited(twin(live), "block1", change)
+    module = edited(copy_digits(live), "block1", change)
     with torch.no_grad():
         wanted = {name: forward(module, torch.from_numpy(x), name) for name in ("block1", "block2", "head")}
     how = [{"layer": "block1", "op": "zero", "channels": channels}]
@@ -90,13 +90,13 @@ def zeroed(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
 
 def noisy(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
     """Noise by seed; the request is larger than a forward."""
-    x = rows(11, seed)
+    x = random_images(11, seed)
 
     def change(value: Tensor) -> Tensor:
         drawn = [torch.randn(value.shape[1:], generator=torch.Generator().manual_seed(seed + n)) for n in range(11)]
         return value + 0.3 * torch.stack(drawn)
 
-    module = edited(twin(live), "block2", change)
+    module = edited(copy_digits(live), "block2", change)
     with torch.no_grad():
         wanted = {name: forward(module, torch.from_numpy(x), name) for name in ("block2", "head")}
     how = [{"layer": "block2", "op": "noise", "std": 0.3, "seed": seed}]
@@ -105,7 +105,7 @@ def noisy(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
 
 def logit(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
     """The gradient of a class score at a layer."""
-    module, x = twin(live), rows(1 + seed % 3, seed)
+    module, x = copy_digits(live), random_images(1 + seed % 3, seed)
     at = ("block1", "block2", "block3")[seed % 3]
     wanted = {f"{at}:grad_output": gradient(module, torch.from_numpy(x), at, lambda out: out[:, seed % 10])}
     return request(x, list(wanted), objective={"kind": "logit", "class": seed % 10}), wanted
@@ -113,7 +113,7 @@ def logit(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
 
 def entropy(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
     """The gradient at the picture, of a request larger than a forward."""
-    module, x = twin(live), rows(9, seed)
+    module, x = copy_digits(live), random_images(9, seed)
     start = torch.from_numpy(x).requires_grad_()
     loss = nn.functional.cross_entropy(forward(module, start), torch.full((9,), seed % 10), reduction="sum")
     wanted = {".:grad_input": torch.autograd.grad(loss, start)[0]}
@@ -122,7 +122,7 @@ def entropy(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
 
 def clipped(live: Live, seed: int) -> tuple[Json, dict[str, Tensor]]:
     """A gradient clipped on its way back."""
-    module, x = twin(live), rows(2, seed)
+    module, x = copy_digits(live), random_images(2, seed)
     score = gradient(module, torch.from_numpy(x), "block3", lambda out: out.amax(1))
     limit = float(score.abs().mean())
     start = forward(module, torch.from_numpy(x), "block2").detach().requires_grad_()
@@ -174,10 +174,10 @@ def test_all_at_once(changing: Live) -> None:
 
 def test_by_query(changing: Live) -> None:
     """A raw body has its objective in the query."""
-    x = rows(2, 5)
+    x = random_images(2, 5)
     query = {"layers": "block2:grad_output", "objective": "logit", "class": "3", "format": "npy"}
     reply = changing.client.post("/extract", **raw(npy(x), "application/x-npy", **query))
-    wanted = gradient(twin(changing), torch.from_numpy(x), "block2", lambda out: out[:, 3])
+    wanted = gradient(copy_digits(changing), torch.from_numpy(x), "block2", lambda out: out[:, 3])
     np.testing.assert_allclose(arrays_of(reply)[""], wanted.numpy(), rtol=1e-3, atol=1e-6)
     top = changing.client.post("/extract", **raw(npy(x), "application/x-npy", **{**query, "class": "top"}))
     assert top.status_code == 200
@@ -186,7 +186,7 @@ def test_by_query(changing: Live) -> None:
 
 def test_receipts_and_fingerprints(changing: Live) -> None:
     """A changed value is not taken for the model's own, and a gradient tells what it is of."""
-    x = rows(1, 6)
+    x = random_images(1, 6)
     how = [{"layer": "block1", "op": "scale", "by": 2.0}]
     bodies: list[Json] = [
         {"layers": ["block2"]},
@@ -219,7 +219,7 @@ def test_receipts_and_fingerprints(changing: Live) -> None:
 )
 def test_objective_defaults(changing: Live, left_out: Json, whole: Json) -> None:
     """What an objective leaves out is the logit, and the row's own highest score; on both routes."""
-    body: Json = {"inputs": [tensor(row) for row in rows(2, 9)]}
+    body: Json = {"inputs": [tensor(row) for row in random_images(2, 9)]}
     for path, more in (("/extract", {"layers": ["block2:grad_output"]}), ("/explain", {"method": "saliency"})):
         replies = [
             changing.client.post(path, json={**body, **more, "objective": objective}).json()
@@ -231,22 +231,22 @@ def test_objective_defaults(changing: Live, left_out: Json, whole: Json) -> None
 
 def test_highest_score_by_default(changing: Live) -> None:
     """The defaults mean what an offline gradient of each row's highest score means, in a query too."""
-    x = rows(3, 10)
-    wanted = gradient(twin(changing), torch.from_numpy(x), "block3", lambda out: out.amax(1))
+    x = random_images(3, 10)
+    wanted = gradient(copy_digits(changing), torch.from_numpy(x), "block3", lambda out: out.amax(1))
     reply = changing.client.post("/extract", **request(x, ["block3:grad_output"], objective={}))
     check(reply, {"block3:grad_output": wanted})
     query = {"layers": "block3:grad_output", "class": "3", "format": "npy"}
     reply = changing.client.post("/extract", **raw(npy(x), "application/x-npy", **query))
-    wanted = gradient(twin(changing), torch.from_numpy(x), "block3", lambda out: out[:, 3])
+    wanted = gradient(copy_digits(changing), torch.from_numpy(x), "block3", lambda out: out[:, 3])
     np.testing.assert_allclose(arrays_of(reply)[""], wanted.numpy(), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 11])
 def test_classes_in_receipts(changing: Live, count: int) -> None:
     """The class that "top" chose for each row is in the receipt of what hangs on it, on both routes."""
-    x = rows(count, 12)
+    x = random_images(count, 12)
     with torch.no_grad():
-        chosen = forward(twin(changing), torch.from_numpy(x)).argmax(1).tolist()
+        chosen = forward(copy_digits(changing), torch.from_numpy(x)).argmax(1).tolist()
     assert count == 1 or len(set(chosen)) > 1
     inputs = [tensor(row) for row in x]
     body = {"inputs": inputs, "layers": ["block3:grad_output", "head"], "objective": {}, "encoding": "base64"}
@@ -270,9 +270,9 @@ def test_classes_in_receipts(changing: Live, count: int) -> None:
 
 def test_classes_of_inputs_that_are_left_in(changing: Live) -> None:
     """Where inputs are left out the receipt has a class for each of the others."""
-    x = rows(3, 12)
+    x = random_images(3, 12)
     with torch.no_grad():
-        chosen = forward(twin(changing), torch.from_numpy(x)).argmax(1).tolist()
+        chosen = forward(copy_digits(changing), torch.from_numpy(x)).argmax(1).tolist()
     inputs = [tensor(x[0]), {"image": "AAAA"}, tensor(x[1]), tensor(x[2])]
     body = {"inputs": inputs, "layers": ["block3:grad_output"], "objective": {}, "on_error": "skip"}
     told = changing.client.post("/extract", json=body).json()
@@ -306,7 +306,7 @@ BOTH = [f"{RELU}#0:output", f"{RELU}#1:output"]
 )
 def test_calls_of_an_intervention(changing: Live, where: str, calls: list[str]) -> None:
     """Every call of a module is changed unless one is named, and the reply says which were."""
-    module, x = twin(changing), rows(2, 13)
+    module, x = copy_digits(changing), random_images(2, 13)
     kind = After if calls == BOTH else Second
     module.block2.relu = kind(module.block2.relu, halved)
     with torch.no_grad():
@@ -350,7 +350,7 @@ def test_dry_run(changing: Live) -> None:
 def test_graph_that_does_not_fit(serve: Serve) -> None:
     """A gradient whose graph has no room is refused with its size, before any forward; outputs still work."""
     with serve(configured(), batch_memory_bytes=400_000) as live:
-        inputs = [tensor(rows(1, 7)[0])]
+        inputs = [tensor(random_images(1, 7)[0])]
         graded = {"layers": ["block1:grad_output"], "objective": {"kind": "logit", "class": 1}, "inputs": inputs}
         assert "400000" in problem(live.client.post("/extract", json=graded), 413)["detail"]
         assert live.client.post("/extract", json={"layers": ["block1"], "inputs": inputs}).status_code == 200

@@ -13,8 +13,8 @@ from layertap.models.digits import WEIGHTS
 from layertap.models.spec import InputSpec, PreprocessSpec
 from layertap.service.config.configuration import make_default_configuration, read_configuration
 from layertap.service.config.document import ConfigError
-from tests.service.busy import ask
 from tests.service.conftest import Serve
+from tests.service.gated_server import post_rows
 from tests.service.nets_http import Gated
 from tests.service.support import arrays_of, problem
 
@@ -356,7 +356,7 @@ def test_served(serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
     configuration = read_configuration(written(tmp_path, json.dumps({"models": models})), before_loading=True)
     with serve(configuration) as live:
-        found = arrays_of(ask(live))
+        found = arrays_of(post_rows(live))
         weight, bias = (value.detach().numpy() for value in module.linear.parameters())
         np.testing.assert_allclose(found["linear"], np.ones((1, 4), np.float32) @ weight.T + bias, atol=1e-6)
         listed = {model["name"]: model for model in live.client.get("/models").json()["models"]}
@@ -365,5 +365,5 @@ def test_served(serve: Serve, tmp_path: Path) -> None:
         for name in ("missing", "broken"):
             assert name in listed[name]["reason"]
             assert str(tmp_path) not in live.client.get("/models").text
-            assert tmp_path.name not in problem(ask(live, model=name), 503, seconds=True)["detail"]
+            assert tmp_path.name not in problem(post_rows(live, model=name), 503, seconds=True)["detail"]
         assert str(WEIGHTS.parent) not in live.client.get("/models").text

@@ -16,9 +16,9 @@ import pytest
 from layertap.service.http import protocol
 from layertap.service.http.protocol import MOST_FIELDS
 from tests.server import Live
-from tests.service.busy import connected, on_the_wire, replied, rest, until
 from tests.service.conftest import Serve
-from tests.service.pile import gauges
+from tests.service.gated_server import connect, encode_request, parse_response, read_to_end, wait_until
+from tests.service.queue_harness import gauges
 from tests.service.sockets import CHUNKED, END, POST, dripped, exchanged
 from tests.service.support import Control, npy, problem, raw
 
@@ -120,23 +120,23 @@ def test_offer_to_upgrade(live: Live, control: Control, protocol: bytes, pieces:
     body = json.dumps(control.request["json"]).encode()
     fields = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTTP2-Settings: AAMAAABk\r\n" % protocol
     head = POST.replace(b"Connection: close\r\n", fields) + b"Content-Length: %d\r\n\r\n" % len(body)
-    with connected(live) as connection:
+    with connect(live) as connection:
         data = head + body
         for at in range(pieces):
             connection.sendall(data[at * len(data) // pieces : (at + 1) * len(data) // pieces])
         connection.sendall(GET + END)
-        reply = replied(rest(connection))
+        reply = parse_response(read_to_end(connection))
     assert reply.status_code == 200
     first, _, second = reply.content.partition(b"HTTP/1.1 ")
     assert first == control.expected
     assert second.startswith(b"200")
     problem(exchanged(live, head.replace(b"Content-Length: ", b"Content-Length: x") + body), 400)
-    with connected(live) as connection:
+    with connect(live) as connection:
         for _ in range(2):  # a head and nothing after it, as browsers and curl send it
             connection.sendall(GET + b"Host: x\r\n" + fields + b"\r\n")
             assert connection.recv(2**16).endswith(b'{"status":"alive"}')
         connection.sendall((GET + b"Host: x\r\n" + fields + b"\r\n") * 1500 + GET + END)
-        assert rest(connection).count(b"HTTP/1.1 200 OK") == 1501
+        assert read_to_end(connection).count(b"HTTP/1.1 200 OK") == 1501
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
@@ -171,16 +171,16 @@ def hasty(serve: Serve) -> Iterator[Live]:
 
 def test_nothing(hasty: Live) -> None:
     """A connection on which nothing is ever said is closed, without a word."""
-    with connected(hasty) as connection:
+    with connect(hasty) as connection:
         assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize("begun", [b"G", b"GET /", GET, GET + b"Host: x\r\n", GET + b"X: a"])
 def test_half_a_head(hasty: Live, begun: bytes) -> None:
     """A head that does not go on is given up."""
-    with connected(hasty) as connection:
+    with connect(hasty) as connection:
         connection.sendall(begun)
-        reply = replied(rest(connection))
+        reply = parse_response(read_to_end(connection))
     assert "0.3 s" in problem(reply, 408)["detail"]
     assert reply.headers["connection"] == "close"
 
@@ -188,19 +188,19 @@ def test_half_a_head(hasty: Live, begun: bytes) -> None:
 @pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_slow_head(hasty: Live, before: bytes) -> None:
     """A head that comes byte by byte is given up as well, be it the first of its connection or a later one."""
-    with connected(hasty) as connection:
+    with connect(hasty) as connection:
         if before:
             connection.sendall(before)
             assert connection.recv(2**16).endswith(b'{"status":"alive"}')
         connection.sendall(GET + b"X: ")
-        problem(replied(dripped(connection, b"a")), 408)
+        problem(parse_response(dripped(connection, b"a")), 408)
     assert hasty.client.get("/readyz").status_code == 200
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_slow_empty_lines(hasty: Live, before: bytes) -> None:
     """Empty lines keep no connection open."""
-    with connected(hasty) as connection:
+    with connect(hasty) as connection:
         if before:
             connection.sendall(before)
             assert connection.recv(2**16).endswith(b'{"status":"alive"}')
@@ -211,9 +211,9 @@ def test_slow_empty_lines(hasty: Live, before: bytes) -> None:
 @pytest.mark.parametrize("head", [CHUNKED, POST + b"Content-Length: 100000\r\n\r\n"])
 def test_slow_body(hasty: Live, head: bytes) -> None:
     """A body that comes byte by byte is given up when its time is over, and its connection is closed."""
-    with connected(hasty) as connection:
+    with connect(hasty) as connection:
         connection.sendall(head)
-        reply = replied(dripped(connection, b"1\r\n \r\n" if head is CHUNKED else b" "))
+        reply = parse_response(dripped(connection, b"1\r\n \r\n" if head is CHUNKED else b" "))
     assert "0.3 s" in problem(reply, 408)["detail"]
     assert reply.headers["connection"] == "close"
     assert hasty.client.get("/readyz").status_code == 200
@@ -233,7 +233,7 @@ def test_end_of_listening(
 ) -> None:
     """Who sends on after a refusal is listened to for a while, hears no more, and has the reply all the same."""
     monkeypatch.setattr(protocol, "LINGER_S", 0.6)  # longer than a head may take
-    with connected(hasty) as connection:
+    with connect(hasty) as connection:
         for piece in LATE[name]:
             connection.sendall(piece)
         assert connection.recv(12) in (b"HTTP/1.1 400", b"HTTP/1.1 404", b"HTTP/1.1 431")
@@ -245,7 +245,7 @@ def test_end_of_listening(
                 return True
             return False
 
-        until(refused)
+        wait_until(refused)
     assert sum(message.startswith("refused with") for message in caplog.messages) == ("nobody" not in name)
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
@@ -262,12 +262,12 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
         gc.disable()
         try:
             for sent, reset in product((GET + b"Host: x\r\n\r\n", upload, GET + b"X : a\r\n"), (True, False)):
-                with connected(live) as connection:
+                with connect(live) as connection:
                     connection.sendall(sent)
                     assert connection.recv(9) == b"HTTP/1.1 "
                     if reset:
                         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            until(lambda: left() == before)
+            wait_until(lambda: left() == before)
         finally:
             gc.enable()
 
@@ -275,10 +275,10 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
 def test_reply_that_nobody_reads(hasty: Live, caplog: pytest.LogCaptureFixture) -> None:
     """A large reply is kept only as long as it is taken."""
     request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
-    with connected(hasty) as connection:
-        connection.sendall(on_the_wire(hasty.client.build_request("POST", "/extract", **request)))
-        until(lambda: "a reply was not read" in caplog.messages)
-        reply = replied(rest(connection))
+    with connect(hasty) as connection:
+        connection.sendall(encode_request(hasty.client.build_request("POST", "/extract", **request)))
+        wait_until(lambda: "a reply was not read" in caplog.messages)
+        reply = parse_response(read_to_end(connection))
     assert reply.status_code == 200
     assert 0 < len(reply.content) < int(reply.headers["content-length"])
     assert hasty.client.get("/models/digits").json()["hooks"] == 0
@@ -288,11 +288,11 @@ def test_bytes_of_a_reply_that_nobody_reads(serve: Serve) -> None:
     """What waits to be sent counts to the bytes that the queue holds, until it is read or given up."""
     request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
     with serve(send_timeout_s=20, send_buffer=2**12) as live:
-        with connected(live, buffer=2**11) as connection:
-            connection.sendall(on_the_wire(live.client.build_request("POST", "/extract", **request)))
+        with connect(live, buffer=2**11) as connection:
+            connection.sendall(encode_request(live.client.build_request("POST", "/extract", **request)))
             assert connection.recv(12) == b"HTTP/1.1 200"
             assert gauges(live)["queue_bytes"] > 200 * 2**16
-        until(lambda: gauges(live)["queue_bytes"] == 0)
+        wait_until(lambda: gauges(live)["queue_bytes"] == 0)
 
 
 def test_last_reply_that_nobody_reads(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,10 +301,10 @@ def test_last_reply_that_nobody_reads(serve: Serve, caplog: pytest.LogCaptureFix
         request = raw(npy(np.zeros((1, 3, 32, 32), np.float32)), "application/x-npy", layers="block2", format="npy")
         request["headers"] |= {"connection": "close"}
         assert 2**15 < len(live.client.post("/extract", **request).content) < 2**16  # uvicorn waits for none so short
-        with connected(live, buffer=2**11) as connection:
-            connection.sendall(on_the_wire(live.client.build_request("POST", "/extract", **request)))
-            until(lambda: "a reply was not read" in caplog.messages)
-            assert len(rest(connection)) < 2**15
+        with connect(live, buffer=2**11) as connection:
+            connection.sendall(encode_request(live.client.build_request("POST", "/extract", **request)))
+            wait_until(lambda: "a reply was not read" in caplog.messages)
+            assert len(read_to_end(connection)) < 2**15
 
 
 def test_large_reply_read_slowly(live: Live, control: Control) -> None:

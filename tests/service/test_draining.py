@@ -23,7 +23,7 @@ from layertap.service.http.server_options import make_server_options
 from layertap.service.http.sockets import stop_connecting
 from layertap.service.process import Server
 from layertap.service.settings import Settings
-from tests.service.busy import until
+from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, Process, process
 from tests.service.support import picture
 
@@ -162,13 +162,13 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
     """After SIGTERM /readyz is 503 and every request is served, until the delay is over; none is reset or lost."""
     with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S=str(DELAY_S)) as server:
         with hammered(server) as clients:
-            until(lambda: all(len(client.statuses) > 3 for client in clients))
+            wait_until(lambda: all(len(client.statuses) > 3 for client in clients))
             assert not any(any(client.endings) for client in clients[:KEPT])
             begun = time.monotonic()
             server.running.send_signal(signal.SIGTERM)
-            until(lambda: ready(server) == 503)
+            wait_until(lambda: ready(server) == 503)
             counts = [len(client.statuses) for client in clients]
-            until(lambda: all(len(client.statuses) > count for client, count in zip(clients, counts, strict=True)))
+            wait_until(lambda: all(len(client.statuses) > count for client, count in zip(clients, counts, strict=True)))
         assert server.running.wait(END_S) == 0
     for client in clients:
         assert set(client.statuses) == {200}
@@ -257,9 +257,9 @@ def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
     """Asked again, the server waits no more; what it has accepted it still answers."""
     with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:
         with hammered(server) as clients:
-            until(lambda: all(client.statuses for client in clients))
+            wait_until(lambda: all(client.statuses for client in clients))
             server.running.send_signal(signal.SIGTERM)
-            until(lambda: ready(server) == 503)
+            wait_until(lambda: ready(server) == 503)
             server.running.send_signal(signal.SIGTERM)
         assert server.running.wait(END_S) == 0
     assert {status for client in clients for status in client.statuses} == {200}

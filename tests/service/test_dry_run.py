@@ -9,7 +9,7 @@ import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
-from tests.service.busy import gated
+from tests.service.gated_server import gated_module
 from tests.service.support import Control, Json, arrays_of, image, npy, picture, problem, raw, rows, tensor
 
 DRY = {"dry_run": "true"}
@@ -39,7 +39,7 @@ def test_as_the_real_one(live: Live, options: Json) -> None:
 
 def test_no_forward(live: Live) -> None:
     """Nothing runs, with inputs or without."""
-    module = gated(live)
+    module = gated_module(live)
     module.forwards.clear()
     assert dry(live, model="gated", layers=["*"]).status_code == 200
     assert dry(live, model="gated", layers=["*"], inputs=[tensor(rows()[0])]).json()["rows"] == 1

@@ -9,8 +9,17 @@ import pytest
 
 from tests.server import Live
 from tests.service.bad_requests import BAD
-from tests.service.busy import ask, blocked, connected, gated, on_the_wire, row_request, until, waiting
 from tests.service.conftest import Serve
+from tests.service.gated_server import (
+    admitted_rows,
+    build_row_request,
+    connect,
+    encode_request,
+    gated_module,
+    hold_model,
+    post_rows,
+    wait_until,
+)
 from tests.service.nets_http import ERRORS, Touchy
 from tests.service.support import (
     Control,
@@ -35,65 +44,65 @@ SKIP: Json = {"layers": ["block3", "head"], "pool": "mean", "on_error": "skip"}
 
 def test_cancelled(live: Live) -> None:
     """A client that goes away while its job waits never has it run, and its rows are off the queue at once."""
-    with blocked(live) as module:
-        with connected(live) as connection:
-            connection.sendall(on_the_wire(row_request(live, 3)))
-            until(lambda: waiting(live) == 4)
-        until(lambda: waiting(live) == 1)
-    assert ask(live, 2).status_code == 200
+    with hold_model(live) as module:
+        with connect(live) as connection:
+            connection.sendall(encode_request(build_row_request(live, 3)))
+            wait_until(lambda: admitted_rows(live) == 4)
+        wait_until(lambda: admitted_rows(live) == 1)
+    assert post_rows(live, 2).status_code == 200
     assert module.forwards == [2]
 
 
 def test_cancelled_while_it_runs(live: Live) -> None:
     """A client that goes away while its job runs harms nobody: the model goes on, without hooks, for the next."""
-    module = gated(live)
+    module = gated_module(live)
     module.gate.clear()
     module.entered.clear()
-    with connected(live) as connection:
-        connection.sendall(on_the_wire(row_request(live, 3)))
+    with connect(live) as connection:
+        connection.sendall(encode_request(build_row_request(live, 3)))
         assert module.entered.wait(30)
-    until(lambda: waiting(live) == 0)
+    wait_until(lambda: admitted_rows(live) == 0)
     module.gate.set()
-    assert ask(live).status_code == 200
+    assert post_rows(live).status_code == 200
 
 
 def test_cancelled_while_it_sends(live: Live, control: Control) -> None:
     """A client that goes away in the middle of its body harms nobody."""
-    sent = on_the_wire(row_request(live, 3))
+    sent = encode_request(build_row_request(live, 3))
     for size in (10, 100, len(sent) - 1):
-        with connected(live) as connection:
+        with connect(live) as connection:
             connection.sendall(sent[:size])
     control.check()
 
 
 def test_late(live: Live, control: Control) -> None:
     """A job whose deadline passes while it waits is answered then, and never runs."""
-    with blocked(live) as module:
-        problem(ask(live, 3, timeout="0.2"), 504, seconds=True)
-        assert waiting(live) == 1
+    with hold_model(live) as module:
+        problem(post_rows(live, 3, timeout="0.2"), 504, seconds=True)
+        assert admitted_rows(live) == 1
         control.check()
-    assert ask(live, 2).status_code == 200
+    assert post_rows(live, 2).status_code == 200
     assert module.forwards == [2]
 
 
 def test_late_while_it_runs(live: Live) -> None:
     """A job whose deadline passes while it runs is answered then; the next one waits for the model and is served."""
-    module = gated(live)
+    module = gated_module(live)
     module.gate.clear()
-    problem(ask(live, timeout="0.2"), 504, seconds=True)
+    problem(post_rows(live, timeout="0.2"), 504, seconds=True)
     module.gate.set()
-    assert ask(live).status_code == 200
+    assert post_rows(live).status_code == 200
 
 
 def test_shared(live: Live) -> None:
     """What waits while a forward runs shares the next one, and each request gets its own rows of it."""
     with ThreadPoolExecutor(4) as pool:
-        with blocked(live) as module:
+        with hold_model(live) as module:
             replies = []
             for count in (3, 2, 4):
-                before = waiting(live)
-                replies.append(pool.submit(ask, live, count))
-                until(lambda before=before, count=count: waiting(live) == before + count)  # type: ignore[misc]
+                before = admitted_rows(live)
+                replies.append(pool.submit(post_rows, live, count))
+                wait_until(lambda before=before, count=count: admitted_rows(live) == before + count)  # type: ignore[misc]
         assert [len(arrays_of(reply.result())["linear"]) for reply in replies] == [3, 2, 4]
     assert module.forwards == [9]
 
@@ -196,7 +205,7 @@ def test_crowd(live: Live, control: Control) -> None:
 def test_batches(serve: Serve) -> None:
     """More rows than a forward may have run in several, and come back as one answer in order."""
     with serve(configured(net("gated", "Gated")), max_batch_rows=4) as live:
-        module = gated(live)
+        module = gated_module(live)
         module.forwards.clear()
         batch = np.random.default_rng(0).normal(size=(10, 4)).astype(np.float32)
         request = raw(npy(batch), "application/x-npy", model="gated", layers="linear", dtype="int8")

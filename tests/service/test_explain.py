@@ -14,8 +14,8 @@ from torch import Tensor
 
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.server import Live
-from tests.service.chain import forward, rows, twin
 from tests.service.conftest import Serve
+from tests.service.digits_reference import copy_digits, forward, random_images
 from tests.service.support import (
     Array,
     Json,
@@ -33,7 +33,7 @@ from tests.service.support import (
 
 def cam(live: Live, x: Array, layer: str, klass: int | None) -> Array:
     """Grad-CAM of a layer of the embedded model, by autograd on the model cut in two."""
-    module, names = twin(live), ["block1", "block2", "block3", "pool", "flatten", "head"]
+    module, names = copy_digits(live), ["block1", "block2", "block3", "pool", "flatten", "head"]
     values = forward(module, torch.from_numpy(x), layer).detach().requires_grad_()
     out = values.clone()
     for name in names[names.index(layer) + 1 :]:
@@ -58,7 +58,7 @@ def asked(x: Array, **body: Any) -> Json:
 @pytest.mark.parametrize("klass", [None, 4])
 def test_grad_cam(live: Live, layer: str | None, used: str, klass: int | None) -> None:
     """Of the last map or of a layer by name, for the highest score or for a class."""
-    x = rows(3, 1)
+    x = random_images(3, 1)
     body: Json = {"method": "grad_cam"} | ({"layer": layer} if layer else {})
     body |= {"objective": {"kind": "logit", "class": klass}} if klass is not None else {}
     reply = live.client.post("/explain", **asked(x, **body))
@@ -72,10 +72,10 @@ def test_grad_cam(live: Live, layer: str | None, used: str, klass: int | None) -
 
 def test_saliency(live: Live) -> None:
     """The gradient at the input, largest over channels."""
-    x = rows(2, 2)
+    x = random_images(2, 2)
     reply = live.client.post("/explain", **asked(x, method="saliency", objective={"kind": "probability", "class": 7}))
     start = torch.from_numpy(x).requires_grad_()
-    slopes = torch.autograd.grad(forward(twin(live), start).softmax(1)[:, 7].sum(), start)[0]
+    slopes = torch.autograd.grad(forward(copy_digits(live), start).softmax(1)[:, 7].sum(), start)[0]
     wanted = slopes.abs().amax(1).numpy()
     np.testing.assert_allclose(arrays_of(reply)["saliency"], wanted, rtol=1e-3, atol=1e-4 * wanted.max())
 
@@ -94,7 +94,7 @@ def test_ways_to_send(live: Live) -> None:
     assert np.array_equal(
         arrays_of(live.client.post("/explain", files=files, params=query))["grad_cam"], first.astype(np.float32)
     )
-    two = live.client.post("/explain", **raw(npy(rows(2, 4)), "application/x-npy", method="saliency"))
+    two = live.client.post("/explain", **raw(npy(random_images(2, 4)), "application/x-npy", method="saliency"))
     assert arrays_of(two)["saliency"].shape == (2, 32, 32)
 
 
@@ -118,7 +118,7 @@ def rolled(layers: list[Array]) -> Array:
 
 def test_rollouts(attentive: Live) -> None:
     """Attention, and attention by its gradient, paired layer by layer."""
-    body: Json = {"model": "vit", "inputs": [tensor(row) for row in rows(2, 6)], "encoding": "base64"}
+    body: Json = {"model": "vit", "inputs": [tensor(row) for row in random_images(2, 6)], "encoding": "base64"}
     names = [f"encoder.layers.encoder_layer_{number}.self_attention" for number in range(2)]
     layers = [f"{name}:{site}" for site in ("attention", "attention_grad") for name in names]
     objective = {"kind": "logit", "class": 5}
@@ -166,7 +166,7 @@ def module_of(live: Live, name: str) -> Any:
 
 def test_relevance(attentive: Live) -> None:
     """R becomes R + A R, A the mean over heads of what is above 0 of weight times gradient: Chefer et al., 2021."""
-    x = rows(2, 6)
+    x = random_images(2, 6)
     scores, _, weights = attended(module_of(attentive, "vit"), x)
     slopes = torch.autograd.grad(scores[:, 5].sum(), weights)
     whole = torch.eye(17).expand(2, -1, -1)
@@ -187,7 +187,7 @@ def test_relevance(attentive: Live) -> None:
 
 def test_grad_cam_where_a_class_token_answers(attentive: Live) -> None:
     """Without a layer it is of the last block's first norm, the last place where patches bear on the answer."""
-    x = rows(2, 6)
+    x = random_images(2, 6)
     scores, norms, _ = attended(module_of(attentive, "vit"), x)
     slopes = torch.autograd.grad(scores[:, 5].sum(), norms[-1])[0][:, 1:]
     summed = (slopes.mean(1, keepdim=True) * norms[-1][:, 1:]).sum(2).clamp(min=0)
@@ -205,7 +205,7 @@ def test_grad_cam_where_a_class_token_answers(attentive: Live) -> None:
 
 def test_a_map_of_zeros_is_said_to_be_one(attentive: Live) -> None:
     """Also of a layer that the client names: in JSON, in metadata, and in a header of every format."""
-    body = asked(rows(2, 6), model="vit", method="grad_cam", layer="encoder.ln")
+    body = asked(random_images(2, 6), model="vit", method="grad_cam", layer="encoder.ln")
     said = "the maps of rows 0, 1 are all zeros: at no position does layer 'encoder.ln' speak for the objective"
     for form in ("json", "npy", "npz", "safetensors"):
         reply = attentive.client.post("/explain", **body, params={"format": form})
@@ -221,10 +221,10 @@ def test_a_model_that_answers_the_same_to_all(serve: Serve) -> None:
     """Where no layer bears on the objective the last map is taken, and its zeros are said to be zeros; so elsewhere."""
     with serve(configured(SAME)) as live:
         for method in ("grad_cam", "saliency"):
-            reply = live.client.post("/explain", **asked(rows(1, 6), model="same", method=method))
+            reply = live.client.post("/explain", **asked(random_images(1, 6), model="same", method=method))
             assert not arrays_of(reply)[method].any()
             assert reply.json()["warnings"][0].startswith("the map of row 0 is all zeros: ")
-        again = live.client.post("/explain", **asked(rows(1, 7), model="same", method="grad_cam"))
+        again = live.client.post("/explain", **asked(random_images(1, 7), model="same", method="grad_cam"))
         assert again.json()["receipts"]["grad_cam"]["layer"] == "conv"
 
 
@@ -248,7 +248,7 @@ BAD: dict[str, tuple[Json, str]] = {
 def test_refused(live: Live, kind: str) -> None:
     """422 with the place and what to type instead."""
     body, pointer = BAD[kind]
-    told = problem(live.client.post("/explain", **asked(rows(1, 5), **body)), 422)
+    told = problem(live.client.post("/explain", **asked(random_images(1, 5), **body)), 422)
     assert not pointer or told["errors"][0]["pointer"] == pointer
 
 

@@ -24,11 +24,20 @@ from layertap.service.process import FAILED
 from layertap.service.settings import Settings
 from tests.nets import INPUTS
 from tests.server import Live
-from tests.service.busy import until
 from tests.service.conftest import Serve
-from tests.service.faults import CLIENTS, Crowd, accepted, asking, crowded, descendants, doomed_net, gone
+from tests.service.fatal_models import ROWS, WAYS, mark
+from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
-from tests.service.nets_doomed import ROWS, WAYS, mark
+from tests.service.server_process import (
+    CLIENTS,
+    ClientCrowd,
+    build_row_request,
+    descendants,
+    fatal_model_spec,
+    has_left,
+    run_crowd,
+    send_when_accepted,
+)
 from tests.service.support import arrays_of, configured, npy, problem, raw, rows
 
 END_S, LOST_S = 30, 5
@@ -99,7 +108,7 @@ DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 @pytest.fixture
 def doomed(serve: Serve) -> Iterator[Live]:
     """A server that nothing has happened to yet."""
-    with serve(configured(doomed_net("Doomed")), replicas=1) as live:
+    with serve(configured(fatal_model_spec("Doomed")), replicas=1) as live:
         yield live
 
 
@@ -115,7 +124,7 @@ def test_failure_that_lasts(doomed: Live, way: str) -> None:
     assert ask(doomed).status_code == 200
     first = ask(doomed, mark(way))
     assert first.status_code == (200 if way == "thread" else 503)
-    until(lambda: ask(doomed).status_code != 200)  # a thread that has nothing to do dies of the next thing
+    wait_until(lambda: ask(doomed).status_code != 200)  # a thread that has nothing to do dies of the next thing
     for _ in range(3):
         assert "restarted" in str(problem(ask(doomed), 503, seconds=True))
     for path in ("/livez", "/readyz"):
@@ -128,11 +137,11 @@ def test_failure_that_lasts(doomed: Live, way: str) -> None:
 
 def test_exit_while_loading(serve: Serve) -> None:
     """A model that ends its thread, of all forwards in the last of loading, is failed; the others serve on."""
-    with serve(configured(doomed_net("Leaving")), wait=False, fixed_batch_rows=ROWS + 1, replicas=1) as live:
-        until(lambda: live.client.get("/models/leaving").json()["state"] == "failed")
+    with serve(configured(fatal_model_spec("Leaving")), wait=False, fixed_batch_rows=ROWS + 1, replicas=1) as live:
+        wait_until(lambda: live.client.get("/models/leaving").json()["state"] == "failed")
         reason = live.client.get("/models/leaving").json()["reason"]
         assert reason.startswith(f"a forward of {ROWS + 1} rows ended in SystemExit")
-        until(lambda: "are loading" not in live.client.get("/readyz").text)
+        wait_until(lambda: "are loading" not in live.client.get("/readyz").text)
         assert problem(live.client.get("/readyz"), 503, seconds=True)["detail"].endswith(" failed: forward")
         assert live.client.get("/livez").status_code == 200
 
@@ -161,14 +170,14 @@ def test_end_under_load(tmp_path: Path, number: int) -> None:
 
     All that the server says is in its log, in JSON.
     """
-    with process([doomed_net("Unhurried")], tmp_path, **DEADLINE) as server:
-        request = asking(server.url, "unhurried")
-        reply = accepted(request)
+    with process([fatal_model_spec("Unhurried")], tmp_path, **DEADLINE) as server:
+        request = build_row_request(server.url, "unhurried")
+        reply = send_when_accepted(request)
         assert reply is not None
         wanted = arrays_of(reply)[""]
         assert httpx.get(f"{server.url}/livez", headers={"x": "a" * 100_000}).status_code == 431
-        with crowded(request) as crowd:
-            until(lambda: crowd.waiting == CLIENTS and bool(crowd.replies))
+        with run_crowd(request) as crowd:
+            wait_until(lambda: crowd.waiting == CLIENTS and bool(crowd.replies))
             answered = len(crowd.replies)
             server.running.send_signal(signal.SIGTERM)
         assert server.running.wait(END_S) == 0
@@ -218,11 +227,11 @@ def test_asked_again_at_the_very_end(way: str, status: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_end_by_itself(tmp_path: Path, way: str) -> None:
     """What fails for good ends the process, with a status that is not 0, once all that wait have their 503."""
-    with process([doomed_net("Doomed")], tmp_path, **DEADLINE) as server:
-        with crowded(asking(server.url, "doomed")) as crowd:
-            until(lambda: len(crowd.replies) > CLIENTS)
-            accepted(asking(server.url, "doomed", mark(way)))
-            until(lambda: gone(server.url))
+    with process([fatal_model_spec("Doomed")], tmp_path, **DEADLINE) as server:
+        with run_crowd(build_row_request(server.url, "doomed")) as crowd:
+            wait_until(lambda: len(crowd.replies) > CLIENTS)
+            send_when_accepted(build_row_request(server.url, "doomed", mark(way)))
+            wait_until(lambda: has_left(server.url))
             after = crowd.count
             assert server.running.wait(LOST_S) == FAILED
         check_end(crowd, after)
@@ -230,7 +239,7 @@ def test_end_by_itself(tmp_path: Path, way: str) -> None:
         assert said == (["a thread died"] if way == "thread" else []) + ["the server has to be restarted"]
 
 
-def check_end(crowd: Crowd, after: int) -> None:
+def check_end(crowd: ClientCrowd, after: int) -> None:
     """All that were accepted have their answer; from some number on it is that nothing can be answered."""
     assert crowd.waiting == 0
     for number, reply in crowd.replies.items():
@@ -241,10 +250,10 @@ def check_end(crowd: Crowd, after: int) -> None:
 @pytest.mark.hard
 def test_end_while_loading(tmp_path: Path) -> None:
     """SIGTERM while a model loads, that somebody waits for: he gets 503, and the status is 0."""
-    specs = [doomed_net("Unhurried"), doomed_net("Stuck", load="lazy")]
+    specs = [fatal_model_spec("Unhurried"), fatal_model_spec("Stuck", load="lazy")]
     with process(specs, tmp_path, **DEADLINE) as server, ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(accepted, asking(server.url, "stuck"))
-        until(lambda: httpx.get(f"{server.url}/models/stuck").json()["state"] == "loading")
+        waits = pool.submit(send_when_accepted, build_row_request(server.url, "stuck"))
+        wait_until(lambda: httpx.get(f"{server.url}/models/stuck").json()["state"] == "loading")
         server.running.send_signal(signal.SIGTERM)
         assert server.running.wait(END_S) == 0
         reply = waits.result()
@@ -258,7 +267,7 @@ def test_end_while_drawing_weights(tmp_path: Path, number: int) -> None:
     """SIGTERM while torch computes in the threads that load models: the status is 0, and nothing is aborted."""
     specs = [ModelSpec(name, f"torchvision:{name}", "random:0", "cpu") for name in ("resnet101", "vgg11")]
     with process(specs, tmp_path, wait=False, **DEADLINE) as server:
-        until(lambda: "loading" in httpx.get(f"{server.url}/models").text)
+        wait_until(lambda: "loading" in httpx.get(f"{server.url}/models").text)
         server.running.send_signal(signal.SIGTERM)
         assert server.running.wait(END_S) == 0
 
@@ -270,10 +279,10 @@ def test_end_while_compiling(tmp_path: Path, compiler: str) -> None:
     spec = ModelSpec("chain", "python:tests.nets:Chain", "random:0", "cpu", inputs=INPUTS["Chain"], warm=(warm,))
     plans = tmp_path / "cache" / "plans"
     with process([spec], tmp_path, wait=False, LAYERTAP_CACHE_DIR=str(plans.parent), **DEADLINE) as server:
-        until(lambda: list(plans.glob("tmp*")) != [])
+        wait_until(lambda: list(plans.glob("tmp*")) != [])
         children = descendants(server.running.pid)
         assert children
         server.running.send_signal(signal.SIGTERM)
         assert server.running.wait(END_S) == 0
-    until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     assert list(plans.glob("tmp*")) == []

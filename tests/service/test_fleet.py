@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.server import Live
 from tests.service import nets_http
-from tests.service.busy import ask, blocked, gated, until
 from tests.service.conftest import Serve
+from tests.service.gated_server import gated_module, hold_model, post_rows, wait_until
 from tests.service.nets_http import Gated
 from tests.service.support import configured, net, problem
 
@@ -49,12 +49,12 @@ def test_threads(serve: Serve, maker: Maker) -> None:
     with serve(configured(net("lazy", "made", load="lazy")), cpu_threads=2) as live:
         maker.gate.clear()
         with ThreadPoolExecutor(1) as pool:
-            reply = pool.submit(ask, live, model="lazy")
+            reply = pool.submit(post_rows, live, model="lazy")
             assert maker.entered.wait(30)
             assert "load-lazy" in {thread.name for thread in threading.enumerate()}
             maker.gate.set()
             assert reply.result().status_code == 200
-        until(lambda: "load-lazy" not in {thread.name for thread in threading.enumerate()})
+        wait_until(lambda: "load-lazy" not in {thread.name for thread in threading.enumerate()})
         assert {"model-0-lazy"} <= {thread.name for thread in threading.enumerate()}
 
 
@@ -68,12 +68,12 @@ def test_lazy(serve: Serve, maker: Maker) -> None:
         assert state(live, "lazy") == "available"
         maker.gate.clear()
         with ThreadPoolExecutor(5) as pool:
-            replies = [pool.submit(ask, live, model="lazy") for _ in range(4)]
+            replies = [pool.submit(post_rows, live, model="lazy") for _ in range(4)]
             replies.append(pool.submit(live.client.get, "/models/lazy/layers"))
             assert maker.entered.wait(30)
             assert state(live, "lazy") == "loading"
             assert live.client.get("/readyz").status_code == 200
-            found = problem(ask(live, model="lazy", timeout="0.5"), 503, seconds=True)
+            found = problem(post_rows(live, model="lazy", timeout="0.5"), 503, seconds=True)
             assert "loading" in found["detail"]
             maker.gate.set()
             assert [reply.result().status_code for reply in replies] == [200] * 5
@@ -88,10 +88,10 @@ def test_load_and_unload(serve: Serve, maker: Maker) -> None:
             assert live.client.post("/models/lazy/load").json()["state"] == "ready"
             assert live.client.post("/models/lazy/load").json()["state"] == "ready"
             assert len(maker.made) == number
-            assert ask(live, model="lazy").status_code == 200
+            assert post_rows(live, model="lazy").status_code == 200
             assert live.client.post("/models/lazy/unload").json()["state"] == "available"
             assert live.client.post("/models/lazy/unload").json()["state"] == "available"
-        assert ask(live, model="lazy").status_code == 200
+        assert post_rows(live, model="lazy").status_code == 200
         assert len(maker.made) == 3
 
 
@@ -101,28 +101,28 @@ def test_load_after_failure(serve: Serve, maker: Maker, monkeypatch: pytest.Monk
     monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
     with serve(configured(net("moody", "moody", required=False))) as live:
         for _ in range(2):
-            problem(ask(live, model="moody"), 503, seconds=True)
+            problem(post_rows(live, model="moody"), 503, seconds=True)
         assert state(live, "moody") == "failed"
         body = live.client.post("/models/moody/load").json()
         assert (body["state"], "reason" in body) == ("ready", False)
-        assert ask(live, model="moody").status_code == 200
+        assert post_rows(live, model="moody").status_code == 200
 
 
 def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
     """Unloading lets the model finish what was asked of it; whoever comes meanwhile is told when to come again."""
     with serve(configured(net("gated", "made"))) as live, ThreadPoolExecutor(2) as pool:
-        with blocked(live) as module:
-            waits = pool.submit(ask, live, 2)
-            until(lambda: live.engine.manager._workers["gated"].rows == 3)
+        with hold_model(live) as module:
+            waits = pool.submit(post_rows, live, 2)
+            wait_until(lambda: live.engine.manager._workers["gated"].rows == 3)
             unloading = pool.submit(live.client.post, "/models/gated/unload")
-            until(lambda: ask(live, 3, timeout="0.1").status_code == 503)
-            problem(ask(live, 3), 503, seconds=True)
+            wait_until(lambda: post_rows(live, 3, timeout="0.1").status_code == 503)
+            problem(post_rows(live, 3), 503, seconds=True)
             assert live.client.get("/livez").status_code == 200
         assert waits.result().status_code == 200
         assert unloading.result().json()["state"] == "available"
         assert module.forwards == [2]
-        assert ask(live, 4).status_code == 200
-        assert gated(live) is not module
+        assert post_rows(live, 4).status_code == 200
+        assert gated_module(live) is not module
         assert state(live, "gated") == "ready"
         assert len(maker.made) == 2
 
@@ -145,7 +145,7 @@ def test_room(serve: Serve) -> None:
             ("c", "bc"),
             ("a", "ac"),
         ):
-            assert ask(live, model=name).status_code == 200
+            assert post_rows(live, model=name).status_code == 200
             assert states() == expected
         assert state(live, "digits") == "ready"
 
@@ -154,20 +154,20 @@ def test_no_room(serve: Serve) -> None:
     """A model that is busy does not make room: the request for another is told when to come again."""
     specs = [net(name, "Gated", load="lazy") for name in ("a", "b")]
     with serve(configured(*specs), max_loaded_models=2) as live:
-        assert ask(live, model="a").status_code == 200
-        with blocked(live, "a"):
-            problem(ask(live, model="b"), 503, seconds=True)
-        assert ask(live, model="b").status_code == 200
+        assert post_rows(live, model="a").status_code == 200
+        with hold_model(live, "a"):
+            problem(post_rows(live, model="b"), 503, seconds=True)
+        assert post_rows(live, model="b").status_code == 200
 
 
 def test_failed_models_take_no_room(serve: Serve) -> None:
     """Models that failed take nobody's place."""
     specs = [net(f"never{number}", "Never", required=False) for number in range(3)]
     with serve(configured(*specs, net("a", "Gated", load="lazy")), max_loaded_models=2) as live:
-        assert ask(live, model="a").status_code == 200
+        assert post_rows(live, model="a").status_code == 200
 
 
 def test_more_at_startup_than_room(serve: Serve) -> None:
     """Models wanted from the start are all loaded, also where they are more than the bound for lazy ones."""
     with serve(configured(*(net(name, "Gated") for name in "abc")), max_loaded_models=2) as live:
-        assert [ask(live, model=name).status_code for name in "abc"] == [200] * 3
+        assert [post_rows(live, model=name).status_code for name in "abc"] == [200] * 3

@@ -10,8 +10,8 @@ from torch import nn
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service import nets_http
-from tests.service.busy import ask, until
 from tests.service.conftest import Serve
+from tests.service.gated_server import post_rows, wait_until
 from tests.service.nets_http import Gated
 from tests.service.sockets import END, exchanged
 from tests.service.support import Control, configured, image, net, picture, problem
@@ -51,17 +51,17 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     specs: tuple[ModelSpec, ...] = (net("slow", "slow", weights="DEFAULT"), net("gated", "Gated", weights="DEFAULT"))
     with serve(configured(*specs), wait=False) as live:
         try:
-            until(lambda: live.client.get("/models/gated").json()["state"] == "ready")
+            wait_until(lambda: live.client.get("/models/gated").json()["state"] == "ready")
             problem(live.client.get("/readyz"), 503, seconds=True)
             assert live.client.get("/models/slow").json()["state"] == "loading"
             assert live.client.get("/livez").status_code == 200
-            assert ask(live).status_code == 200
-            found = problem(ask(live, model="slow", timeout="0.5"), 503, seconds=True)
+            assert post_rows(live).status_code == 200
+            found = problem(post_rows(live, model="slow", timeout="0.5"), 503, seconds=True)
             assert "slow is loading" in found["detail"]
         finally:
             gate.set()
-        until(lambda: live.client.get("/readyz").status_code == 200)
-        assert ask(live, model="slow").status_code == 200
+        wait_until(lambda: live.client.get("/readyz").status_code == 200)
+        assert post_rows(live, model="slow").status_code == 200
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -69,7 +69,7 @@ def test_dead_thread(serve: Serve) -> None:
     """Once a model's thread has died the server says that it is not alive any more, so that it is started anew."""
     with serve() as live:
         live.engine.manager._workers["digits"]._workers[-1].post(object())  # type: ignore[arg-type]  # kills it
-        until(lambda: live.client.get("/livez").status_code == 503)
+        wait_until(lambda: live.client.get("/livez").status_code == 503)
         problem(live.client.get("/livez"), 503, seconds=True)
         problem(live.client.get("/readyz"), 503, seconds=True)
 
@@ -81,8 +81,10 @@ def test_not_ready_without_a_model(serve: Serve) -> None:
     """
     gone = net("gone", "Gated", weights="/secret/gone.safetensors")
     with serve(configured(gone, net("never", "Never"), net("other", "Gated", load="lazy")), wait=False) as live:
-        until(lambda: {model["state"] for model in live.client.get("/models").json()["models"]} == SETTLED)
-        until(lambda: "loading" not in live.client.get("/readyz").text)  # a model is listed as failed a little earlier
+        wait_until(lambda: {model["state"] for model in live.client.get("/models").json()["models"]} == SETTLED)
+        wait_until(
+            lambda: "loading" not in live.client.get("/readyz").text
+        )  # a model is listed as failed a little earlier
         body = problem(live.client.get("/readyz"), 503, seconds=True)
         assert "2 of the models" in body["detail"]
         assert "weights, code" in body["detail"]
@@ -99,8 +101,10 @@ def test_ready_once_it_is_loaded(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
     factories = [nets_http.Never, Gated]
     monkeypatch.setattr(nets_http, "moody", lambda: factories.pop(0)(), raising=False)
     with serve(configured(net("moody", "moody")), wait=False) as live:
-        until(lambda: live.client.get("/models/moody").json()["state"] == "failed")
-        until(lambda: "loading" not in live.client.get("/readyz").text)  # a model is listed as failed a little earlier
+        wait_until(lambda: live.client.get("/models/moody").json()["state"] == "failed")
+        wait_until(
+            lambda: "loading" not in live.client.get("/readyz").text
+        )  # a model is listed as failed a little earlier
         assert "1 of the models" in problem(live.client.get("/readyz"), 503, seconds=True)["detail"]
         assert live.client.post("/models/moody/load").status_code == 200
         assert live.client.get("/readyz").status_code == 200
@@ -110,7 +114,7 @@ def test_ready_once_it_is_loaded(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
 def test_ready_without_what_is_not_required(serve: Serve, fields: dict[str, object]) -> None:
     """A model that is not required, or not wanted from the start, keeps nobody away when it has failed."""
     with serve(configured(net("never", "Never", **fields))) as live:
-        problem(ask(live, model="never"), 503, seconds=True)
+        problem(post_rows(live, model="never"), 503, seconds=True)
         assert live.client.get("/models/never").json()["state"] == "failed"
         assert live.client.get("/readyz").status_code == 200
 

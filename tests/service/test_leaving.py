@@ -10,9 +10,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.busy import on_the_wire, until
-from tests.service.faults import accepted, asking, doomed_net
+from tests.service.gated_server import encode_request, wait_until
 from tests.service.load_server import Process, process
+from tests.service.server_process import build_row_request, fatal_model_spec, send_when_accepted
 
 STAYS_S = 0.01
 CLIENTS = 1000
@@ -35,7 +35,7 @@ async def left(request: httpx.Request) -> None:
     """Send a request, stay for a moment, and go."""
     with suppress(ConnectionError):
         _, writer = await asyncio.open_connection(request.url.host, request.url.port)
-        writer.write(on_the_wire(request))
+        writer.write(encode_request(request))
         await asyncio.sleep(STAYS_S)
         writer.transport.abort()
 
@@ -48,16 +48,16 @@ async def crowd(request: httpx.Request, count: int) -> None:
 @pytest.mark.hard
 def test_clients_that_leave(tmp_path: Path) -> None:
     """Of a thousand clients that leave at once, next to nothing is computed; whoever stays is served as before."""
-    with process([doomed_net("Unhurried")], tmp_path, LAYERTAP_REPLICAS="1") as server:
-        request = asking(server.url, "unhurried")
-        good = accepted(request)
+    with process([fatal_model_spec("Unhurried")], tmp_path, LAYERTAP_REPLICAS="1") as server:
+        request = build_row_request(server.url, "unhurried")
+        good = send_when_accepted(request)
         assert good is not None
         before = total(server, "batch_rows_sum")
         asyncio.run(crowd(request, CLIENTS))
-        reply = accepted(request)
+        reply = send_when_accepted(request)
         assert reply is not None
         assert reply.content == good.content
         assert left_behind(server) >= REACHED
         assert total(server, "batch_rows_sum") - before - 1 <= MOST * CLIENTS
-        until(lambda: not any(server.hooks().values()))
+        wait_until(lambda: not any(server.hooks().values()))
         assert server.end() == 0

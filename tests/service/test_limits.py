@@ -13,68 +13,78 @@ import numpy as np
 import pytest
 
 from tests.server import Live
-from tests.service.busy import ask, blocked, connected, gated, on_the_wire, received, row_request, until, waiting
 from tests.service.conftest import Serve
+from tests.service.gated_server import (
+    admitted_rows,
+    build_row_request,
+    connect,
+    encode_request,
+    gated_module,
+    hold_model,
+    post_rows,
+    read_response,
+    wait_until,
+)
 from tests.service.support import Control, configured, image, net, npy, picture, problem, raw
 
 
 def test_queue_full(limited: Live, limited_control: Control) -> None:
     """What does not fit into the queue is refused with when to come again; what fits waits and is served."""
     with ThreadPoolExecutor(2) as pool:
-        with blocked(limited) as module:
-            waits = pool.submit(ask, limited, 4)
-            until(lambda: waiting(limited) == 5)
-            found = problem(ask(limited, 2), 429, seconds=True)
+        with hold_model(limited) as module:
+            waits = pool.submit(post_rows, limited, 4)
+            wait_until(lambda: admitted_rows(limited) == 5)
+            found = problem(post_rows(limited, 2), 429, seconds=True)
             assert "5 rows of 6" in found["detail"]
             assert "at most 1 input" in found["errors"][0]["hint"]
-            fits = pool.submit(ask, limited, 1)
-            until(lambda: waiting(limited) == 6)
-            assert problem(ask(limited, 1), 429, seconds=True)["errors"][0]["hint"] == "come again later"
+            fits = pool.submit(post_rows, limited, 1)
+            wait_until(lambda: admitted_rows(limited) == 6)
+            assert problem(post_rows(limited, 1), 429, seconds=True)["errors"][0]["hint"] == "come again later"
             limited_control.check()  # another model's queue is its own
         assert [reply.result().status_code for reply in (waits, fits)] == [200, 200]
     assert sum(module.forwards) == 5
-    assert ask(limited, 4).status_code == 200
+    assert post_rows(limited, 4).status_code == 200
 
 
 def test_queue_counts_batches(limited: Live) -> None:
     """A batch in one array has as many places in the queue as it has rows."""
-    with blocked(limited), ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(ask, limited, 3)
-        until(lambda: waiting(limited) == 4)
-        problem(ask(limited, 3), 429, seconds=True)
-        gated(limited).gate.set()
+    with hold_model(limited), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(post_rows, limited, 3)
+        wait_until(lambda: admitted_rows(limited) == 4)
+        problem(post_rows(limited, 3), 429, seconds=True)
+        gated_module(limited).gate.set()
         assert waits.result().status_code == 200
 
 
 def test_more_than_the_queue_holds(serve: Serve) -> None:
     """A request that no queue could ever hold is told so, and not told to come again."""
     with serve(configured(net("gated", "Gated")), max_queue_rows=2) as live:
-        assert "2" in problem(ask(live, 3), 413)["detail"]
+        assert "2" in problem(post_rows(live, 3), 413)["detail"]
         inputs = [image(picture())] * 3
         assert "2" in problem(live.client.post("/extract", json={"layers": ["head"], "inputs": inputs}), 413)["detail"]
-        assert ask(live, 2).status_code == 200
+        assert post_rows(live, 2).status_code == 200
 
 
 def test_servers_own_deadline(serve: Serve) -> None:
     """Without a deadline of the caller's, or with a longer one, the server's own counts."""
     with serve(configured(net("gated", "Gated")), deadline_s=0.3) as live:
-        module = gated(live)
+        module = gated_module(live)
         module.gate.clear()
         for timeout in (None, "0.3", "1e9"):
-            reply = ask(live, timeout=timeout)
+            reply = post_rows(live, timeout=timeout)
             found = problem(reply, 504, seconds=True)
             assert "this server's limit of 0.3 s" in found["detail"]
             assert reply.headers["retry-after"] == "1"  # by then whatever waits now is answered
             assert "X-Request-Timeout" not in found["errors"][0]["hint"]  # more of it would help nobody
         module.gate.set()
-        until(lambda: ask(live).status_code == 200)
+        wait_until(lambda: post_rows(live).status_code == 200)
 
 
 def test_callers_own_deadline(live: Live) -> None:
     """Where the caller allowed less time than the server does, it hears of that, and how much it may allow."""
-    module = gated(live)
+    module = gated_module(live)
     module.gate.clear()
-    found = problem(ask(live, timeout="0.2"), 504, seconds=True)
+    found = problem(post_rows(live, timeout="0.2"), 504, seconds=True)
     module.gate.set()
     assert "X-Request-Timeout of 0.2 s" in found["detail"]
     assert "more time by X-Request-Timeout, at most 30 s" in found["errors"][0]["hint"]
@@ -90,7 +100,7 @@ def test_deadline_of_a_listing(serve: Serve) -> None:
 
 def test_deadline_before_anything(live: Live, control: Control) -> None:
     """A deadline too short for anything is answered as any other."""
-    problem(ask(live, timeout="1e-9"), 504, seconds=True)
+    problem(post_rows(live, timeout="1e-9"), 504, seconds=True)
     request = control.request | {"headers": {"x-request-timeout": "0.000001"}}
     problem(live.client.post("/extract", **request), 504, seconds=True)
     control.check()
@@ -105,10 +115,10 @@ def hasty(serve: Serve) -> Iterator[Live]:
 
 def test_slow_body(hasty: Live) -> None:
     """A body that does not arrive in time is given up, and so is its connection."""
-    request = row_request(hasty, 1)
-    with connected(hasty) as connection:
-        connection.sendall(on_the_wire(request)[:-10])
-        reply = received(connection, request)
+    request = build_row_request(hasty, 1)
+    with connect(hasty) as connection:
+        connection.sendall(encode_request(request)[:-10])
+        reply = read_response(connection, request)
     assert "0.2 s" in problem(reply, 408)["detail"]
     assert reply.headers["connection"] == "close"
     assert hasty.client.get("/readyz").status_code == 200
@@ -117,10 +127,10 @@ def test_slow_body(hasty: Live) -> None:
 def test_body_that_never_begins(hasty: Live) -> None:
     """A body of which nothing comes is given up as well, chunked too."""
     request = hasty.client.build_request("POST", "/extract", content=iter([b""]))
-    head, _, _ = on_the_wire(request).partition(b"\r\n\r\n")
-    with connected(hasty) as connection:
+    head, _, _ = encode_request(request).partition(b"\r\n\r\n")
+    with connect(hasty) as connection:
         connection.sendall(head + b"\r\n\r\n")
-        problem(received(connection, request), 408)
+        problem(read_response(connection, request), 408)
     assert hasty.client.get("/readyz").status_code == 200
 
 
@@ -128,9 +138,9 @@ def test_body_that_never_begins(hasty: Live) -> None:
 def test_announced(limited: Live, limited_control: Control, length: str) -> None:
     """A body that is announced as too large is refused before any of it is sent."""
     request = limited.client.build_request("POST", "/extract", headers={"content-length": length})
-    with connected(limited) as connection:
-        connection.sendall(on_the_wire(request))
-        reply = received(connection, request)
+    with connect(limited) as connection:
+        connection.sendall(encode_request(request))
+        reply = read_response(connection, request)
     assert f"{length} bytes" in problem(reply, 413)["detail"]
     assert reply.headers["connection"] == "close"
     limited_control.check()
@@ -139,11 +149,11 @@ def test_announced(limited: Live, limited_control: Control, length: str) -> None
 def test_chunks_without_end(limited: Live, limited_control: Control) -> None:
     """A body in chunks is counted as it arrives, and refused as soon as it is too large."""
     request = limited.client.build_request("POST", "/extract", content=iter([b""]))
-    head, _, _ = on_the_wire(request).partition(b"\r\n\r\n")
+    head, _, _ = encode_request(request).partition(b"\r\n\r\n")
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
-    with connected(limited) as connection:
+    with connect(limited) as connection:
         connection.sendall(head + b"\r\n\r\n" + chunk * 31)
-        reply = received(connection, request)
+        reply = read_response(connection, request)
     problem(reply, 413)
     limited_control.check()
 
@@ -191,13 +201,13 @@ def test_draining(serve: Serve) -> None:
     with serve(configured(net("gated", "Gated"))) as live:
         fleet = live.engine.manager
         fleet.draining = True
-        problem(ask(live), 503, seconds=True)
+        problem(post_rows(live), 503, seconds=True)
         problem(live.client.get("/models/gated/layers"), 503, seconds=True)
         problem(live.client.get("/readyz"), 503, seconds=True)
         assert live.client.get("/livez").status_code == 200
         assert live.client.get("/models").status_code == 200
         fleet.draining = False
-        assert ask(live).status_code == 200
+        assert post_rows(live).status_code == 200
 
 
 def test_many_connections(live: Live, control: Control) -> None:
@@ -205,6 +215,6 @@ def test_many_connections(live: Live, control: Control) -> None:
     words = (b"", b"nonsense\r\n\r\n", b"POST /extract HTTP/1.1\r\ncontent-length: -5\r\n\r\n")
     with ExitStack() as stack:
         for each in words * 15:
-            stack.enter_context(connected(live)).sendall(each)
+            stack.enter_context(connect(live)).sendall(each)
         control.check()
     control.check()

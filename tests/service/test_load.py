@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from tests.service.busy import on_the_wire, until
+from tests.service.gated_server import encode_request, wait_until
 from tests.service.load_nets import SERVED
 from tests.service.load_reference import fault_of
 from tests.service.load_requests import OPTIONS, Asked, Leave, Option, asked
@@ -103,7 +103,7 @@ async def _answer(client: httpx.AsyncClient, request: httpx.Request) -> Answer:
 
 async def _left(request: httpx.Request, leave: Leave) -> None:
     """Send a request, or a part of it, and close the connection without waiting for the answer."""
-    data = on_the_wire(request)
+    data = encode_request(request)
     _, writer = await asyncio.open_connection(request.url.host, request.url.port)
     writer.write(data[: int(len(data) * leave.sent)])
     await asyncio.sleep(leave.stays_s)
@@ -144,7 +144,7 @@ def _settle(server: Process, descriptors: int, threads: int | None) -> None:
         return usage.descriptors <= descriptors and (threads is None or usage.threads <= threads)
 
     try:
-        until(lambda: not any(server.hooks().values()) and quiet(server.usage()))
+        wait_until(lambda: not any(server.hooks().values()) and quiet(server.usage()))
     except AssertionError:
         left = f"{server.hooks()}, {server.usage()}"
         raise AssertionError(f"not back to {descriptors} descriptors, {threads} threads: {left}") from None

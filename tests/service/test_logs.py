@@ -13,7 +13,15 @@ import pytest
 
 from layertap.service.logs import JsonFormatter, TextFormatter
 from tests.server import Live
-from tests.service.busy import blocked, connected, on_the_wire, received, row_request, until, waiting
+from tests.service.gated_server import (
+    admitted_rows,
+    build_row_request,
+    connect,
+    encode_request,
+    hold_model,
+    read_response,
+    wait_until,
+)
 from tests.service.support import Json, npy, raw, rows
 
 HOSTILE = (
@@ -48,7 +56,7 @@ def test_a_line_for_each_request(live: Live, lines: StringIO) -> None:
     """Each request has one line with its id, method, path, status and time."""
     for path, status in (("/livez", 200), ("/nowhere", 404)):
         live.client.get(path, headers={"x-request-id": "id-" + path[1:]})
-        until(lambda: bool(of_access(lines)))
+        wait_until(lambda: bool(of_access(lines)))
         line = of_access(lines)[-1]
         assert (line["request_id"], line["method"], line["path"]) == ("id-" + path[1:], "GET", path)
         assert (line["status"], line["level"]) == (status, "info")
@@ -60,7 +68,7 @@ def test_a_line_for_each_request(live: Live, lines: StringIO) -> None:
 def test_hostile_paths(live: Live, lines: StringIO, path: str) -> None:
     """A path can't break out of its line: it is escaped and cut, and its query is left out."""
     live.client.get(path)
-    until(lambda: bool(of_access(lines)))
+    wait_until(lambda: bool(of_access(lines)))
     (line,) = of_access(lines)
     assert line["path"].rstrip("…").isascii()
     assert line["path"].isprintable()
@@ -72,9 +80,9 @@ def test_hostile_paths(live: Live, lines: StringIO, path: str) -> None:
 def test_hostile_method(live: Live, lines: StringIO) -> None:
     """A method that nobody knows is a refusal and one line."""
     request = httpx.Request("BREW" * 3, live.url + "/livez", headers={"connection": "close"})
-    with connected(live) as connection:
-        connection.sendall(on_the_wire(request))
-        assert received(connection, request).status_code in (400, 405)
+    with connect(live) as connection:
+        connection.sendall(encode_request(request))
+        assert read_response(connection, request).status_code in (400, 405)
     assert len(of_access(lines)) <= 1
 
 
@@ -82,17 +90,17 @@ def test_keys_stay_out(live: Live, lines: StringIO) -> None:
     """Keys and bodies are never logged."""
     live.client.get("/models", headers={"x-api-key": "my-secret-key", "authorization": "Bearer my-secret-key"})
     live.client.post("/extract", json={"layers": ["my-secret-layer"]})
-    until(lambda: len(of_access(lines)) == 2)
+    wait_until(lambda: len(of_access(lines)) == 2)
     assert "my-secret" not in lines.getvalue()
 
 
 def test_client_gone(live: Live, lines: StringIO) -> None:
     """A request whose client went away has its line as well, with a status that no reply has."""
-    with blocked(live):
-        with connected(live) as connection:
-            connection.sendall(on_the_wire(row_request(live, 3)))
-            until(lambda: waiting(live) == 4)
-        until(lambda: bool(of_access(lines)))
+    with hold_model(live):
+        with connect(live) as connection:
+            connection.sendall(encode_request(build_row_request(live, 3)))
+            wait_until(lambda: admitted_rows(live) == 4)
+        wait_until(lambda: bool(of_access(lines)))
         assert [line["status"] for line in of_access(lines)] == [499]
 
 
@@ -102,7 +110,7 @@ def test_bugs(live: Live, lines: StringIO, value: float, status: int) -> None:
     request = raw(npy(rows(1, value)), "application/x-npy", model="touchy", layers="linear")
     request["headers"] |= {"x-request-id": "the-id"}
     assert live.client.post("/extract", **request).status_code == status
-    until(lambda: bool(of_access(lines)))
+    wait_until(lambda: bool(of_access(lines)))
     found = [json.loads(line) for line in lines.getvalue().splitlines()]
     bugs = [line for line in found if line["level"] == "error"]
     assert [line["request_id"] for line in bugs] == (["the-id"] if status == 500 else [])

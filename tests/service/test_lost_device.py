@@ -11,10 +11,18 @@ import torch
 from layertap.models.loaded_model import LoadedModel
 from layertap.service.errors import UnavailableError
 from tests.server import Live
-from tests.service.busy import gated, until
 from tests.service.conftest import Serve
+from tests.service.gated_server import gated_module, wait_until
 from tests.service.nets_batch import Fragile
-from tests.service.pile import HELD, offline, piled, post, serving_nets, some, wish
+from tests.service.queue_harness import (
+    HELD_ROWS,
+    extract_request,
+    hold_queue,
+    hook_outputs,
+    post,
+    random_rows,
+    serving_nets,
+)
 from tests.service.support import Array, arrays_of, picture, problem, raw
 
 COUNT = 5
@@ -29,14 +37,14 @@ def fragile(serve: Serve) -> Iterator[Live]:
 
 def batches(place: int, mark: int) -> list[Array]:
     """Requests of one row, one of which has a mark."""
-    found = [some(1, number) for number in range(COUNT)]
+    found = [random_rows(1, number) for number in range(COUNT)]
     found[place][0, 0] = mark
     return found
 
 
 def check_lost(live: Live) -> None:
     """The server is neither ready nor alive, says why of its models, and answers nothing any more."""
-    until(lambda: live.client.get("/livez").status_code == 503)
+    wait_until(lambda: live.client.get("/livez").status_code == 503)
     problem(live.client.get("/livez"), 503, seconds=True)
     problem(live.client.get("/readyz"), 503, seconds=True)
     for name in ("fragile", "digits"):
@@ -44,7 +52,9 @@ def check_lost(live: Live) -> None:
         assert (body["state"], body["hooks"]) == ("failed", 0)
         assert "device" in body["reason"]
     for _ in range(3):
-        assert "restarted" in str(problem(post(live, wish(some(1), "fragile", "linear")), 503, seconds=True))
+        assert "restarted" in str(
+            problem(post(live, extract_request(random_rows(1), "fragile", "linear")), 503, seconds=True)
+        )
         request = raw(picture(), "image/png", layers="pool", model="digits")
         problem(live.client.post("/extract", **request), 503, seconds=True)
 
@@ -54,23 +64,26 @@ def check_lost(live: Live) -> None:
 def test_error_of_one_forward(fragile: Live, place: int, mark: int, status: int) -> None:
     """A request that the device can't run is refused alone; the device goes on."""
     rows = batches(place, mark)
-    with piled(fragile, "fragile") as pile:
-        replies = [pile.put(wish(each, "fragile", "."), 1) for each in rows]
+    with hold_queue(fragile, "fragile") as pile:
+        replies = [pile.enqueue(extract_request(each, "fragile", "."), 1) for each in rows]
     for number, (row, reply) in enumerate(zip(rows, replies, strict=True)):
         if number == place:
             assert "secret" not in str(problem(reply.result(), status))
         else:
-            wanted = offline(fragile, "fragile", row)[".", 0, (), "output"]
+            wanted = hook_outputs(fragile, "fragile", row)[".", 0, (), "output"]
             np.testing.assert_allclose(arrays_of(reply.result())["."], wanted, rtol=1e-5, atol=1e-6)
     assert fragile.client.get("/readyz").status_code == 200
-    assert post(fragile, wish(some(1), "fragile", ".")).status_code == 200
+    assert post(fragile, extract_request(random_rows(1), "fragile", ".")).status_code == 200
 
 
 @pytest.mark.parametrize("isolated", ["false", "true"])
 def test_lost(fragile: Live, isolated: str) -> None:
     """After an error that does not end, who shared the forward, who waited and who comes later get 503, never 200."""
-    with piled(fragile, "fragile") as pile:
-        replies = [pile.put(wish(each, "fragile", ".", isolated=isolated), 1) for each in batches(0, Fragile.ASSERTS)]
+    with hold_queue(fragile, "fragile") as pile:
+        replies = [
+            pile.enqueue(extract_request(each, "fragile", ".", isolated=isolated), 1)
+            for each in batches(0, Fragile.ASSERTS)
+        ]
     for reply in replies:
         assert "restarted" in str(problem(reply.result(), 503, seconds=True))
     check_lost(fragile)
@@ -80,12 +93,12 @@ def test_lost(fragile: Live, isolated: str) -> None:
 
 def test_lost_in_a_call(fragile: Live) -> None:
     """An error that does not end is noticed as well where it comes in anything else that runs in a model's thread."""
-    module = gated(fragile, "fragile")
+    module = gated_module(fragile, "fragile")
     assert isinstance(module, Fragile)
     module.broken = True
 
     def survey(model: LoadedModel) -> object:
-        return model.module(torch.zeros(HELD, 4))
+        return model.module(torch.zeros(HELD_ROWS, 4))
 
     error = fragile.engine.manager.scheduler.call("fragile", survey).exception(60)
     assert isinstance(error, UnavailableError)

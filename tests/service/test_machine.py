@@ -19,10 +19,10 @@ from layertap.service.config.configuration import Configuration
 from tests import transformers_nets
 from tests.nets import INPUTS
 from tests.server import serving
-from tests.service.busy import until
-from tests.service.faults import accepted, asking, doomed_net
+from tests.service.fatal_models import Unhurried
+from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT, process
-from tests.service.nets_doomed import Unhurried
+from tests.service.server_process import build_row_request, fatal_model_spec, send_when_accepted
 from tests.service.support import ROW, Json, arrays_of, npy, picture, problem, raw, rows, same, tensor
 
 CLOCKS = {"time.time", "time.time_ns", "time.localtime", "time.ctime", "datetime.now", "datetime.today", "date.today"}
@@ -35,7 +35,7 @@ def _checkpoint(suffix: str, save: Callable[[dict[str, torch.Tensor], Path], Non
     def saved(folder: Path) -> tuple[ModelSpec, Path]:
         file = folder / f"weights.{suffix}"
         save(Unhurried().state_dict(), file)
-        source = "python:tests.service.nets_doomed:Unhurried"
+        source = "python:tests.service.fatal_models:Unhurried"
         return ModelSpec("kept", source, str(file), "cpu", inputs=(ROW,)), file
 
     return saved
@@ -93,17 +93,17 @@ def test_a_clock_that_jumps(tmp_path: Path, compiler: str) -> None:
     shim = tmp_path / "jumping.so"
     source = Path(__file__).with_name("jumping.c")
     subprocess.run([compiler, "-xc", "-shared", "-fPIC", str(source), "-o", str(shim), "-ldl"], check=True)
-    with process([doomed_net("Unhurried")], tmp_path, LD_PRELOAD=str(shim)) as server:
+    with process([fatal_model_spec("Unhurried")], tmp_path, LD_PRELOAD=str(shim)) as server:
         stamps = {line["time"][:13] for line in server.logged()}
         assert len(stamps) > 1  # it does jump
         for _ in range(20):
-            reply = accepted(asking(server.url, "unhurried", **{"x-request-timeout": "20"}))
+            reply = send_when_accepted(build_row_request(server.url, "unhurried", **{"x-request-timeout": "20"}))
             assert reply is not None
             assert reply.status_code == 200
         many = raw(npy(rows(64)), "application/x-npy", layers="linear", model="unhurried")
         many["headers"] |= {"x-request-timeout": LATE_S}
         problem(httpx.post(f"{server.url}/extract", timeout=60, **many), 504, seconds=True)
-        until(lambda: not any(server.hooks().values()))
+        wait_until(lambda: not any(server.hooks().values()))
         assert server.end() == 0
 
 

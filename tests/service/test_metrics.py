@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.service.metrics import BatchReason, Cause, Metrics, Reason, Snapshot
 from tests.server import Live
-from tests.service.busy import ask, until
 from tests.service.conftest import Serve
+from tests.service.gated_server import post_rows, wait_until
 from tests.service.support import configured, net, npy, problem, raw, rows
 
 ROUTES = {
@@ -84,7 +84,7 @@ def counted(live: Live, **wanted: int) -> Figures:
             for route, total in wanted.items()
         )
 
-    until(ended)
+    wait_until(ended)
     return figures(scraped(live))
 
 
@@ -96,10 +96,10 @@ def durations(reply: httpx.Response) -> dict[str, float]:
 
 def test_requests(server: Live) -> None:
     """Requests count by route and status, their bytes as sent, their steps with the times that replies have."""
-    good = [ask(server, count) for count in (1, 2, 3)]
+    good = [post_rows(server, count) for count in (1, 2, 3)]
     bad = server.client.post("/extract", json={"layers": ["nowhere"], "inputs": []})
     failed = server.client.post("/extract", **raw(npy(rows(1, 1000)), "application/x-npy", layers=".", model="touchy"))
-    large = ask(server, 20_000)  # comes in several pieces
+    large = post_rows(server, 20_000)  # comes in several pieces
     replies = [*good, bad, failed, large, server.client.get("/extract"), server.client.get("/nowhere")]
     assert [reply.status_code for reply in replies] == [200, 200, 200, 422, 500, 413, 405, 404]
     found = counted(server, extract=7, other=1)
@@ -134,7 +134,7 @@ def test_own_scrapes(server: Live) -> None:
     """A scrape counts as a request too, once it has ended."""
     key = "layertap_requests_total{route=/metrics,status=200}"
     assert key not in figures(scraped(server))
-    until(lambda: figures(scraped(server)).get(key, 0) >= 3)
+    wait_until(lambda: figures(scraped(server)).get(key, 0) >= 3)
 
 
 def test_callers_choose_no_label(server: Live) -> None:
@@ -144,7 +144,7 @@ def test_callers_choose_no_label(server: Live) -> None:
         assert server.client.get(f"/models/zzz-{number}").status_code == 404
         assert server.client.get(f"/models/zzz-{number}/layers").status_code == 404
         assert server.client.post(f"/models/zzz-{number}/load").status_code == 404
-        assert ask(server, model=f"zzz-{number}").status_code == 404
+        assert post_rows(server, model=f"zzz-{number}").status_code == 404
         assert server.client.request(f"ZZZ-{number}", "/models").status_code in (400, 405)
         assert server.client.get("/livez", params={"zzz": str(number)}).status_code == 200
     counted(server, extract=5, other=5, livez=5)
@@ -162,13 +162,13 @@ def test_key(serve: Serve) -> None:
             problem(live.client.get("/metrics", headers=headers), 401)
         assert scraped(live, **{"x-api-key": "user-key"})
         key = "layertap_requests_total{route=other,status=401}"
-        until(lambda: figures(scraped(live, authorization="Bearer admin-key")).get(key) == 3)
+        wait_until(lambda: figures(scraped(live, authorization="Bearer admin-key")).get(key) == 3)
 
 
 def test_servers_do_not_mix(serve: Serve) -> None:
     """Each server of a process has figures of its own; the library's global ones have none of ours."""
     with serve(configured(net("gated", "Gated"))) as one, serve(configured(net("gated", "Gated"))) as other:
-        assert ask(one).status_code == 200
+        assert post_rows(one).status_code == 200
         assert counted(one, extract=1)["layertap_requests_total{route=/extract,status=200}"] == 1
         assert "/extract" not in labelled(scraped(other), "route")
     assert b"layertap" not in prometheus_client.generate_latest()
@@ -176,7 +176,7 @@ def test_servers_do_not_mix(serve: Serve) -> None:
 
 def test_exposition(server: Live) -> None:
     """What is served is Prometheus' text, under names by the rules, each with a type and a help."""
-    assert ask(server).status_code == 200
+    assert post_rows(server).status_code == 200
     counted(server, extract=1)
     reply = server.client.get("/metrics")
     assert reply.headers["content-type"] == prometheus_client.CONTENT_TYPE_LATEST

@@ -13,7 +13,7 @@ from layertap.models.digits import spec as digits
 from layertap.models.weights.checkpoints import digest_weights
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
-from tests.service.busy import ask
+from tests.service.gated_server import post_rows
 from tests.service.support import Json, image, picture, problem
 
 
@@ -90,13 +90,13 @@ def test_failed(live: Live) -> None:
     assert "RuntimeError" in body["reason"]
     assert "secret" not in body["reason"]
     assert body["hooks"] == 0
-    found = problem(ask(live, model="never"), 503, seconds=True)
+    found = problem(post_rows(live, model="never"), 503, seconds=True)
     assert body["reason"] in found["detail"]
     assert "POST /models/never/load" in found["errors"][0]["hint"]  # it does not become well by itself
     problem(live.client.get("/models/never/layers"), 503, seconds=True)
     problem(live.client.post("/models/never/load"), 503, seconds=True)
     assert live.client.get("/readyz").status_code == 200
-    assert ask(live).status_code == 200
+    assert post_rows(live).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rich.console import Console
 from layertap.service.http.sockets import Address, bind, url
 from layertap.service.terminal import Summary
 from tests.conftest import WARM
-from tests.service.busy import until
+from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
 from tests.service.support import Json
 
@@ -260,7 +260,7 @@ class Terminal:
         return STYLE.sub("", self.data.decode(errors="replace")).replace("\r", "")
 
     def shows(self, words: str) -> None:
-        until(lambda: words in self.text or self.running.poll() is not None)
+        wait_until(lambda: words in self.text or self.running.poll() is not None)
         assert words in self.text, self.text
 
 
@@ -378,7 +378,7 @@ def test_format_by_setting() -> None:
         shown.shows('"message": "listening on ')
         url = re.findall(r"listening on ([^\"]*)", shown.text)[0]
         assert all(line.startswith("{") for line in shown.text.splitlines())
-        until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
+        wait_until(lambda: httpx.get(f"{url}/readyz").status_code == 200)
         shown.running.send_signal(signal.SIGTERM)
         shown.shows('"message": "draining"')
         assert httpx.get(f"{url}/livez").status_code == 200

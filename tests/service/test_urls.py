@@ -20,12 +20,12 @@ from layertap.service.fetch.addresses import is_allowed
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.settings import Settings, SettingsError
 from tests.server import Live
-from tests.service import canary as canaries
+from tests.service import hostile_server as answers
 from tests.service import support
 from tests.service.bad_urls import FORBIDDEN, FORMS, OWN, PUBLIC
-from tests.service.busy import connected, on_the_wire, until
-from tests.service.canary import PNG, Canary, watching
 from tests.service.conftest import Serve
+from tests.service.gated_server import connect, encode_request, wait_until
+from tests.service.hostile_server import PNG, HostileServer, run_hostile_server
 from tests.service.support import Control, Json, arrays_of, configured, image, net, picture, problem, same
 
 WHOLE: Json = {"layers": ["block2", "head"], "pool": "mean"}
@@ -48,17 +48,17 @@ class Names:
 
 
 @pytest.fixture(scope="module")
-def canary() -> Iterator[Canary]:
+def hostile() -> Iterator[HostileServer]:
     """A server that counts who comes, on all of this machine's loopback addresses that tests speak of."""
-    with watching((LOOPBACK, "::1")) as canary:
-        yield canary
+    with run_hostile_server((LOOPBACK, "::1")) as hostile:
+        yield hostile
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[Canary]:
+def other() -> Iterator[HostileServer]:
     """Where nobody is to come."""
-    with watching((LOOPBACK, "127.0.0.2")) as canary:
-        yield canary
+    with run_hostile_server((LOOPBACK, "127.0.0.2")) as hostile:
+        yield hostile
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,12 @@ def names() -> Names:
 
 
 @pytest.fixture(scope="module")
-def fetching(serve: Serve, canary: Canary, other: Canary, names: Names) -> Iterator[Live]:
-    """A server that may fetch from the canary under some names, from others only if their addresses are public."""
-    canary.elsewhere = f"http://{LOOPBACK}:{other.port}/good.png"
-    private = [f"images.test:{canary.port}", f"{LOOPBACK}:{canary.port}", f"[::1]:{canary.port}"]
+def fetching(serve: Serve, hostile: HostileServer, other: HostileServer, names: Names) -> Iterator[Live]:
+    """A server that may fetch from a hostile one under some names, elsewhere only from public addresses."""
+    hostile.elsewhere = f"http://{LOOPBACK}:{other.port}/good.png"
+    private = [f"images.test:{hostile.port}", f"{LOOPBACK}:{hostile.port}", f"[::1]:{hostile.port}"]
     private += [f"images.test:{other.port}"]
-    public = ["images.test", f"*.outside.test:{canary.port}", f"outside.test:{canary.port}", "metadata.test"]
+    public = ["images.test", f"*.outside.test:{hostile.port}", f"outside.test:{hostile.port}", "metadata.test"]
     settings = {
         "allow_urls": ",".join(private + public),
         "allow_private_urls": ",".join(private),
@@ -91,13 +91,13 @@ def control(fetching: Live) -> Control:
 
 
 @pytest.fixture(autouse=True)
-def _counted(canary: Canary, other: Canary, names: Names) -> Iterator[None]:
+def _counted(hostile: HostileServer, other: HostileServer, names: Names) -> Iterator[None]:
     """Each test counts from none, and afterwards no connection is left open."""
-    canary.forget()
+    hostile.forget()
     other.forget()
     names.asked.clear()
     yield
-    until(lambda: canary.under_way == other.under_way == 0)
+    wait_until(lambda: hostile.under_way == other.under_way == 0)
 
 
 def body(*urls: str, **more: object) -> Json:
@@ -110,7 +110,7 @@ def refused(live: Live, url: str) -> Json:
     reply = live.client.post("/extract", **body(url))
     found = problem(reply, 422)
     assert (found["errors"][0]["input"], found["errors"][0]["pointer"]) == (0, "/inputs/0")
-    assert not [each for each in ("127.", "169.254", "::", ".test", "canary") if each in reply.text]
+    assert not [each for each in ("127.", "169.254", "::", ".test", "hostile") if each in reply.text]
     assert live.engine.manager.budget.used == 0
     return found
 
@@ -118,16 +118,16 @@ def refused(live: Live, url: str) -> Json:
 # ---------------------------------------------------------------------------------------------------------- good ones
 
 
-@pytest.mark.parametrize("path", [*canaries.GOOD, ""])
-def test_good(fetching: Live, canary: Canary, path: str) -> None:
+@pytest.mark.parametrize("path", [*answers.GOOD, ""])
+def test_good(fetching: Live, hostile: HostileServer, path: str) -> None:
     """A picture at a URL has the features that it has when it is sent, by one connection."""
-    reply = fetching.client.post("/extract", **body(f"http://images.test:{canary.port}{path}"))
+    reply = fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}{path}"))
     sent = fetching.client.post("/extract", json={**WHOLE, "inputs": [image(PNG)]})
     assert same(arrays_of(reply), arrays_of(sent))
     assert reply.headers["x-layertap-fingerprint"] == sent.headers["x-layertap-fingerprint"]
     assert "fetch;" in reply.headers["server-timing"]
     assert "fetch;" not in sent.headers["server-timing"]
-    assert canary.hits == 1
+    assert hostile.hits == 1
 
 
 @pytest.mark.parametrize(
@@ -139,38 +139,40 @@ def test_good(fetching: Live, canary: Canary, path: str) -> None:
         ("http://[::1]:{port}/good.png?@x:y", "GET /good.png?@x:y HTTP/1.1", "[::1]:{port}"),
     ],
 )
-def test_what_is_asked(fetching: Live, canary: Canary, names: Names, url: str, line: str, host: str) -> None:
+def test_what_is_asked(fetching: Live, hostile: HostileServer, names: Names, url: str, line: str, host: str) -> None:
     """The request names the host, wants the bytes as they are, and brings along nothing of the server's."""
     names.known["::1"] = [["::1"]]
-    reply = fetching.client.post("/extract", **body(url.format(port=canary.port)))
+    reply = fetching.client.post("/extract", **body(url.format(port=hostile.port)))
     assert reply.status_code == 200, reply.text
-    first, *lines = canary.heads[0].decode().strip().split("\r\n")
+    first, *lines = hostile.heads[0].decode().strip().split("\r\n")
     headers = dict(each.lower().split(": ") for each in lines)
-    assert (first, headers.pop("host")) == (line, host.format(port=canary.port))
+    assert (first, headers.pop("host")) == (line, host.format(port=hostile.port))
     assert headers["accept-encoding"] == "identity"
     assert set(headers) == {"user-agent", "accept", "accept-encoding", "connection"}
 
 
-def test_no_cookies(fetching: Live, canary: Canary) -> None:
+def test_no_cookies(fetching: Live, hostile: HostileServer) -> None:
     """A cookie that a host sets never comes back to it, and every fetch has a connection of its own."""
     for _ in range(2):
-        assert fetching.client.post("/extract", **body(f"http://images.test:{canary.port}/cookie")).status_code == 200
-    assert canary.hits == 2
-    assert not any(b"cookie:" in head.lower() for head in canary.heads)
+        assert fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}/cookie")).status_code == 200
+    assert hostile.hits == 2
+    assert not any(b"cookie:" in head.lower() for head in hostile.heads)
 
 
-def test_no_proxies(fetching: Live, canary: Canary, other: Canary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxies(
+    fetching: Live, hostile: HostileServer, other: HostileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Proxies that the environment names are not asked."""
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, f"http://{LOOPBACK}:{other.port}")
         monkeypatch.setenv(name.upper(), f"http://{LOOPBACK}:{other.port}")
-    assert fetching.client.post("/extract", **body(f"http://images.test:{canary.port}/good.png")).status_code == 200
-    assert (canary.hits, other.hits) == (1, 0)
+    assert fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}/good.png")).status_code == 200
+    assert (hostile.hits, other.hits) == (1, 0)
 
 
-def test_among_others(fetching: Live, canary: Canary) -> None:
+def test_among_others(fetching: Live, hostile: HostileServer) -> None:
     """URLs and pictures mix, in their order; with ``skip`` those that can't be had are left out and named."""
-    base, mine = f"http://images.test:{canary.port}", picture(3)
+    base, mine = f"http://images.test:{hostile.port}", picture(3)
     inputs = [image(mine), {"url": f"{base}/good.png"}, {"url": f"{base}/missing"}, {"url": "http://elsewhere/"}]
     inputs += [{"url": f"{base}/text"}, image(mine), {"url": f"{base}/announced"}]
     reply = fetching.client.post("/extract", json={**WHOLE, "inputs": inputs, "on_error": "skip"})
@@ -180,30 +182,30 @@ def test_among_others(fetching: Live, canary: Canary) -> None:
     assert same(arrays_of(reply), arrays_of(sent))
 
 
-def test_explain(fetching: Live, canary: Canary) -> None:
+def test_explain(fetching: Live, hostile: HostileServer) -> None:
     """An explanation is made of a picture at a URL as well."""
-    asked: Json = {"method": "saliency", "inputs": [{"url": f"http://images.test:{canary.port}/good.png"}]}
+    asked: Json = {"method": "saliency", "inputs": [{"url": f"http://images.test:{hostile.port}/good.png"}]}
     found = arrays_of(fetching.client.post("/explain", json=asked))
     assert same(found, arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
 
 
-def test_system_resolver(serve: Serve, canary: Canary) -> None:
+def test_system_resolver(serve: Serve, hostile: HostileServer) -> None:
     """Names are looked up by the system where nothing else is said."""
-    host = f"localhost:{canary.port}"
+    host = f"localhost:{hostile.port}"
     with serve(allow_urls=host, allow_private_urls=host) as live:
         assert live.client.post("/extract", **body(f"http://{host}/good.png")).status_code == 200
-        problem(live.client.post("/extract", **body(f"http://{LOOPBACK}:{canary.port}/good.png")), 422)
-    assert canary.hits == 1
+        problem(live.client.post("/extract", **body(f"http://{LOOPBACK}:{hostile.port}/good.png")), 422)
+    assert hostile.hits == 1
 
 
 # ------------------------------------------------------------------------------------------------------- not fetched
 
 
 @pytest.mark.parametrize("form", FORMS, ids=ascii)
-def test_forms(fetching: Live, canary: Canary, names: Names, form: str) -> None:
+def test_forms(fetching: Live, hostile: HostileServer, names: Names, form: str) -> None:
     """However another host is written, or an allowed one is written oddly, nobody is asked and nobody dialled."""
-    refused(fetching, re.sub(r":1(?=[/\\#])", f":{canary.port}", form))
-    assert (names.asked, canary.hits) == ([], 0)
+    refused(fetching, re.sub(r":1(?=[/\\#])", f":{hostile.port}", form))
+    assert (names.asked, hostile.hits) == ([], 0)
 
 
 def test_forms_are_many() -> None:
@@ -211,48 +213,48 @@ def test_forms_are_many() -> None:
     assert len(set(FORMS)) == len(FORMS) >= 60
 
 
-def test_controlafter_forms(fetching: Live, canary: Canary, control: Control) -> None:
+def test_controlafter_forms(fetching: Live, hostile: HostileServer, control: Control) -> None:
     """After all these the server is as ever, and what is allowed is still fetched."""
     control.check()
-    assert fetching.client.post("/extract", **body(f"http://images.test:{canary.port}/good.png")).status_code == 200
-    assert canary.hits == 1
+    assert fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}/good.png")).status_code == 200
+    assert hostile.hits == 1
 
 
-def test_off(serve: Serve, canary: Canary) -> None:
+def test_off(serve: Serve, hostile: HostileServer) -> None:
     """Without hosts in the settings nothing is fetched."""
     with serve() as live:
         for host in (LOOPBACK, "localhost", "[::1]"):
-            found = refused(live, f"http://{host}:{canary.port}/good.png")
+            found = refused(live, f"http://{host}:{hostile.port}/good.png")
             assert "off" in found["detail"]
-    assert canary.hits == 0
+    assert hostile.hits == 0
 
 
-def test_before_anything_is_asked(fetching: Live, canary: Canary) -> None:
+def test_before_anything_is_asked(fetching: Live, hostile: HostileServer) -> None:
     """Where one input can't be had, a layer is unknown, or a model takes no pictures, nobody is asked for the rest."""
-    good = f"http://images.test:{canary.port}/good.png"
+    good = f"http://images.test:{hostile.port}/good.png"
     found = problem(fetching.client.post("/extract", **body(good, "http://elsewhere.test/", good)), 422)
     assert [error["input"] for error in found["errors"]] == [1]
     problem(fetching.client.post("/extract", **body(good, layers=["nowhere"])), 422)
     problem(fetching.client.post("/extract", **body(good, model="nowhere")), 404)
     tensors = problem(fetching.client.post("/extract", **body(good, model="gated", layers=["linear"])), 422)
     assert "tensors" in tensors["detail"]
-    assert canary.hits == 0
+    assert hostile.hits == 0
 
 
 # --------------------------------------------------------------------------------------------------------- addresses
 
 
 @pytest.mark.parametrize("address", FORBIDDEN)
-def test_forbidden_addresses(fetching: Live, canary: Canary, names: Names, address: str) -> None:
+def test_forbidden_addresses(fetching: Live, hostile: HostileServer, names: Names, address: str) -> None:
     """A host that is allowed is not fetched from where any of its addresses is not public, in whatever place."""
     assert not is_allowed(ip_address(address), private=False)
     assert is_allowed(ip_address(address), private=True) == (address in OWN)
     for number, answer in enumerate(([address], [PUBLIC[0], address], [address, PUBLIC[0]])):
         host = f"n{number}.outside.test"
         names.known[host] = [answer]
-        assert refused(fetching, f"http://{host}:{canary.port}/good.png")["detail"] == COULD_NOT
+        assert refused(fetching, f"http://{host}:{hostile.port}/good.png")["detail"] == COULD_NOT
     assert len(names.asked) == 3
-    assert canary.hits == 0
+    assert hostile.hits == 0
 
 
 def test_public_addresses() -> None:
@@ -262,14 +264,14 @@ def test_public_addresses() -> None:
 
 
 @pytest.mark.parametrize("answers", [["169.254.169.254"], [LOOPBACK, "169.254.169.254"], ["::ffff:127.0.0.1"], []])
-def test_private_hosts(fetching: Live, canary: Canary, names: Names, answers: list[str]) -> None:
+def test_private_hosts(fetching: Live, hostile: HostileServer, names: Names, answers: list[str]) -> None:
     """A host that may be private may not be just anything."""
     names.known["images.test"] = [answers]
     try:
-        assert refused(fetching, f"http://images.test:{canary.port}/good.png")["detail"] == COULD_NOT
+        assert refused(fetching, f"http://images.test:{hostile.port}/good.png")["detail"] == COULD_NOT
     finally:
         del names.known["images.test"]
-    assert canary.hits == 0
+    assert hostile.hits == 0
 
 
 def test_private_port_only(fetching: Live, names: Names) -> None:
@@ -278,7 +280,7 @@ def test_private_port_only(fetching: Live, names: Names) -> None:
     assert names.asked == ["images.test"]
 
 
-def test_rebinding(fetching: Live, other: Canary, names: Names) -> None:
+def test_rebinding(fetching: Live, other: HostileServer, names: Names) -> None:
     """A name is looked up once for a fetch: an answer that changes afterwards changes nothing."""
     names.known["images.test"] = [[LOOPBACK], ["127.0.0.2"], ["169.254.169.254"], [LOOPBACK]]
     url = f"http://images.test:{other.port}/good.png"
@@ -293,7 +295,7 @@ def test_rebinding(fetching: Live, other: Canary, names: Names) -> None:
     assert other.hits == 2
 
 
-def test_next_address(fetching: Live, other: Canary, names: Names) -> None:
+def test_next_address(fetching: Live, other: HostileServer, names: Names) -> None:
     """Where the first address does not answer the next one is dialled."""
     names.known["images.test"] = [["127.0.0.3", "::1", LOOPBACK]]
     try:
@@ -307,20 +309,22 @@ def test_next_address(fetching: Live, other: Canary, names: Names) -> None:
 # ------------------------------------------------------------------------------------------------------- bad answers
 
 
-def test_one_answer_for_all(fetching: Live, canary: Canary, other: Canary, names: Names, control: Control) -> None:
+def test_one_answer_for_all(
+    fetching: Live, hostile: HostileServer, other: HostileServer, names: Names, control: Control
+) -> None:
     """Whatever goes wrong in the network, the answer is the same: nobody learns what is there, nor what was asked."""
     found = {}
-    for path in canaries.FAILING:
-        canary.forget()
-        found[path] = refused(fetching, f"http://images.test:{canary.port}{path}")
-        assert canary.hits == 1, path
+    for path in answers.FAILING:
+        hostile.forget()
+        found[path] = refused(fetching, f"http://images.test:{hostile.port}{path}")
+        assert hostile.hits == 1, path
     names.known["gone.outside.test"] = [[]]
-    found["no address"] = refused(fetching, f"http://gone.outside.test:{canary.port}/")
-    found["private"] = refused(fetching, f"http://private.outside.test:{canary.port}/")
+    found["no address"] = refused(fetching, f"http://gone.outside.test:{hostile.port}/")
+    found["private"] = refused(fetching, f"http://private.outside.test:{hostile.port}/")
     names.known["images.test"] = [["127.0.0.4"]]
-    found["refused"] = refused(fetching, f"http://images.test:{canary.port}/")
+    found["refused"] = refused(fetching, f"http://images.test:{hostile.port}/")
     del names.known["images.test"]
-    found["tls"] = refused(fetching, f"https://images.test:{canary.port}/good.png")
+    found["tls"] = refused(fetching, f"https://images.test:{hostile.port}/good.png")
     assert {error.pop("request_id") for error in found.values()}
     assert {path: error for path, error in found.items() if error != found["/missing"]} == {}
     assert found["/missing"]["detail"] == COULD_NOT
@@ -328,19 +332,19 @@ def test_one_answer_for_all(fetching: Live, canary: Canary, other: Canary, names
     control.check()
 
 
-@pytest.mark.parametrize("path", canaries.UNFIT)
-def test_no_picture(fetching: Live, canary: Canary, path: str, control: Control) -> None:
+@pytest.mark.parametrize("path", answers.UNFIT)
+def test_no_picture(fetching: Live, hostile: HostileServer, path: str, control: Control) -> None:
     """What was fetched is decoded as if it had been sent: by its bytes."""
-    found = refused(fetching, f"http://images.test:{canary.port}{path}")
+    found = refused(fetching, f"http://images.test:{hostile.port}{path}")
     sent = problem(fetching.client.post("/extract", json={**WHOLE, "inputs": [image(b"<p>secret</p>")]}), 422)
     assert path == "/half" or found["detail"] == sent["detail"]
     control.check()
 
 
-@pytest.mark.parametrize("path", canaries.LARGE)
-def test_too_large(fetching: Live, canary: Canary, path: str, control: Control) -> None:
+@pytest.mark.parametrize("path", answers.LARGE)
+def test_too_large(fetching: Live, hostile: HostileServer, path: str, control: Control) -> None:
     """What is longer than a body may be is given up as soon as that is known: 413, with the limit."""
-    reply = fetching.client.post("/extract", **body(f"http://images.test:{canary.port}{path}"))
+    reply = fetching.client.post("/extract", **body(f"http://images.test:{hostile.port}{path}"))
     found = problem(reply, 413)
     assert "2000000" in found["detail"]
     assert found["errors"][0]["input"] == 0
@@ -348,18 +352,18 @@ def test_too_large(fetching: Live, canary: Canary, path: str, control: Control) 
     control.check()
 
 
-def test_too_large_together(serve: Serve, canary: Canary) -> None:
+def test_too_large_together(serve: Serve, hostile: HostileServer) -> None:
     """The limit is of all URLs of a request together."""
-    host = f"{LOOPBACK}:{canary.port}"
+    host = f"{LOOPBACK}:{hostile.port}"
     with serve(allow_urls=host, allow_private_urls=host, max_body_bytes=3 * len(PNG)) as live:
         good = f"http://{host}/good.png"
         assert live.client.post("/extract", **body(good, good, good)).status_code == 200
         problem(live.client.post("/extract", **body(good, good, good, good)), 413)
 
 
-def test_queue_bytes(serve: Serve, canary: Canary) -> None:
+def test_queue_bytes(serve: Serve, hostile: HostileServer) -> None:
     """What is fetched counts among the bytes that the queue holds, and is given back."""
-    host = f"{LOOPBACK}:{canary.port}"
+    host = f"{LOOPBACK}:{hostile.port}"
     with serve(allow_urls=host, allow_private_urls=host, max_queue_bytes=300_000) as live:
         problem(live.client.post("/extract", **body(f"http://{host}/endless")), 413)
         with live.engine.manager.budget.held() as take:
@@ -371,64 +375,64 @@ def test_queue_bytes(serve: Serve, canary: Canary) -> None:
 
 
 @pytest.fixture(scope="module")
-def hasty(serve: Serve, canary: Canary) -> Iterator[Live]:
+def hasty(serve: Serve, hostile: HostileServer) -> Iterator[Live]:
     """A server that waits for no host."""
-    host = f"{LOOPBACK}:{canary.port}"
+    host = f"{LOOPBACK}:{hostile.port}"
     settings = {"allow_urls": host, "allow_private_urls": host, "url_timeout_s": 0.3}
     with serve(**settings) as live:
         yield live
 
 
-@pytest.mark.parametrize("path", canaries.SLOW)
-def test_slow(hasty: Live, canary: Canary, path: str) -> None:
+@pytest.mark.parametrize("path", answers.SLOW)
+def test_slow(hasty: Live, hostile: HostileServer, path: str) -> None:
     """A host that goes on for ever, however slowly, is left, and its connection with it."""
-    assert refused(hasty, f"http://{LOOPBACK}:{canary.port}{path}")["detail"] == COULD_NOT
-    until(canary.gone.is_set)
+    assert refused(hasty, f"http://{LOOPBACK}:{hostile.port}{path}")["detail"] == COULD_NOT
+    wait_until(hostile.gone.is_set)
 
 
-def test_handshake_that_never_ends(hasty: Live, canary: Canary) -> None:
+def test_handshake_that_never_ends(hasty: Live, hostile: HostileServer) -> None:
     """A host that says nothing when it is asked for TLS is left as well."""
-    canary.mute = True
+    hostile.mute = True
     try:
-        assert refused(hasty, f"https://{LOOPBACK}:{canary.port}/")["detail"] == COULD_NOT
-        until(canary.gone.is_set)
+        assert refused(hasty, f"https://{LOOPBACK}:{hostile.port}/")["detail"] == COULD_NOT
+        wait_until(hostile.gone.is_set)
     finally:
-        canary.mute = False
+        hostile.mute = False
 
 
 @pytest.mark.parametrize("seconds", ["0.3", "0.001"])
-def test_deadline(fetching: Live, canary: Canary, seconds: str) -> None:
+def test_deadline(fetching: Live, hostile: HostileServer, seconds: str) -> None:
     """The request's own deadline ends a fetch: 504."""
-    asked = body(f"http://images.test:{canary.port}/slow")
+    asked = body(f"http://images.test:{hostile.port}/slow")
     problem(fetching.client.post("/extract", headers={"x-request-timeout": seconds}, **asked), 504, seconds=True)
-    until(lambda: canary.under_way == 0)
+    wait_until(lambda: hostile.under_way == 0)
 
 
-def test_client_that_leaves(fetching: Live, canary: Canary) -> None:
+def test_client_that_leaves(fetching: Live, hostile: HostileServer) -> None:
     """A client that goes away takes its fetches along."""
-    request = fetching.client.build_request("POST", "/extract", **body(f"http://images.test:{canary.port}/slow"))
-    with connected(fetching) as connection:
-        connection.sendall(on_the_wire(request))
-        until(lambda: canary.under_way == 1)
-    until(canary.gone.is_set)
+    request = fetching.client.build_request("POST", "/extract", **body(f"http://images.test:{hostile.port}/slow"))
+    with connect(fetching) as connection:
+        connection.sendall(encode_request(request))
+        wait_until(lambda: hostile.under_way == 1)
+    wait_until(hostile.gone.is_set)
 
 
 @pytest.mark.parametrize(("settings", "most"), [({"max_url_fetches": 2}, 2), ({}, 8)])
-def test_few_at_once(serve: Serve, canary: Canary, settings: Json, most: int) -> None:
+def test_few_at_once(serve: Serve, hostile: HostileServer, settings: Json, most: int) -> None:
     """So many fetches are under way at once as may be, and a request has eight; others wait, and are answered."""
-    host = f"{LOOPBACK}:{canary.port}"
-    canary.gate.clear()
+    host = f"{LOOPBACK}:{hostile.port}"
+    hostile.gate.clear()
     with serve(allow_urls=host, allow_private_urls=host, **settings) as live, ThreadPoolExecutor(1) as pool:
         try:
             asked = pool.submit(live.client.post, "/extract", **body(*[f"http://{host}/gate"] * 20))
-            until(lambda: canary.under_way == most)
+            wait_until(lambda: hostile.under_way == most)
             assert live.client.get("/readyz").status_code == 200  # time for more to come, if they may
             assert live.engine.manager._workers["digits"].rows == 1
-            assert canary.hits == most
+            assert hostile.hits == most
         finally:
-            canary.gate.set()
+            hostile.gate.set()
         assert asked.result().status_code == 200
-    assert canary.hits == 20
+    assert hostile.hits == 20
 
 
 # --------------------------------------------------------------------------------------------------------------- TLS
@@ -454,23 +458,23 @@ def test_tls(serve: Serve, names: Names, certificate: Path) -> None:
     own.load_cert_chain(certificate)
     trusting = ssl.create_default_context(cafile=f"{certificate}.crt")
     with ExitStack() as stack:
-        canary = stack.enter_context(watching((LOOPBACK,), own))
-        hosts = ",".join(f"{host}:{canary.port}" for host in ("images.test", "others.test", LOOPBACK))
+        hostile = stack.enter_context(run_hostile_server((LOOPBACK,), own))
+        hosts = ",".join(f"{host}:{hostile.port}" for host in ("images.test", "others.test", LOOPBACK))
         allowed = {"allow_urls": hosts, "allow_private_urls": hosts}
         trusts: Mapping[str, ssl.SSLContext | None] = {"own": trusting, "system": None}
         lives = {
             name: stack.enter_context(serve(fetcher=partial(Fetcher, resolve=names, tls=tls), **allowed))
             for name, tls in trusts.items()
         }
-        url = "https://{}:" + f"{canary.port}/good.png"
+        url = "https://{}:" + f"{hostile.port}/good.png"
         reply = lives["own"].client.post("/extract", **body(url.format("images.test")))
         sent = lives["own"].client.post("/extract", json={**WHOLE, "inputs": [image(PNG)]})
         assert same(arrays_of(reply), arrays_of(sent))
-        assert canary.names == ["images.test"]
-        assert len(canary.heads) == 1
+        assert hostile.names == ["images.test"]
+        assert len(hostile.heads) == 1
         for live, host in (("own", "others.test"), ("own", LOOPBACK), ("system", "images.test")):
             assert refused(lives[live], url.format(host))["detail"] == COULD_NOT
-        assert (canary.hits, len(canary.heads)) == (4, 1)
+        assert (hostile.hits, len(hostile.heads)) == (4, 1)
         assert refused(lives["own"], url.format("images.test").replace("https", "http"))["detail"] == COULD_NOT
 
 

@@ -14,27 +14,27 @@ from typing import Any
 import httpx
 
 from layertap.models.spec import ModelSpec
-from tests.service.busy import TRIES, TRY_S, received
+from tests.service.gated_server import TRIES, TRY_S, read_response
 from tests.service.support import ROW, npy, raw, rows
 
 CLIENTS = 12
 
 
-def doomed_net(factory: str, **fields: Any) -> ModelSpec:
-    """The entry of a model of ``nets_doomed``."""
-    source = f"python:tests.service.nets_doomed:{factory}"
+def fatal_model_spec(factory: str, **fields: Any) -> ModelSpec:
+    """The entry of a model of ``fatal_models``."""
+    source = f"python:tests.service.fatal_models:{factory}"
     chosen = {"weights": "random:0", "device": "cpu", **fields}
     return ModelSpec(factory.lower(), source, inputs=(ROW,), **chosen)
 
 
-def asking(url: str, model: str, value: float = 1.0, **headers: str) -> httpx.Request:
+def build_row_request(url: str, model: str, value: float = 1.0, **headers: str) -> httpx.Request:
     """A request for one row through a model's linear layer, as npy, on a connection of its own."""
     request = raw(npy(rows(1, value)), "application/x-npy", layers="linear", model=model, format="npy")
     request["headers"] |= {"connection": "close", **headers}
     return httpx.Client(base_url=url).build_request("POST", "/extract", **request)
 
 
-def accepted(request: httpx.Request, begun: Callable[[], None] = lambda: None) -> httpx.Response | None:
+def send_when_accepted(request: httpx.Request, begun: Callable[[], None] = lambda: None) -> httpx.Response | None:
     """The reply to a request that the server began to read, which it says by 100 Continue; None where it never did."""
     head = [f"{request.method} {request.url.raw_path.decode()} HTTP/1.1", "expect: 100-continue"]
     head += [f"{name}: {value}" for name, value in request.headers.items()]
@@ -51,11 +51,11 @@ def accepted(request: httpx.Request, begun: Callable[[], None] = lambda: None) -
             return None
         begun()
         connection.sendall(request.read())
-        return received(connection, request)
+        return read_response(connection, request)
 
 
 @dataclass
-class Crowd:
+class ClientCrowd:
     """Clients that ask again and again until the server accepts no more.
 
     ``count`` requests were accepted; ``replies`` by their numbers.
@@ -74,7 +74,7 @@ class Crowd:
     def work(self) -> None:
         """One client; an answer that breaks off is an error."""
         numbers: list[int] = []
-        while (reply := accepted(self.request, lambda: self._begun(numbers))) is not None:
+        while (reply := send_when_accepted(self.request, lambda: self._begun(numbers))) is not None:
             with self._lock:
                 self.replies[numbers[-1]] = reply
 
@@ -85,9 +85,9 @@ class Crowd:
 
 
 @contextmanager
-def crowded(request: httpx.Request) -> Iterator[Crowd]:
+def run_crowd(request: httpx.Request) -> Iterator[ClientCrowd]:
     """A crowd that asks until the server is gone, which it must be soon after the block."""
-    crowd = Crowd(request)
+    crowd = ClientCrowd(request)
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients: list[Future[None]] = [pool.submit(crowd.work) for _ in range(CLIENTS)]
         yield crowd
@@ -95,7 +95,7 @@ def crowded(request: httpx.Request) -> Iterator[Crowd]:
         client.result()
 
 
-def gone(url: str) -> bool:
+def has_left(url: str) -> bool:
     """Whether nobody answers any more, or only to say that he is not ready."""
     try:
         return httpx.get(f"{url}/readyz").status_code != 200

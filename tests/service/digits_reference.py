@@ -12,14 +12,14 @@ from tests.server import Live
 from tests.service.support import Array
 
 
-def twin(live: Live) -> Any:
+def copy_digits(live: Live) -> Any:
     """A copy of the embedded model that no hook ever touches."""
     model = live.engine.manager.registry.entry("digits").model
     assert model is not None
     return copy.deepcopy(model.module).eval()
 
 
-def rows(count: int, seed: int) -> Array:
+def random_images(count: int, seed: int) -> Array:
     """Random rows for the embedded model."""
     return np.random.default_rng(seed).normal(size=(count, 3, 32, 32)).astype(np.float32)
 

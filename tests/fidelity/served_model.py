@@ -15,7 +15,7 @@ from torch import nn
 
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from tests.fidelity.asking import LIMITS, everything, posted, promised, slices
+from tests.fidelity.client import LIMITS, all_tensors, dry_run_shapes, post_json, slices
 from tests.fidelity.compare import ATOL, RTOL, Tally, named
 from tests.fidelity.reductions import Axes, flat, mean
 from tests.oracle import record, seeded
@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Hosted:
+class ServedModel:
     """A served model, a batch for it, and every tensor that hooks saw when its twin ran that batch offline."""
 
     live: Live
@@ -61,9 +61,9 @@ class Hosted:
     def check(self, form: str = "npy", reply: str = "safetensors") -> Tally:
         """All tensors, no others, of the same shapes, dtypes and values; afterwards no hook is left."""
         shapes = {key: (array.shape, array.dtype.name) for key, array in self.wanted.items()}
-        assert promised(self.live, self.name, self.batch, form) == shapes
+        assert dry_run_shapes(self.live, self.name, self.batch, form) == shapes
         tally = Tally()
-        for found in everything(self.live, self.name, self.batch, self.wanted, form, reply):
+        for found in all_tensors(self.live, self.name, self.batch, self.wanted, form, reply):
             tally.add(found, self.wanted)
         assert tally.tensors == len(self.wanted)
         assert self.live.client.get(f"/models/{self.name}").json()["hooks"] == 0
@@ -83,7 +83,7 @@ class Hosted:
         for names in slices({key: self.wanted[key] for key in axes}):
             inputs = [tensor(row) for row in self.batch]
             body = {"model": self.name, "inputs": inputs, "layers": names, "pool": pool}
-            found = arrays_of(posted(self.live, body, format="safetensors"))
+            found = arrays_of(post_json(self.live, body, format="safetensors"))
             assert found.keys() == set(names)
             for key, array in found.items():
                 wanted = by_numpy(self.wanted[key], axes[key], len(self.batch))
@@ -92,7 +92,7 @@ class Hosted:
 
 
 @contextmanager
-def hosted(case: Case, folder: Path, seed: int = 0) -> Iterator[Hosted]:
+def served_model(case: Case, folder: Path, seed: int = 0) -> Iterator[ServedModel]:
     """Run a model offline, let it go, and serve its twin while the block lasts."""
     weights = folder / "weights.safetensors"
     batch = np.random.default_rng(seed).standard_normal((ROWS, *case.shape), dtype=np.float32)
@@ -100,12 +100,12 @@ def hosted(case: Case, folder: Path, seed: int = 0) -> Iterator[Hosted]:
     _check_power(wanted)
     try:
         with serving(Configuration((case.spec(weights),), case.name), **LIMITS) as live:
-            yield Hosted(live, case.name, batch, wanted)
+            yield ServedModel(live, case.name, batch, wanted)
     finally:
         weights.unlink()
 
 
-def randomised(module: nn.Module, seed: int) -> nn.Module:
+def randomise(module: nn.Module, seed: int) -> nn.Module:
     """The module with random weights; buffers that no file holds stay as they were built."""
     held = module.state_dict()
     others = {name: value.clone() for name, value in module.named_buffers() if name not in held}
@@ -121,7 +121,7 @@ def save(module: nn.Module, weights: Path) -> None:
 
 
 def _offline(case: Case, weights: Path, batch: Array, seed: int) -> dict[str, Array]:
-    module = randomised(case.build().eval(), seed)
+    module = randomise(case.build().eval(), seed)
     save(module, weights)
     return named(record(module, torch.from_numpy(batch.copy())))
 

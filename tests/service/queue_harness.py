@@ -19,8 +19,8 @@ from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.oracle import Key, record
 from tests.server import Live
-from tests.service.busy import TRIES, TRY_S, gated, until
 from tests.service.conftest import Serve
+from tests.service.gated_server import TRIES, TRY_S, gated_module, wait_until
 from tests.service.nets_http import Gated
 from tests.service.support import ROW, Array, Json, configured, npy, raw
 
@@ -29,14 +29,19 @@ BY_ROW = Costs(base=0.0, per_row=1e-3)  # a larger forward gains nothing
 COSTS = {"uphill": BY_ROW, "twin": BY_ROW}
 LONG_S = 300.0  # no deadline decides anything
 Counts = dict[str, float]
-MOST = 32  # requests of a pile
-SOON = 200  # looks at the figures
+MAX_REQUESTS = 32  # requests of a pile
+METRICS_TRIES = 200  # looks at the figures
 COUNTED = re.compile(
     r"layertap_(batches|batch_rows|batch_requests|rows|split|out_of_memory|expired|cancelled|refused)_(total|sum)"
 )
 GAUGES = ("queue_rows", "queue_bytes", "running_rows")
-HELD = 2  # rows of the request that is held up
-BEFORE: Counts = {"batches:isolated": 1.0, "batch_rows": HELD, "batch_requests": 1.0, "rows": HELD}  # its figures
+HELD_ROWS = 2  # rows of the request that is held up
+HELD_COUNTS: Counts = {
+    "batches:isolated": 1.0,
+    "batch_rows": HELD_ROWS,
+    "batch_requests": 1.0,
+    "rows": HELD_ROWS,
+}  # its figures
 
 
 def batch_net(name: str, factory: str | None = None, *inputs: InputSpec) -> ModelSpec:
@@ -58,12 +63,12 @@ def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
         yield live
 
 
-def some(count: int, seed: int = 0) -> Array:
+def random_rows(count: int, seed: int = 0) -> Array:
     """Random rows of four numbers."""
     return np.random.default_rng(seed).normal(size=(count, 4)).astype(np.float32)
 
 
-def wish(batch: Array, model: str, layers: str, **query: Any) -> Json:
+def extract_request(batch: Array, model: str, layers: str, **query: Any) -> Json:
     """A request for layers of a model, by query parameters."""
     return raw(npy(batch), "application/x-npy", model=model, layers=layers, **query)
 
@@ -73,13 +78,13 @@ def post(live: Live, request: Json) -> httpx.Response:
     return live.client.post("/extract", **request)
 
 
-def queued(live: Live, name: str) -> int:
+def queued_rows(live: Live, name: str) -> int:
     """Rows of a model that wait for their forward, decoded."""
     return live.engine.manager.scheduler.count_waiting_rows(name)
 
 
 @dataclass(frozen=True)
-class Pile:
+class QueueHarness:
     """What waits for a model that is held up, in the order in which it was put there."""
 
     live: Live
@@ -87,42 +92,42 @@ class Pile:
     module: Gated
     pool: ThreadPoolExecutor
 
-    def put(self, request: Json, count: int) -> Future[httpx.Response]:
+    def enqueue(self, request: Json, count: int) -> Future[httpx.Response]:
         """Send a request of so many rows; it waits for its forward when this returns."""
-        before = queued(self.live, self.name)
+        before = queued_rows(self.live, self.name)
         reply = self.pool.submit(post, self.live, request)
-        until(lambda: queued(self.live, self.name) == before + count or reply.done())
+        wait_until(lambda: queued_rows(self.live, self.name) == before + count or reply.done())
         assert not reply.done(), reply.result().text
         return reply
 
 
 @contextmanager
-def piled(live: Live, name: str) -> Iterator[Pile]:
+def hold_queue(live: Live, name: str) -> Iterator[QueueHarness]:
     """Hold a model up inside a request; all that is put there runs after the block."""
-    module = gated(live, name)
+    module = gated_module(live, name)
     module.gate.clear()
     module.entered.clear()
-    with ThreadPoolExecutor(MOST) as pool:
-        held = pool.submit(post, live, wish(some(HELD), name, "linear", isolated="true"))
+    with ThreadPoolExecutor(MAX_REQUESTS) as pool:
+        held = pool.submit(post, live, extract_request(random_rows(HELD_ROWS), name, "linear", isolated="true"))
         try:
             assert module.entered.wait(TRIES * TRY_S)
             module.forwards.clear()
-            yield Pile(live, name, module, pool)
+            yield QueueHarness(live, name, module, pool)
         finally:
             module.gate.set()
         assert held.result().status_code == 200
 
 
-def offline(live: Live, name: str, batch: Array) -> dict[Key, Array]:
+def hook_outputs(live: Live, name: str, batch: Array) -> dict[Key, Array]:
     """What hooks see where a twin of a model runs a batch."""
-    module = gated(live, name)
+    module = gated_module(live, name)
     twin = type(module)()
     twin.load_state_dict(module.state_dict())
     seen = record(twin.eval(), torch.from_numpy(batch))
     return {key: value.numpy() for key, value in seen.items()}
 
 
-class Ledger:
+class MetricsDelta:
     """What one model's figures, and those of refusals, grew by since it was opened."""
 
     def __init__(self, live: Live, name: str) -> None:
@@ -137,7 +142,9 @@ class Ledger:
             for key, value in each.items():
                 total[key] = total.get(key, 0) + value
         pause = Event()
-        assert any(self._grown() == total or pause.wait(TRY_S) for _ in range(SOON)), f"{self._grown()}, not {total}"
+        assert any(self._grown() == total or pause.wait(TRY_S) for _ in range(METRICS_TRIES)), (
+            f"{self._grown()}, not {total}"
+        )
 
     def _grown(self) -> Counts:
         now = self._counts()
@@ -160,7 +167,7 @@ def gauges(live: Live) -> Counts:
     return {name: found[name][0].value for name in GAUGES}
 
 
-def ceiling(live: Live, name: str) -> float:
+def batch_ceiling(live: Live, name: str) -> float:
     """The most rows of a forward of a model."""
     families = text_string_to_metric_families(live.client.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
@@ -168,17 +175,17 @@ def ceiling(live: Live, name: str) -> float:
     return found[0].value
 
 
-def batch_of(why: str, rows: int, requests: int, times: int = 1) -> Counts:
+def batch_counts(why: str, rows: int, requests: int, times: int = 1) -> Counts:
     """The figures of batches of so many rows and requests together."""
     return {f"batches:{why}": times, "batch_rows": rows, "batch_requests": requests}
 
 
-def answered(rows: int) -> Counts:
+def row_counts(rows: int) -> Counts:
     """The figure of rows whose features went out."""
     return {"rows": rows}
 
 
-def idle(live: Live) -> None:
+def wait_idle(live: Live) -> None:
     """Nothing waits, nothing runs, nothing is held in memory, soon."""
-    until(lambda: gauges(live) == dict.fromkeys(GAUGES, 0.0))
+    wait_until(lambda: gauges(live) == dict.fromkeys(GAUGES, 0.0))
     assert live.engine.manager.budget.used == 0

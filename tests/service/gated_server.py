@@ -17,13 +17,13 @@ from tests.service.support import npy, raw, rows
 TRIES, TRY_S = 5000, 0.02
 
 
-def until(come_true: Callable[[], bool]) -> None:
+def wait_until(come_true: Callable[[], bool]) -> None:
     """Look again and again, but not for ever, until something has come true."""
     pause = Event()
     assert any(come_true() or pause.wait(TRY_S) for _ in range(TRIES)), "it never came true"
 
 
-def gated(live: Live, name: str = "gated") -> Gated:
+def gated_module(live: Live, name: str = "gated") -> Gated:
     """The module of a model that can be held up."""
     model = live.engine.manager.registry.entry(name).model
     assert model is not None
@@ -31,24 +31,24 @@ def gated(live: Live, name: str = "gated") -> Gated:
     return model.module
 
 
-def waiting(live: Live, name: str = "gated") -> int:
+def admitted_rows(live: Live, name: str = "gated") -> int:
     """Rows of a model that are admitted and not answered."""
     return live.engine.manager._workers[name].rows
 
 
-def ask(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:
+def post_rows(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:
     """The reply to a request for some rows through a model that takes four numbers each."""
-    return live.client.send(row_request(live, count, model, timeout))
+    return live.client.send(build_row_request(live, count, model, timeout))
 
 
-def row_request(live: Live, count: int, model: str = "gated", timeout: str | None = None) -> httpx.Request:
+def build_row_request(live: Live, count: int, model: str = "gated", timeout: str | None = None) -> httpx.Request:
     """What ``ask`` sends."""
     request = raw(npy(rows(count)), "application/x-npy", layers="linear", model=model)
     request["headers"] |= {"x-request-timeout": timeout} if timeout is not None else {}
     return live.client.build_request("POST", "/extract", **request)
 
 
-def connected(live: Live, buffer: int | None = None) -> socket.socket:
+def connect(live: Live, buffer: int | None = None) -> socket.socket:
     """A connection of its own; with ``buffer`` the system holds no more bytes of a reply for it."""
     url = httpx.URL(live.url)
     connection = socket.socket()
@@ -59,21 +59,21 @@ def connected(live: Live, buffer: int | None = None) -> socket.socket:
     return connection
 
 
-def on_the_wire(request: httpx.Request) -> bytes:
+def encode_request(request: httpx.Request) -> bytes:
     """A request as bytes."""
     head = [f"{request.method} {request.url.raw_path.decode()} HTTP/1.1"]
     head += [f"{name}: {value}" for name, value in request.headers.items()]
     return "\r\n".join([*head, "", ""]).encode() + request.read()
 
 
-def received(connection: socket.socket, request: httpx.Request) -> httpx.Response:
+def read_response(connection: socket.socket, request: httpx.Request) -> httpx.Response:
     """What comes back on a connection until the server closes it."""
-    reply = replied(rest(connection))
+    reply = parse_response(read_to_end(connection))
     reply.request = request
     return reply
 
 
-def rest(connection: socket.socket) -> bytes:
+def read_to_end(connection: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
     data = bytearray()
     with suppress(ConnectionResetError):  # where it closes without having read everything
@@ -82,7 +82,7 @@ def rest(connection: socket.socket) -> bytes:
     return bytes(data)
 
 
-def replied(data: bytes) -> httpx.Response:
+def parse_response(data: bytes) -> httpx.Response:
     """The first reply in what came; its content is all that follows its head, further replies too."""
     head, _, content = data.partition(b"\r\n\r\n")
     status, *lines = head.decode().split("\r\n")
@@ -91,13 +91,13 @@ def replied(data: bytes) -> httpx.Response:
 
 
 @contextmanager
-def blocked(live: Live, name: str = "gated") -> Iterator[Gated]:
+def hold_model(live: Live, name: str = "gated") -> Iterator[Gated]:
     """Hold a model up inside a request of one row, which is answered after the block."""
-    module = gated(live, name)
+    module = gated_module(live, name)
     module.gate.clear()
     module.entered.clear()
     with ThreadPoolExecutor(1) as pool:
-        occupant: Future[httpx.Response] = pool.submit(ask, live, model=name)
+        occupant: Future[httpx.Response] = pool.submit(post_rows, live, model=name)
         try:
             assert module.entered.wait(TRIES * TRY_S)
             module.forwards.clear()

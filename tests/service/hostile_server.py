@@ -19,11 +19,11 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\n"
 END = b"\r\n\r\n"
 LAST = b"0\r\n\r\n"
 HANDSHAKE = b"\x16"
-Answer = Callable[["Canary", socket.socket], None]
+Answer = Callable[["HostileServer", socket.socket], None]
 
 
 @dataclass
-class Canary:
+class HostileServer:
     """Counts connections; ``heads`` are what was asked, ``under_way`` how many are open.
 
     ``gate`` holds up what asks for ``/gate``; ``gone`` is set when a client has left an answer that does not end;
@@ -90,10 +90,12 @@ class Canary:
 
 
 @contextmanager
-def watching(hosts: Sequence[str] = ("127.0.0.1",), tls: ssl.SSLContext | None = None) -> Iterator[Canary]:
-    """A canary at one port of some addresses."""
-    canary = Canary()
-    canary.gate.set()
+def run_hostile_server(
+    hosts: Sequence[str] = ("127.0.0.1",), tls: ssl.SSLContext | None = None
+) -> Iterator[HostileServer]:
+    """A hostile server at one port of some addresses."""
+    server = HostileServer()
+    server.gate.set()
     threads: list[Thread] = []
     listeners: list[socket.socket] = []
 
@@ -101,20 +103,20 @@ def watching(hosts: Sequence[str] = ("127.0.0.1",), tls: ssl.SSLContext | None =
         with suppress(OSError):
             while True:
                 accepted, _ = listener.accept()
-                threads.append(Thread(target=canary.greet, args=(accepted, tls)))
+                threads.append(Thread(target=server.greet, args=(accepted, tls)))
                 threads[-1].start()
 
     for host in hosts:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listeners.append(socket.create_server((host, canary.port), family=family))
-        canary.port = listeners[0].getsockname()[1]
+        listeners.append(socket.create_server((host, server.port), family=family))
+        server.port = listeners[0].getsockname()[1]
         threads.append(Thread(target=listen, args=(listeners[-1],)))
         threads[-1].start()
     try:
-        yield canary
+        yield server
     finally:
-        canary.closed.set()
-        canary.gate.set()
+        server.closed.set()
+        server.gate.set()
         for listener in listeners:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -141,7 +143,7 @@ def chunked(data: bytes, size: int) -> bytes:
 
 def endless(first: bytes, then: bytes, pace: float = 0.0) -> Answer:
     """An answer that goes on until nobody listens."""
-    return lambda canary, connection: canary.without_end(connection, first, then, pace)
+    return lambda server, connection: server.without_end(connection, first, then, pace)
 
 
 def status(line: str, *headers: str) -> Answer:
@@ -150,24 +152,24 @@ def status(line: str, *headers: str) -> Answer:
     return sized(PNG, f"HTTP/1.1 {line}\r\nContent-Type: image/png\r\n{words}".encode())
 
 
-def _gated(canary: Canary, connection: socket.socket) -> None:
-    assert canary.gate.wait(PATIENCE_S)
-    sized(PNG)(canary, connection)
+def _gated(server: HostileServer, connection: socket.socket) -> None:
+    assert server.gate.wait(PATIENCE_S)
+    sized(PNG)(server, connection)
 
 
 def _redirect(number: int) -> Answer:
-    def answer(canary: Canary, connection: socket.socket) -> None:
-        status(f"{number} Elsewhere", f"Location: {canary.elsewhere}")(canary, connection)
+    def answer(server: HostileServer, connection: socket.socket) -> None:
+        status(f"{number} Elsewhere", f"Location: {server.elsewhere}")(server, connection)
 
     return answer
 
 
-def _silent(canary: Canary, connection: socket.socket) -> None:
+def _silent(server: HostileServer, connection: socket.socket) -> None:
     connection.recv(1)
-    canary.gone.set()
+    server.gone.set()
 
 
-def _reset(canary: Canary, connection: socket.socket) -> None:
+def _reset(server: HostileServer, connection: socket.socket) -> None:
     connection.sendall(HEAD)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 

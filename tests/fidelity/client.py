@@ -23,13 +23,13 @@ LIMITS: dict[str, Any] = {
 MAX_BYTES = 100_000_000  # of one reply: server and client hold it several times over
 
 
-def promised(live: Live, model: str, batch: Array, form: str = "npy") -> dict[str, tuple[tuple[int, ...], str]]:
+def dry_run_shapes(live: Live, model: str, batch: Array, form: str = "npy") -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of every tensor, as a dry run tells them."""
     reply = _sent(live, batch, form, model=model, layers=",".join(EVERYTHING), dry_run="true", format="safetensors")
     return {key: (tuple(entry["shape"]), entry["dtype"]) for key, entry in reply.json()["features"].items()}
 
 
-def everything(
+def all_tensors(
     live: Live, model: str, batch: Array, wanted: Mapping[str, Array], form: str = "npy", reply: str = "safetensors"
 ) -> Iterator[dict[str, Array]]:
     """Every tensor: in one reply to patterns, or in several to names where one would be large."""
@@ -38,10 +38,10 @@ def everything(
         return
     inputs = [tensor(row) for row in batch]
     for names in slices(wanted):
-        yield arrays_of(posted(live, {"model": model, "inputs": inputs, "layers": names}, format=reply))
+        yield arrays_of(post_json(live, {"model": model, "inputs": inputs, "layers": names}, format=reply))
 
 
-def posted(live: Live, body: Json, **query: str) -> httpx.Response:
+def post_json(live: Live, body: Json, **query: str) -> httpx.Response:
     """The good reply to a JSON request."""
     return _good(live.client.post("/extract", json=body, params=query, timeout=LIMITS["deadline_s"]))
 
