@@ -183,7 +183,7 @@ class Settings(BaseSettings):
         return value.expanduser()
 
     @property
-    def guarded(self) -> bool:
+    def requires_key(self) -> bool:
         """Whether a key is asked for."""
         return bool(self.api_keys or self.admin_keys)
 

@@ -45,7 +45,7 @@ def test_own_packages(repository: Path) -> None:
     assert "Linear" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["layertap.service.cli", "layertap.service.http.routes.extract"])
+@pytest.mark.parametrize("module", ["layertap.service.cli.main", "layertap.service.http.routes.extract"])
 def test_one_name(repository: Path, module: str) -> None:
     """Nothing imports a package by the name of a folder."""
     code = f"import sys, {module}; print({{name.split('.')[0] for name in sys.modules}} & {{'models', 'service'}})"
@@ -61,9 +61,8 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
         wheel.extractall(tmp_path / "site")
     folders = [path for room in ("models", "service") for path in (ROOT / room).rglob("*.py")]
     assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in folders} < names
-    assert {"layertap/models/digits/digits.safetensors", "layertap/models/warm/runner.cpp"} < names
+    assert {"layertap/models/digits/digits.safetensors", "layertap/models/compiled/runner.cpp"} < names
     assert {each.split("/")[0].partition("-")[0] for each in names} == {"layertap"}
-    done = run(
-        repository, "-c", "import layertap.service.cli as cli; print(cli.__file__)", path=f"{tmp_path / 'site'}:."
-    )
-    assert done.stdout.strip() == str(tmp_path / "site" / "layertap" / "service" / "cli.py"), done.stderr
+    code = "import layertap.service.cli.main as main; print(main.__file__)"
+    done = run(repository, "-c", code, path=f"{tmp_path / 'site'}:.")
+    assert done.stdout.strip() == str(tmp_path / "site" / "layertap" / "service" / "cli" / "main.py"), done.stderr

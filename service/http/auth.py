@@ -80,7 +80,7 @@ def require_admin(request: Request) -> None:
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
     # Browsers that say no more than where a page is from.
-    if not request.app.state.engine.settings.guarded and _is_foreign(request.headers.get("origin")):
+    if not request.app.state.engine.settings.requires_key and _is_foreign(request.headers.get("origin")):
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 

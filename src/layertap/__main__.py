@@ -1,5 +1,5 @@
 """``python -m layertap``."""
 
-from layertap.service.cli import main
+from layertap.service.cli.main import main
 
 main()

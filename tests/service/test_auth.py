@@ -188,7 +188,7 @@ def test_files_of_keys(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A file that is named and holds no key is an error, and never means that none is asked for."""
     monkeypatch.setenv("LAYERTAP_ADMIN_KEYS_FILE", str(keys))
     assert Settings().admin_keys == ("first-key", "second-key", "third,key", "ключ")
-    assert Settings().guarded
+    assert Settings().requires_key
     assert "first-key" not in repr(Settings())
     (empty := tmp_path / "empty").write_text(" \n\n")
     with pytest.raises(ValidationError, match="no key in"):
@@ -229,9 +229,9 @@ def test_settings() -> None:
     """Keys are separated by commas, blanks around them do not count, and they are not shown."""
     settings = Settings(api_keys=" a ,b,, c", admin_keys=())
     assert settings.api_keys == ("a", "b", "c")
-    assert settings.guarded
+    assert settings.requires_key
     assert "'a'" not in repr(settings)
-    assert not Settings(api_keys="").guarded
+    assert not Settings(api_keys="").requires_key
     for nothing in (",", " , ", " "):
         with pytest.raises(ValidationError, match="nothing between the commas"):
             Settings(api_keys=nothing)

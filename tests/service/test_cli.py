@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from layertap.service import cli
+from layertap.service.cli import extraction
+from layertap.service.cli.main import main
 from tests.server import Live
 from tests.service.support import Array, Json, picture
 
@@ -50,7 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     def run(*words: str | Path) -> Done:
         monkeypatch.setattr(sys, "argv", ["layertap", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main()
         printed = capsys.readouterr()
         return Done(int(ended.value.code or 0), printed.out, printed.err)
 
@@ -116,9 +117,9 @@ def test_extract_in_batches(
     command: Command, pictures: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More pictures than one batch come back as one answer, in order."""
-    monkeypatch.setattr(cli, "BATCH", 2)
+    monkeypatch.setattr(extraction, "MAX_BATCH_FILES", 2)
     assert command("extract", *pictures * 2, "--layers", "head", "--out", tmp_path / "a.json").status == 0
-    monkeypatch.setattr(cli, "BATCH", 6)
+    monkeypatch.setattr(extraction, "MAX_BATCH_FILES", 6)
     assert command("extract", *pictures * 2, "--layers", "head", "--out", tmp_path / "b.json").status == 0
     a, b = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
     assert a["rows"] == b["rows"] == 6
@@ -200,7 +201,7 @@ def test_a_broken_file(
     batch: int,
 ) -> None:
     """What can't be read is named and left out, the rest is written with the names of its files, the status is 1."""
-    monkeypatch.setattr(cli, "BATCH", batch)
+    monkeypatch.setattr(extraction, "MAX_BATCH_FILES", batch)
     whole, rest = tmp_path / f"whole.{form}", tmp_path / f"rest.{form}"
     unreadable = Path("/proc/self/mem")  # for root as well
     assert command("extract", *pictures, "--layers", "head", "--out", whole).status == 0
@@ -266,7 +267,7 @@ models:
 @pytest.mark.parametrize("batch", [1, 32])
 def test_another_shape(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     """A picture whose results fit to no others is left out, in whatever batch it is; pooled they fit."""
-    monkeypatch.setattr(cli, "BATCH", batch)
+    monkeypatch.setattr(extraction, "MAX_BATCH_FILES", batch)
     (tmp_path / "m.yaml").write_text(FILING.replace("[8, 8]}", "8}"))
     files = [tmp_path / f"{place}.png" for place in range(3)]
     for file, size in zip(files, ((16, 16), (32, 16), (16, 16)), strict=True):
@@ -380,7 +381,7 @@ def test_serve_refused_without_torch(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text("models:\n- {name: a, source: torchvision:resnet5O, device: tpu}\n")
     script = """
 import sys
-from layertap.service.cli import main
+from layertap.service.cli.main import main
 for words in (["--port", "http"], ["--config", "models.yaml"]):
     sys.argv = ["layertap", "serve", *words]
     try:
@@ -404,7 +405,7 @@ def test_no_server_for_all_without_a_key() -> None:
     script = """
 import sys
 sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
-from layertap.service.cli import main
+from layertap.service.cli.main import main
 for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
     sys.argv = ["layertap", "serve", "--host", host, "--port", "0"]
     try:

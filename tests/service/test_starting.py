@@ -21,8 +21,8 @@ import httpx
 import pytest
 from rich.console import Console
 
+from layertap.service.cli.startup import StartupSummary
 from layertap.service.http.sockets import Address, bind, url
-from layertap.service.terminal import Summary
 from tests.conftest import WARM
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
@@ -356,7 +356,7 @@ def test_command_to_try_without_an_embedding(tmp_path: Path) -> None:
 )
 def test_address_to_try(address: Address, here: str) -> None:
     """A server on all addresses is reached at this machine's own."""
-    assert Summary(Console(), address, True).here == here
+    assert StartupSummary(Console(), address, True).local_url == here
 
 
 @pytest.mark.slow

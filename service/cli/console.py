@@ -1,0 +1,64 @@
+"""What all commands write with: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from traceback import print_exception
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
+
+if TYPE_CHECKING:
+    from layertap.service.settings import Settings
+
+MAX_NAMES = 3
+ON_STDERR = "stderr has the traceback"  # of a command that has no log
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+
+def is_interactive() -> bool:
+    """Whether a person sits before this process."""
+    return any(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def wants_text(settings: Settings) -> bool:
+    """Whether the log is for people."""
+    return settings.log_format == "text" or (settings.log_format == "auto" and sys.stderr.isatty())
+
+
+def format_error(error: LayertapError) -> str:
+    """What an error says, for the terminal: its detail, its hint and its notes, in lines."""
+    detail = error.detail + (f" ({error.hint})" if error.hint else "")
+    return "\n".join((detail.replace(IN_THE_LOG, ON_STDERR), *getattr(error, "__notes__", ())))
+
+
+def format_list(names: Sequence[str], noun: str) -> str:
+    """A few names, or how many there are."""
+    return ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} {noun}"
+
+
+@contextmanager
+def show_status(text: str) -> Iterator[None]:
+    """A note on a terminal as long as what is inside runs."""
+    with stderr.status(f"{text} …"):
+        yield
+
+
+@contextmanager
+def show_loading(name: str, action: str = "loading") -> Iterator[None]:
+    """A note while a model is loaded; what the operator's own code raised is shown with its traceback."""
+    from layertap.service.engine.model_manager import OWN_CODE
+
+    try:
+        with show_status(f"{action} {name}"):
+            yield
+    except LoadError as error:
+        if error.kind in OWN_CODE and error.__cause__ is not None:
+            print_exception(error.__cause__)
+        raise

@@ -1,0 +1,80 @@
+"""``layertap extract``."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+from rich.table import Table
+
+from layertap.models.errors import LayertapError
+from layertap.models.selection.hook_points import Pool, Reduction, Selector
+from layertap.service.cli.console import stderr, stdout
+from layertap.service.cli.options import ConfigOption, ModelOption
+from layertap.service.cli.setup import create_configured_engine
+
+if TYPE_CHECKING:
+    from layertap.service.features import Features
+    from layertap.service.formats.reply_format import ReplyFormat
+
+POOLS = ", ".join(get_args(Pool))
+
+
+def extract(
+    images: Annotated[list[Path], typer.Argument(help="Pictures.", exists=True, dir_okay=False, readable=False)],
+    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas.")],
+    model: ModelOption = None,
+    pool: Annotated[str, typer.Option(help=f"One of {POOLS}.")] = "none",
+    normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", help="A file, in the format that its suffix names (.npz, .json); a summary without it."),
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Take layers of a model for pictures on disk, without a server.
+
+    Pictures that can't be read are named and left out; the exit status is 1 then, and 2 where nothing is left.
+    """
+    reply_format = _choose_format(file)
+    engine = create_configured_engine(config)
+    from layertap.service.cli.extraction import extract_files
+
+    reserved = reply_format.reserved | reply_format.reserved_for_files
+    features = asyncio.run(extract_files(engine, images, _parse_selectors(layers, pool, normalize), model, reserved))
+    if file is None:
+        stdout.print(_summarize(features))
+    else:
+        file.write_bytes(reply_format.encode(features, "list"))
+        stderr.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
+    if features.skipped:
+        raise typer.Exit(1)
+
+
+def _choose_format(file: Path | None) -> ReplyFormat:
+    from layertap.service.formats.table import FORMATS
+
+    name = file.suffix.removeprefix(".") if file else "json"
+    if name not in FORMATS:
+        raise LayertapError(f"can't write {file}", hint="use a name that ends in ." + ", .".join(FORMATS))
+    return FORMATS[name]
+
+
+def _parse_selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
+    from layertap.models.selection.selectors import parse_selector
+
+    if pool not in get_args(Pool):
+        raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
+    reduction = Reduction(pool=pool, normalize=normalize)  # type: ignore[arg-type]  # checked above
+    return tuple(replace(parse_selector(name), reduction=reduction) for name in layers.split(",") if name)
+
+
+def _summarize(features: Features) -> Table:
+    table = Table("layer", "shape", "dtype", "mean", "std", "min", "max")
+    for key, array in features.arrays.items():
+        figures = (array.mean(), array.std(), array.min(), array.max())
+        table.add_row(key, "×".join(map(str, array.shape)), array.dtype.name, *(f"{figure:.4g}" for figure in figures))
+    return table

@@ -1,0 +1,125 @@
+"""Features of pictures on disk, a batch at a time. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.progress import Progress
+
+from layertap.models.errors import Fault, LayertapError, RequestError
+from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.plan import Plan
+from layertap.service.cli.console import show_status, stderr
+from layertap.service.engine.decoder import get_preprocessing
+from layertap.service.engine.engine import Engine, SizeCheck
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.features import Features, join_features
+from layertap.service.formats.reply_format import check_names
+from layertap.service.inputs.items import ImageItem
+
+MAX_BATCH_FILES = 32
+DEADLINE_S = 3600
+
+
+async def extract_files(
+    engine: Engine,
+    files: Sequence[Path],
+    selectors: tuple[Selector, ...],
+    model: str | None,
+    reserved: frozenset[str],
+) -> Features:
+    """The features of all pictures that can be read, with a bar where it takes long; the others are named on stderr.
+
+    The engine is closed. No result may have one of the names in ``reserved``. LayertapError where no picture is left.
+    """
+
+    def check_reply(plan: Plan, rows: int) -> None:
+        """A file may be as large as the disk holds."""
+        check_names((result.key for result in plan.results), reserved)
+
+    limits = engine.settings
+    size = min(MAX_BATCH_FILES, limits.max_inputs, limits.max_queue_rows)
+    parts: list[Features] = []
+    faults: list[Fault] = []
+    try:
+        with show_status("loading the model"):
+            get_preprocessing(await engine.manager.get_model(model, float("inf")))
+        with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+            bar = progress.add_task("extracting", total=len(files))
+            for start in range(0, len(files), size):
+                places = range(start, min(start + size, len(files)))
+                request = _make_request(files, places, selectors, model)
+                part, batch_faults = await _extract_batch(engine, request, check_reply, parts[0] if parts else None)
+                parts += [part] if part else []
+                faults += batch_faults
+                for fault in batch_faults:
+                    name = _format_path(files[fault.input or 0])
+                    stderr.print(f"{name}: {fault.detail}", markup=False, soft_wrap=True)
+                progress.advance(bar, len(places))
+    finally:
+        await engine.close()
+    if not parts:
+        raise LayertapError("nothing could be extracted")
+    features = replace(join_features(parts), errors=tuple(faults))
+    names = tuple(_format_path(path) for place, path in enumerate(files) if place not in features.skipped)
+    return replace(features, files=names)
+
+
+def _make_request(
+    files: Sequence[Path], places: Iterable[int], selectors: tuple[Selector, ...], model: str | None
+) -> ExtractRequest:
+    """A request for the pictures at some places; it carries the faults of files that can't be read."""
+    items, faults = [], []
+    for place in places:
+        try:
+            items.append((place, ImageItem(files[place].read_bytes())))
+        except OSError as error:
+            faults.append(Fault(error.strerror or "can't be read", pointer=f"/inputs/{place}", input=place))
+    return ExtractRequest(
+        model,
+        tuple(items),
+        selectors,
+        time.monotonic() + DEADLINE_S,
+        on_error="skip",
+        faults=tuple(faults),
+        isolated=True,  # the same bits every time
+    )
+
+
+async def _extract_batch(
+    engine: Engine, request: ExtractRequest, check_reply: SizeCheck, first: Features | None
+) -> tuple[Features | None, tuple[Fault, ...]]:
+    """The features of a batch, None where not one of its pictures can be used, and the faults of those that can't.
+
+    ``first`` are the features of the first batch, if there was one: results have to have the same shape.
+    """
+    if not request.items:
+        return None, request.faults
+    try:
+        part = await engine.extract(request, check_reply)
+    except RequestError as error:
+        if not error.faults or any(fault.input is None for fault in error.faults):
+            raise
+        return None, error.faults
+    if first is None or _list_row_shapes(part) == _list_row_shapes(first):
+        return part, part.errors
+    places = [place for place, _ in request.items if place not in part.skipped]
+    detail = "its results have another shape than the first"
+    return None, (*part.errors, *(Fault(detail, input=place) for place in places))
+
+
+def _list_row_shapes(features: Features) -> dict[str, list[int]]:
+    """The shapes of results without the axis of the rows."""
+    return {
+        key: [size for axis, size in enumerate(array.shape) if axis != features.receipts[key].row_axis]
+        for key, array in features.arrays.items()
+    }
+
+
+def _format_path(path: Path) -> str:
+    """A file's name as text; bytes that are none are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

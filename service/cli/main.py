@@ -1,0 +1,53 @@
+"""The entry point, and the table of commands."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from layertap.models.errors import LayertapError
+from layertap.service.cli.check import check
+from layertap.service.cli.console import format_error, stderr, stdout
+from layertap.service.cli.extract import extract
+from layertap.service.cli.models import layers, models
+from layertap.service.cli.plan import plan
+from layertap.service.cli.serve import serve
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
+for command in (serve, check, models, layers, plan, extract):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line: an error of the tree is one line on stderr and exit status 2."""
+    try:
+        app(standalone_mode=True)
+    except LayertapError as error:
+        _exit(format_error(error))
+    except OSError as error:  # of the operator's own files
+        _exit(f"{error.filename}: {error.strerror}")
+
+
+def _exit(reason: str) -> NoReturn:
+    for line in reason.splitlines():
+        stderr.print(f"layertap: {line}", markup=False, soft_wrap=True)
+    sys.exit(2)
+
+
+def _print_version(requested: bool) -> None:
+    from layertap.service.version import version
+
+    if requested:
+        stdout.print(f"layertap {version()}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def common_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take what holds for all commands."""

@@ -1,0 +1,94 @@
+"""``layertap serve``."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from layertap.service.cli.console import is_interactive, stderr, wants_text
+from layertap.service.cli.options import ConfigOption
+from layertap.service.cli.setup import check_setup
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from layertap.service.config.configuration import Configuration
+    from layertap.service.engine.model_manager import ModelManager
+    from layertap.service.fetch.fetcher import Fetcher
+    from layertap.service.settings import Settings
+
+SPIN_COUNT = "20000"
+DRAIN_DELAY_S = 5.0  # balancers look every few seconds
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback only with API keys.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    config: ConfigOption = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    root_path: Annotated[
+        str | None, typer.Option(help="Prefix that a proxy has this server beneath, like /features.")
+    ] = None,
+) -> None:
+    """Start the server."""
+    from layertap.service import signals
+
+    signals.ends_with_0()  # what is imported from here on takes seconds
+    settings, configuration, fetcher = check_setup(
+        host=host, port=port, config=config, log_level=log_level, root_path=root_path
+    )
+    from layertap.service.http.sockets import bind
+
+    listeners = bind(settings.host, settings.port)
+    from layertap.service import logs
+
+    text = wants_text(settings)
+    logs.configure(settings.log_level, text)
+    if text:
+        from layertap.service.cli.startup import print_start
+
+        print_start(stderr, configuration)
+    # Threads of an operation wait for each other by spinning; by libgomp's own setting, where another process has taken
+    # a core, for so long that a forward takes seconds. torch reads this when it is imported.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    _run(settings, configuration, fetcher, listeners)
+
+
+def _run(
+    settings: Settings, configuration: Configuration | None, fetcher: Fetcher, listeners: Sequence[socket]
+) -> NoReturn:
+    """Serve until the process ends."""
+    import uvicorn
+
+    from layertap.service import allocator
+    from layertap.service.app import create_app
+    from layertap.service.cli.startup import StartupSummary
+    from layertap.service.http.server_options import make_server_options
+    from layertap.service.process import Server
+
+    allocator.keep_large_blocks()
+    summary = StartupSummary(stderr, listeners[0].getsockname(), settings.requires_key)
+    app = create_app(settings, configuration, fetcher, summary.print if wants_text(settings) else None)
+    # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
+    gc.freeze()
+    manager: ModelManager = app.state.engine.manager
+    server = Server(
+        uvicorn.Config(app, **make_server_options(settings)),
+        lambda: manager.alive,
+        manager.abort_loading,
+        manager.withdraw_readiness,
+        _choose_drain_delay(settings),
+    )
+    server.work(listeners)
+
+
+def _choose_drain_delay(settings: Settings) -> float:
+    """Seconds to serve on after being asked to end: none where a person waits for it."""
+    if settings.drain_delay_s is not None:
+        return settings.drain_delay_s
+    return 0.0 if is_interactive() else DRAIN_DELAY_S

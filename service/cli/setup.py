@@ -1,0 +1,41 @@
+"""Settings, configuration and engine as commands need them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from layertap.models.errors import LayertapError
+
+if TYPE_CHECKING:
+    from layertap.service.config.configuration import Configuration
+    from layertap.service.engine.engine import Engine
+    from layertap.service.fetch.fetcher import Fetcher
+    from layertap.service.settings import Settings
+
+
+def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher]:
+    """The settings, the configuration that they name, if any, and what fetches URLs: what can be wrong before torch.
+
+    Options of the command line override settings. LayertapError.
+    """
+    from layertap.service.config.configuration import read_configuration
+    from layertap.service.settings import LOOPBACK, read_settings
+
+    settings = read_settings(**options)
+    if settings.host not in LOOPBACK and not settings.requires_key:
+        raise LayertapError(
+            f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
+        )
+    configuration = read_configuration(settings.config, before_loading=True) if settings.config else None
+    from layertap.service.fetch.fetcher import Fetcher  # takes as long to import as all above
+
+    return settings, configuration, Fetcher(settings)
+
+
+def create_configured_engine(config: Path | None, *, warm: bool = False) -> Engine:
+    """The engine for the configuration at ``config``, or the one that the settings name; LayertapError."""
+    from layertap.service.app import create_engine
+    from layertap.service.settings import read_settings
+
+    return create_engine(read_settings(config=config), warm=warm)
