@@ -98,9 +98,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description="Throughput beside the plain loop.")
     parser.add_argument("file", type=Path, help="what bench.serving wrote")
     parser.add_argument("--out", type=Path, required=True, help="an .svg, .png or .pdf")
+    parser.add_argument("--loads", nargs="+", help="loads to draw; all of them without it")
     chosen = parser.parse_args(words)
+    told = json.loads(chosen.file.read_text())
+    results = {load: lines for load, lines in told["results"].items() if chosen.loads is None or load in chosen.loads}
     with mpl.rc_context(STYLE):
-        figure = drawn(json.loads(chosen.file.read_text()))
+        figure = drawn(told | {"results": results})
         figure.savefig(chosen.out, transparent=True, metadata={"Date": None} if chosen.out.suffix == ".svg" else None)
 
 

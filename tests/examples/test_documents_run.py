@@ -1,0 +1,57 @@
+"""What the README, the tutorial and the how-to pages print runs as printed, and gives what they show."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+from tests.examples.printed import ROOT, Project, open_project, read_blocks
+from tests.examples.test_examples import COMMANDS
+
+README_LINES = 120
+PAGES = ("how-to/gradients", "how-to/interventions", "how-to/resume", "tutorial")
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """One folder, and one server as long as documents start it in the same way."""
+    with open_project(tmp_path_factory.mktemp("project")) as opened:
+        yield opened
+
+
+def run_document(name: str, project: Project) -> None:
+    """Run the shell blocks of a document in their order; each prints what the document shows after it.
+
+    The scripts among the examples have tests of their own.
+    """
+    blocks = [block for block in read_blocks(ROOT / name) if block.command.strip() not in COMMANDS]
+    assert blocks
+    for block in blocks:
+        text = project.run(block.command)
+        if block.output is not None:
+            assert block.matches(text), f"{block.command}\n{text}"
+
+
+@needs_curl
+def test_readme(project: Project) -> None:
+    """The README's two commands and five things to do run as printed; the Grad-CAM has light in every colour."""
+    run_document("README.md", project)
+    with Image.open(project.path / "cam.png") as picture:
+        assert picture.size == (320, 320)
+        assert [high for _, high in picture.getextrema()] == [255, 255, 255]
+
+
+@needs_curl
+@pytest.mark.parametrize("name", PAGES)
+def test_document(name: str, project: Project) -> None:
+    """The shell blocks of a document run as printed."""
+    run_document(f"docs/{name}.md", project)
+
+
+def test_readme_is_short() -> None:
+    """The README keeps to what a person reads at once."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
