@@ -126,5 +126,11 @@ class OutOfMemoryError(TooLargeError):
     """The device has no memory for a batch; a smaller one may fit."""
 
 
+def out_of_memory_error(rows: int) -> OutOfMemoryError:
+    """The refusal of a batch of so many rows."""
+    hint = "send fewer or smaller inputs at once" if rows > 1 else "send a smaller input"
+    return OutOfMemoryError(f"there is no memory for {rows} row{'s' if rows > 1 else ''}", hint=hint)
+
+
 class LayerNotReachedError(LayertapError):
     """The forward ended before a point that the catalogue promised."""

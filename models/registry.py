@@ -12,7 +12,8 @@ from typing import Literal
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, suggest
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec
 
 State = Literal["available", "loading", "ready", "failed"]

@@ -6,7 +6,7 @@ Hooks on a module are seen by every forward through it, so what several threads 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -27,6 +27,11 @@ class Replica:
     def hooks(self) -> int:
         """Hooks of ours on it now: 0 when idle."""
         return attach.count_hooks(self.module) - self.own_hooks
+
+
+def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
+    """One forward of a module tree for a batch; a single input goes by position, several by name."""
+    return module(*rows.values()) if len(rows) == 1 else module(**rows)
 
 
 def create_replica(module: nn.Module) -> Replica:

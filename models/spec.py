@@ -10,6 +10,7 @@ from typing import Literal
 from layertap.models.selection.hook_points import Pool, ReplyDType
 
 Device = str
+Shapes = tuple[tuple[int, ...], ...]  # of one row, input by input
 DType = Literal["float32", "bfloat16", "float16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]

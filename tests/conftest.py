@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec, WarmSpec
 from tests.nets import INPUTS
 

@@ -15,6 +15,7 @@ from layertap.models.capture.reduction import ReducedTensor, apply_reduction
 from layertap.models.hooks.attach import ATTACH
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.replica import call_module
 from layertap.models.selection.hook_points import Side
 from layertap.models.selection.plan import Capture
 
@@ -45,7 +46,6 @@ class _Tapped(nn.Module):
         super().__init__()
         self.whole = model.module
         self._names = [spec.name for spec in model.inputs]
-        self._run = model.forward
         self._captures = captures
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
@@ -55,7 +55,7 @@ class _Tapped(nn.Module):
             for (part, side), calls in self._taps().items():
                 ATTACH[side](stack, part, partial(_take, calls, found))
             # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
-            self._run(dict(zip(self._names, inputs, strict=True)), self.whole)
+            call_module(dict(zip(self._names, inputs, strict=True)), self.whole)
         return list(flatten(found[capture] for capture in self._captures))
 
     def _taps(self) -> dict[tuple[nn.Module, Side], dict[int, list[Capture]]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from layertap.models import loaded_model
 from layertap.models.catalog.catalog import Costs
 from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.check import check_against_hooks
@@ -33,6 +32,7 @@ from layertap.models.compiled.cuda_graph_capture import attach_cuda_graphs
 from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.plan import Capture, Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
@@ -139,7 +139,7 @@ def compile_warm_plans(spec: ModelSpec, place: Path, threads: int, tell: Callabl
 
     ``tell`` is called before each graph with its number and how many there are.
     """
-    model = loaded_model.load_model(spec, 1, threads)
+    model = load_model(spec, 1, threads)
     plans = []
     for warm in (warm for warm in spec.warm if warm.compile):
         with suppress(WarmError):  # of a plan that is told when its turn comes; the others are compiled

@@ -47,7 +47,8 @@ async def extract_files(
     faults: list[Fault] = []
     try:
         with show_status("loading the model"):
-            get_preprocessing(await engine.manager.get_model(model, float("inf")))
+            loaded = await engine.manager.get_model(model, float("inf"))
+            get_preprocessing(loaded.model_inputs)
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             bar = progress.add_task("extracting", total=len(files))
             for start in range(0, len(files), size):

@@ -13,8 +13,8 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.devices import memory, threads, transfer
-from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks
-from layertap.models.loaded_model import LoadedModel, out_of_memory_error
+from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Capture
 from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice

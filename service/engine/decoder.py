@@ -16,10 +16,10 @@ from layertap.models.devices import transfer
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, LayertapError, TooLargeError, escape, suggest
 from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import compute_least_size, compute_resized_size, preprocess
 from layertap.models.inputs.text import TextSpec
-from layertap.models.loaded_model import LoadedModel, Shapes
-from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
+from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec, Shapes
 from layertap.service.engine import text_rows
 from layertap.service.features import Array
 from layertap.service.inputs.arrays import require_finite
@@ -33,72 +33,70 @@ Fetched = LocalItem | LayertapError  # an input, or why it can't be had from whe
 Items = Sequence[tuple[int, Fetched]]
 
 
-def decode_item(item: LocalItem, model: LoadedModel, settings: Settings) -> list[Rows | InputError]:
+def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> list[Rows | InputError]:
     """One item as rows, one tensor for each input with the rows on axis 0; InputError or TooLargeError.
 
     A batch comes in one piece. Where some of its rows are not finite it comes row by row, an error in place of each;
     one of more rows than allowed is not looked into.
     """
     if isinstance(item, ImageItem):
-        return [{model.inputs[0].name: _image(item, model, settings)}]
-    rows = _arrays(item, model, settings) if isinstance(item, ArraysItem) else text_rows.tokenize_item(item, model)
-    if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows, model) is None:
+        return [{inputs.specs[0].name: _image(item, inputs, settings)}]
+    rows = _arrays(item, inputs, settings) if isinstance(item, ArraysItem) else text_rows.tokenize_item(item, inputs)
+    if len(next(iter(rows.values()))) > settings.max_inputs or _fault(rows, inputs) is None:
         return [rows]
-    return [_fault(row, model) or row for row in _one_by_one(rows)]
+    return [_fault(row, inputs) or row for row in _one_by_one(rows)]
 
 
-def get_preprocessing(model: LoadedModel) -> PreprocessSpec:
+def get_preprocessing(inputs: ModelInputs) -> PreprocessSpec:
     """How pictures become a model's rows; InputError where it takes none."""
-    if model.preprocess is None or len(model.inputs) != 1:
-        if model.text is not None and model.text.is_read:
-            raise InputError(
-                f"model {model.spec.name} takes text, not pictures", hint=text_rows.format_hint(model.text)
-            )
+    if inputs.preprocess is None or len(inputs.specs) != 1:
+        if inputs.text is not None and inputs.text.is_read:
+            raise InputError(f"model {inputs.model} takes text, not pictures", hint=text_rows.format_hint(inputs.text))
         raise InputError(
-            f"model {model.spec.name} takes tensors, not pictures", hint=f"send {text_rows.describe_inputs(model)}"
+            f"model {inputs.model} takes tensors, not pictures", hint=f"send {text_rows.describe_inputs(inputs)}"
         )
-    return model.preprocess
+    return inputs.preprocess
 
 
-def find_preprocessed_by(sent: Iterable[object], model: LoadedModel, shapes: Shapes) -> Preprocessed:
+def find_preprocessed_by(sent: Iterable[object], inputs: ModelInputs, shapes: Shapes) -> Preprocessed:
     """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
-    if not model.preprocesses:
-        return "caller" if is_reshaped(model, shapes) else ""
+    if not inputs.preprocesses:
+        return "caller" if is_reshaped(inputs, shapes) else ""
     kinds = {isinstance(item, (ArraysItem, TokensItem)) for item in sent}
     return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
 
 
-def is_reshaped(model: LoadedModel, shapes: Shapes) -> bool:
+def is_reshaped(inputs: ModelInputs, shapes: Shapes) -> bool:
     """Whether rows have another shape than the configured one; how long a text is does not count."""
-    return any(shape != spec.shape for spec, shape in zip(model.inputs, shapes, strict=True) if spec.longest is None)
+    return any(shape != spec.shape for spec, shape in zip(inputs.specs, shapes, strict=True) if spec.longest is None)
 
 
-def predict_shapes(items: Iterable[object], model: LoadedModel) -> tuple[Shapes, int]:
+def predict_shapes(items: Iterable[object], inputs: ModelInputs) -> tuple[Shapes, int]:
     """The shape of a request's rows and how many there will be, as far as that is known before anything is decoded.
 
     Arrays tell; whatever else is sent counts as one row of the configured shape. Of several shapes the least: which of
     the inputs are good is not known yet.
     """
-    found = [_foretold(item, model) for item in items] or [(model.shapes, 1)]
+    found = [_foretold(item, inputs) for item in items] or [(inputs.shapes, 1)]
     return min((shapes for shapes, _ in found), key=_numbers), sum(rows for _, rows in found)
 
 
-def _foretold(item: object, model: LoadedModel) -> tuple[Shapes, int]:
-    configured = model.shapes, 1
+def _foretold(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
+    configured = inputs.shapes, 1
     if not isinstance(item, ArraysItem):
         return configured
     try:
-        by_name = _named(item, model.inputs, model.text)
+        by_name = _named(item, inputs.specs, inputs.text)
     except InputError:
         return configured
-    given = {spec.name: spec for spec in model.inputs if spec.name in by_name}
+    given = {spec.name: spec for spec in inputs.specs if spec.name in by_name}
     shapes = {name: _batch_shape(by_name[name], spec, item.may_batch) for name, spec in given.items()}
     if not all(_fits(shapes[name][1:], spec) for name, spec in given.items()):
         return configured
-    rows, text = next(iter(shapes.values()))[0], model.text
+    rows, text = next(iter(shapes.values()))[0], inputs.text
     if text is not None and text.mask is not None and text.mask not in shapes:  # each text is as long as its tensor
         shapes[text.mask] = rows, shapes[text.ids][1 + text.axis]
-    return tuple(shapes[spec.name][1:] for spec in model.inputs), rows
+    return tuple(shapes[spec.name][1:] for spec in inputs.specs), rows
 
 
 def _numbers(shapes: Shapes) -> int:
@@ -141,11 +139,11 @@ def get_row_shapes(rows: Rows) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape[1:]) for value in rows.values())
 
 
-def _image(item: ImageItem, model: LoadedModel, settings: Settings) -> Tensor:
-    how = get_preprocessing(model)
-    row = _on_device(item.data, model.decoder, how, settings) if model.decoder else None
+def _image(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor:
+    how = get_preprocessing(inputs)
+    row = _on_device(item.data, inputs.decoder, how, settings) if inputs.decoder else None
     if row is None:
-        picture = _decoded(item.data, settings, how, model.spec.decode)
+        picture = _decoded(item.data, settings, how, inputs.decode)
         row = preprocess(picture.image, how, picture.size, picture.box)
     return row.unsqueeze(0)
 
@@ -174,16 +172,16 @@ def _check_resized(how: PreprocessSpec, limit: int, width: int, height: int) -> 
         )
 
 
-def _arrays(item: ArraysItem, model: LoadedModel, settings: Settings) -> Rows:
-    by_name = _named(item, model.inputs, model.text)
+def _arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Rows:
+    by_name = _named(item, inputs.specs, inputs.text)
     rows = {
-        spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in model.inputs if spec.name in by_name
+        spec.name: _tensor(by_name[spec.name], spec, item.may_batch) for spec in inputs.specs if spec.name in by_name
     }
-    if model.text is not None and model.text.mask is not None and model.text.mask not in rows:
-        rows[model.text.mask] = _mask(rows[model.text.ids], model.text)
-    _check_pixels(rows, model, settings)
+    if inputs.text is not None and inputs.text.mask is not None and inputs.text.mask not in rows:
+        rows[inputs.text.mask] = _mask(rows[inputs.text.ids], inputs.text)
+    _check_pixels(rows, inputs, settings)
     counts = {len(value) for value in rows.values()}
-    given = zip(model.inputs, rows.values(), strict=True)
+    given = zip(inputs.specs, rows.values(), strict=True)
     if len({value.shape[1 + spec.long_axis] for spec, value in given if spec.longest}) > 1:
         raise InputError("the model's inputs have different lengths", hint="send as many mask entries as tokens")
     if len(counts) != 1:
@@ -212,9 +210,9 @@ def _one_by_one(rows: Rows) -> Iterator[Rows]:
         yield {name: value[at : at + 1] for name, value in rows.items()}
 
 
-def _check_pixels(rows: Rows, model: LoadedModel, settings: Settings) -> None:
+def _check_pixels(rows: Rows, inputs: ModelInputs, settings: Settings) -> None:
     """Of another height and width than configured a tensor may be, but not of any."""
-    for spec, value in zip(model.inputs, rows.values(), strict=True):
+    for spec, value in zip(inputs.specs, rows.values(), strict=True):
         pixels = prod(value.shape[2:])
         if pixels > max(settings.max_resized_pixels, prod(spec.shape[1:])):
             raise TooLargeError(
@@ -223,15 +221,15 @@ def _check_pixels(rows: Rows, model: LoadedModel, settings: Settings) -> None:
             )
 
 
-def _fault(rows: Rows, model: LoadedModel) -> InputError | None:
+def _fault(rows: Rows, inputs: ModelInputs) -> InputError | None:
     # Looked at as the model gets them: what is finite in float64 may not be in float16.
     try:
-        for spec, value in zip(model.inputs, rows.values(), strict=True):
+        for spec, value in zip(inputs.specs, rows.values(), strict=True):
             if value.is_floating_point():
-                require_finite(value.to(model.dtype).float().numpy())
+                require_finite(value.to(inputs.dtype).float().numpy())
             elif spec.values is not None:
                 _require_within(value, spec.name, min(spec.values[0], 0), spec.values[1] - 1)
-        if model.text is not None and model.text.mask is not None and not bool(rows[model.text.mask].any(1).all()):
+        if inputs.text is not None and inputs.text.mask is not None and not bool(rows[inputs.text.mask].any(1).all()):
             raise InputError("the mask leaves no token", hint="send 1 for each token that counts")
     except InputError as error:
         return error

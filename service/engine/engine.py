@@ -20,11 +20,12 @@ from layertap.models.catalog.padding import TextLengths, measure_lengths
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.loaded_model import LoadedModel, Shapes, check_rows_fit
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel, check_rows_fit
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import reduce_embedding
 from layertap.models.selection.plan import Plan
-from layertap.models.spec import InputSpec, Preprocessed
+from layertap.models.spec import InputSpec, Preprocessed, Shapes
 from layertap.service.engine.batch import BatchQueue, QueuedRequest
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import (
@@ -64,13 +65,13 @@ Hold = Callable[[int], None]
 class _PlannedRequest:
     """A request with its plan, by what is known of its rows: as they were sent, then as they are.
 
-    ``takes`` is the model as one that takes the request's items, which may be outputs of a layer. ``identity`` is the
-    model's part of the fingerprints.
+    ``takes`` says what rows must be like: as the model takes them, or outputs of a layer. ``identity`` is the model's
+    part of the fingerprints.
     """
 
     ask: ExtractRequest
     model: LoadedModel
-    takes: LoadedModel
+    takes: ModelInputs
     resumption: Resumption | None
     catalog: Catalog
     plan: FingerprintedPlan
@@ -121,7 +122,7 @@ class Engine:
         likely = await self._likely(request)
         fits(likely, request.rows)
         items = await fetch_inputs(request.ask, request.takes, self.fetcher, hold)
-        reserved = likely.nbytes(request.rows) + request.rows * _row_bytes(request.takes.inputs, request.shapes)
+        reserved = likely.nbytes(request.rows) + request.rows * _row_bytes(request.takes.specs, request.shapes)
         ask.reserve(reserved)
         if not ask.items:
             return _job(request, {}, ask.faults)
@@ -172,12 +173,12 @@ class Engine:
     async def _plan_sent(self, ask: ExtractRequest, model: LoadedModel) -> _PlannedRequest:
         """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
         resumption = await self._resumption(ask, model, model.shapes, model.catalog)
-        takes = model if resumption is None else model.with_inputs(resumption.takes)
+        takes = model.model_inputs if resumption is None else model.model_inputs.replace_by_output(resumption.takes)
         catalog = model.catalog if resumption is None else resumption.catalog
         given = [item for _, item in ask.items]
         shapes, rows = predict_shapes(given, takes)
         preprocessed = find_preprocessed_by(given, takes, shapes)
-        identity = _identity(takes, preprocessed, shapes)
+        identity = _identity(model, takes, preprocessed, shapes)
         plan = await self._planned(ask, model, catalog, identity, _unknown(takes) if ask.items else None)
         if ask.verify:
             verification.check_possible(plan.plan, catalog)
@@ -191,7 +192,7 @@ class Engine:
         ask, model, takes, plan = request.ask, request.model, request.takes, request.plan
         rows, shapes = len(next(iter(inputs.values()))), get_row_shapes(inputs)
         preprocessed = find_preprocessed_by(sent, takes, shapes)
-        identity = _identity(takes, preprocessed, shapes)
+        identity = _identity(model, takes, preprocessed, shapes)
         lengths = await self._lengths(inputs, takes, ask.deadline)
         resumption, catalog = request.resumption, request.catalog
         if shapes != takes.shapes:
@@ -206,7 +207,7 @@ class Engine:
         fits(plan.plan, rows)
         return _PlannedRequest(ask, model, takes, resumption, catalog, plan, identity, preprocessed, shapes, rows)
 
-    async def _lengths(self, rows: Rows, takes: LoadedModel, deadline: float) -> TextLengths | None:
+    async def _lengths(self, rows: Rows, takes: ModelInputs, deadline: float) -> TextLengths | None:
         """How many tokens the texts of rows have; None of a model that takes none."""
         if takes.text is None:
             return None
@@ -224,8 +225,8 @@ class Engine:
             start = await self.run_in_thread(
                 partial(find_start, ask.resume, catalog), ask.deadline
             )  # a glob may take long
-            return model.resumptions.get((start[0], shapes)) or await self.manager.call_model(
-                model, lambda loaded: loaded.resumption(*start, shapes), ask.deadline
+            return model.catalogs.get_resumption(start[0], shapes) or await self.manager.call_model(
+                model, lambda loaded: loaded.catalogs.verify_resumption(*start, shapes), ask.deadline
             )
         except RequestError as error:
             raise RequestError(
@@ -252,32 +253,32 @@ class Engine:
             return plan
         if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
             return scale_plan(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
-        known = model.catalogs.get(shapes)
+        known = model.catalogs.get_catalog(shapes)
         if known is None:
             return scale_plan(plan, shapes, model.shapes)
         return (await self._planned(ask, model, known, request.identity, None)).plan
 
     async def _catalog(self, model: LoadedModel, shapes: Shapes, deadline: float) -> Catalog:
-        known = model.catalogs.get(shapes)
+        known = model.catalogs.get_catalog(shapes)
         if known is not None:
             return known
         check_survey(model, shapes, self.settings)
         try:
-            return await self.manager.call_model(model, lambda loaded: loaded.catalog_for(shapes), deadline)
+            return await self.manager.call_model(model, lambda loaded: loaded.catalogs.survey(shapes), deadline)
         except InputError as error:
             fields = {"model": model.spec.name, "shape": show_shapes(shapes)}
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
             raise
 
     async def _decode(
-        self, ask: ExtractRequest, items: Items, model: LoadedModel
+        self, ask: ExtractRequest, items: Items, takes: ModelInputs
     ) -> tuple[dict[str, Tensor], tuple[Fault, ...], list[Fetched]]:
         """The rows of all good items and the faults of all others, in the order of the inputs; the good ones."""
         with ask.timings.step("decode"):
-            tries = [self._try(item, model, ask) for _, item in items]
+            tries = [self._try(item, takes, ask) for _, item in items]
             attempts = [await tries[0]] if len(tries) == 1 else await asyncio.gather(*tries)
-            if model.text is not None:
-                even = partial(pad_texts, items, attempts, model.text)
+            if takes.text is not None:
+                even = partial(pad_texts, items, attempts, takes.text)
                 attempts = even() if len(tries) == 1 else await self.run_in_thread(even, ask.deadline)
         parts: list[Rows] = []
         sent: list[Fetched] = []
@@ -287,8 +288,8 @@ class Engine:
                 faults.append(Fault(attempt.detail, attempt.hint, f"/inputs/{place}", place))
                 if ask.on_error == "fail" and isinstance(attempt, TooLargeError):
                     raise TooLargeError(attempt.detail, hint=attempt.hint, faults=(faults[-1],))
-            elif ask.resume is not None and model.text is None and get_row_shapes(attempt) != model.shapes:
-                faults.append(_misfit(attempt, model, place))
+            elif ask.resume is not None and takes.text is None and get_row_shapes(attempt) != takes.shapes:
+                faults.append(_misfit(attempt, takes, place))
             elif parts and get_row_shapes(attempt) != get_row_shapes(parts[0]):
                 faults.append(_mismatch(attempt, parts[0], place))
             else:
@@ -301,12 +302,12 @@ class Engine:
             return join_rows(parts), tuple(faults), sent
         return await self.run_in_thread(lambda: join_rows(parts), ask.deadline), tuple(faults), sent
 
-    async def _try(self, item: Fetched, model: LoadedModel, ask: ExtractRequest) -> Sequence[Attempt]:
+    async def _try(self, item: Fetched, takes: ModelInputs, ask: ExtractRequest) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
             return [item]
-        run = partial(decode_item, item, model, self.settings)
+        run = partial(decode_item, item, takes, self.settings)
         try:
-            return await self.manager.scheduler.decode(model.spec.name, run, count_rows, ask.priority, ask.deadline)
+            return await self.manager.scheduler.decode(takes.model, run, count_rows, ask.priority, ask.deadline)
         except (InputError, TooLargeError) as error:
             return [error]
 
@@ -337,7 +338,7 @@ def _job(request: _PlannedRequest, inputs: dict[str, Tensor], faults: tuple[Faul
     )
 
 
-def _unknown(takes: LoadedModel) -> TextLengths | None:
+def _unknown(takes: ModelInputs) -> TextLengths | None:
     """How many tokens texts may have that nobody looked at yet."""
     if takes.text is None:
         return None
@@ -345,9 +346,9 @@ def _unknown(takes: LoadedModel) -> TextLengths | None:
     return TextLengths(1, most, most, most, known=False)
 
 
-def _shapes_of(rows: Rows, model: LoadedModel, takes: LoadedModel) -> Shapes:
+def _shapes_of(rows: Rows, model: LoadedModel, takes: ModelInputs) -> Shapes:
     """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
-    if takes is model or takes.text is None:
+    if takes is model.model_inputs or takes.text is None:
         return get_row_shapes(rows)
     tokens = rows[takes.text.ids].shape[1 + takes.text.axis]
     return tuple((tokens,) for _ in model.inputs)
@@ -362,8 +363,8 @@ def _with_embedding(ask: ExtractRequest, model: LoadedModel) -> ExtractRequest:
     return replace(ask, selectors=(reduce_embedding(model.embedding_selector, ask.embedding),))
 
 
-def _misfit(rows: Rows, takes: LoadedModel, place: int) -> Fault:
-    detail = f"an output of {takes.inputs[0].name!r} has another shape than {show_shapes(get_row_shapes(rows))}"
+def _misfit(rows: Rows, takes: ModelInputs, place: int) -> Fault:
+    detail = f"an output of {takes.specs[0].name!r} has another shape than {show_shapes(get_row_shapes(rows))}"
     return Fault(detail, f"send shape {show_shapes(takes.shapes)}", input=place)
 
 
@@ -386,9 +387,9 @@ def _kept_bytes(job: Job) -> int:
     return sum(each.nbytes(1) for each in job.compiled.captures)
 
 
-def _identity(model: LoadedModel, preprocessed: Preprocessed, shapes: Shapes) -> str:
+def _identity(model: LoadedModel, takes: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    return fingerprint.digest_rows(model.identity, preprocessed, shapes if is_reshaped(model, shapes) else None)
+    return fingerprint.digest_rows(model.identity, preprocessed, shapes if is_reshaped(takes, shapes) else None)
 
 
 def _placed(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:

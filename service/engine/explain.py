@@ -87,9 +87,11 @@ async def _default_layer(engine: Engine, model: LoadedModel, objective: Objectiv
     except RequestError as error:
         faults = (Fault(error.detail, error.hint, "/objective"),)
         raise RequestError(error.detail, hint=error.hint, faults=faults) from None
-    known = model.grad_cam_layers.get(goal)
+    known = model.catalogs.get_grad_cam_layer(goal)
     if known is None:
-        known = await engine.manager.call_model(model, lambda loaded: loaded.grad_cam_layer(goal), deadline)
+        known = await engine.manager.call_model(
+            model, lambda loaded: loaded.catalogs.find_grad_cam_layer(goal), deadline
+        )
     return known
 
 

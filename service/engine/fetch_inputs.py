@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import Fetched, Items, get_preprocessing
 from layertap.service.engine.request import ExtractRequest
@@ -17,13 +17,15 @@ from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 SIDE_BY_SIDE = 8  # fetches of one request, so that none takes all that the server may have under way
 
 
-async def fetch_inputs(ask: ExtractRequest, model: LoadedModel, fetcher: Fetcher, hold: Callable[[int], None]) -> Items:
+async def fetch_inputs(
+    ask: ExtractRequest, inputs: ModelInputs, fetcher: Fetcher, hold: Callable[[int], None]
+) -> Items:
     """The items of a request with their places, a picture in place of each URL, or why it can't be had.
 
     While they are fetched the request keeps a single place in the queue: ``hold`` gives back the others.
     RequestError, TooLargeError where the request wants all or nothing; QueueFullError, DeadlineError.
     """
-    places, items = [place for place, _ in ask.items], [_checked(item, model, fetcher) for _, item in ask.items]
+    places, items = [place for place, _ in ask.items], [_checked(item, inputs, fetcher) for _, item in ask.items]
     if any(isinstance(item, FetchTarget) for item in items):
         _raise_if_all_are_wanted(ask, places, items)
         hold(1)
@@ -36,11 +38,11 @@ async def fetch_inputs(ask: ExtractRequest, model: LoadedModel, fetcher: Fetcher
     return list(zip(places, found, strict=True))
 
 
-def _checked(item: InputItem, model: LoadedModel, fetcher: Fetcher) -> Fetched | FetchTarget:
+def _checked(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched | FetchTarget:
     if not isinstance(item, UrlItem):
         return item
     try:
-        get_preprocessing(model)
+        get_preprocessing(inputs)
         return fetcher.parse_url(item.url)
     except InputError as error:
         return error

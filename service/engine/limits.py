@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from layertap.models.errors import TooLargeError
-from layertap.models.loaded_model import LoadedModel, Shapes
+from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.plan import Plan
+from layertap.models.spec import Shapes
 from layertap.service.engine.batch import BatchQueue
 from layertap.service.settings import Settings
 

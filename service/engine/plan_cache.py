@@ -11,9 +11,9 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.padding import TextLengths
 from layertap.models.errors import RequestError, TooLargeError
-from layertap.models.loaded_model import Shapes
 from layertap.models.selection.hook_points import GRADIENTS, Selector
 from layertap.models.selection.plan import Capture, Plan, Result, make_plan
+from layertap.models.spec import Shapes
 from layertap.service.engine.request import ExtractRequest
 
 Key = tuple[int, str, tuple[Selector, ...], int | None]

@@ -9,19 +9,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from layertap.models.errors import InputError
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
-from layertap.models.loaded_model import LoadedModel
 from layertap.service.inputs.items import TextItem, TokensItem
 
 CHARACTERS = 16  # of a text, for each token that a model takes: the time that a tokenizer takes is bounded
 
 
-def tokenize_item(item: TextItem | TokensItem, model: LoadedModel) -> dict[str, Tensor]:
+def tokenize_item(item: TextItem | TokensItem, inputs: ModelInputs) -> dict[str, Tensor]:
     """One text as a row, as long as it is; InputError where the model does not take it."""
-    text = model.text
+    text = inputs.text
     if text is None or not text.is_read:
-        raise InputError(f"model {model.spec.name} takes no text", hint=f"send {describe_inputs(model)}")
-    tokens = _encoded(item.text, text, model.spec.name) if isinstance(item, TextItem) else item.tokens
+        raise InputError(f"model {inputs.model} takes no text", hint=f"send {describe_inputs(inputs)}")
+    tokens = _encoded(item.text, text, inputs.model) if isinstance(item, TextItem) else item.tokens
     if len(tokens) > text.max_tokens:
         raise InputError(
             f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint="send it in several inputs"
@@ -47,10 +47,10 @@ def format_hint(text: TextSpec) -> str:
     return 'send {"text": "a cat"}' if text.encode else 'send token ids: {"tokens": [0, 5]}'
 
 
-def describe_inputs(model: LoadedModel) -> str:
+def describe_inputs(inputs: ModelInputs) -> str:
     """What a model takes, input by input."""
-    pictures = "pictures, or " if model.preprocess is not None else ""
-    return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in model.inputs)
+    pictures = "pictures, or " if inputs.preprocess is not None else ""
+    return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)
 
 
 def _encoded(content: str, text: TextSpec, name: str) -> list[int]:

@@ -82,7 +82,7 @@ def live() -> Any:
     with serving(Configuration(tuple(specs), "exact")) as server:
         model = server.engine.manager.registry.entry("device").model
         assert model is not None
-        assert model.decoder is not None
+        assert model.model_inputs.decoder is not None
         yield server
 
 

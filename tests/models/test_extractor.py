@@ -18,6 +18,7 @@ from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, Re
 from layertap.models.selection.plan import Capture, Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
+from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
 
@@ -74,7 +75,7 @@ def test_every_tensor_of_every_call(load_net: Loader, name: str, rows: int) -> N
     kept = {key: value.clone() for key, value in inputs.items()}
     plan = everything(model.catalog)
     truth = oracle(model, inputs)
-    taken = model.extract(inputs, plan, model.catalog, max_rows=8)
+    taken = extract_plan(model, inputs, plan, model.catalog, max_rows=8)
     assert {key(capture) for capture in taken} == {key for key in truth if "complex" not in key[2]}
     for capture, reduced in taken.items():
         equal(reduced.values, truth[key(capture)], exact=name != "Encoder")
@@ -96,7 +97,7 @@ def test_every_tensor_alone(load_net: Loader, name: str) -> None:
     for capture in captures[:: max(len(captures) // 25, 1)]:
         selector = Selector("x", capture.point.layer, capture.point.call, capture.point.path, capture.point.site)
         plan = make_plan([selector], model.catalog)
-        (reduced,) = model.extract(inputs, plan, model.catalog, 8).values()
+        (reduced,) = extract_plan(model, inputs, plan, model.catalog, 8).values()
         equal(reduced.values, truth[key(capture)], exact=True)
 
 
@@ -107,7 +108,7 @@ def test_half_precision(load_net: Loader, name: str, dtype: str) -> None:
     model = load_net(name, dtype=dtype)
     inputs = batch(model.inputs, 2, seed=9)
     truth = oracle(model, {name: value.to(model.dtype) for name, value in inputs.items()})
-    taken = model.extract(inputs, everything(model.catalog), model.catalog, 8)
+    taken = extract_plan(model, inputs, everything(model.catalog), model.catalog, 8)
     for capture, reduced in taken.items():
         assert capture.leaf.dtype == dtype
         equal(reduced.values, truth[key(capture)], exact=True)
@@ -132,9 +133,9 @@ def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
         if dtype == "float32" or pool != "none" or capture.leaf.row_axis == 0
     ]
     plan = _plan(captures)
-    whole = model.extract(inputs, plan, model.catalog, max_rows=5)
+    whole = extract_plan(model, inputs, plan, model.catalog, max_rows=5)
     for size in (1, 2, 4):
-        parts = model.extract(inputs, plan, model.catalog, max_rows=size)
+        parts = extract_plan(model, inputs, plan, model.catalog, max_rows=size)
         assert parts.keys() == whole.keys()
         for capture in captures:
             assert parts[capture].values.shape == whole[capture].values.shape == capture.shape(5)
@@ -162,7 +163,7 @@ def test_tied_names_share_a_call(load_net: Loader) -> None:
     inputs = batch(model.inputs, 2)
     truth = oracle(model, inputs)
     plan = make_plan([parse_selector("encode#*"), parse_selector("decode#*")], model.catalog)
-    taken = model.extract(inputs, plan, model.catalog, 8)
+    taken = extract_plan(model, inputs, plan, model.catalog, 8)
     values = {result.key: taken[result.capture].values for result in plan.results}
     assert list(values) == ["encode#0", "encode#1", "decode#0", "decode#1"]
     for name in ("encode", "decode"):
@@ -175,12 +176,12 @@ def test_results_outlive_the_model(load_net: Loader) -> None:
     """What a model does to its tensors and weights afterwards does not change a result."""
     model = load_net("Inner")
     plan = make_plan([parse_selector("table"), parse_selector("linear"), parse_selector("table:input")], model.catalog)
-    taken = model.extract(batch(model.inputs, 1), plan, model.catalog, 8)
+    taken = extract_plan(model, batch(model.inputs, 1), plan, model.catalog, 8)
     before = [reduced.values.clone() for reduced in taken.values()]
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.fill_(9)
-    model.extract(batch(model.inputs, 1, seed=3), plan, model.catalog, 8)
+    extract_plan(model, batch(model.inputs, 1, seed=3), plan, model.catalog, 8)
     assert all(torch.equal(reduced.values, kept) for reduced, kept in zip(taken.values(), before, strict=True))
 
 
@@ -188,7 +189,7 @@ def test_a_parameter_as_output(load_net: Loader) -> None:
     """A module that returns its own parameter gives a copy of it, which asks for no gradient."""
     model = load_net("Inner")
     plan = make_plan([parse_selector("table")], model.catalog)
-    (reduced,) = model.extract(batch(model.inputs, 3), plan, model.catalog, 8).values()
+    (reduced,) = extract_plan(model, batch(model.inputs, 3), plan, model.catalog, 8).values()
     assert type(reduced.values) is Tensor
     assert not reduced.values.requires_grad
     assert torch.equal(reduced.values, model.module.get_parameter("table.values"))

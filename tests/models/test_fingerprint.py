@@ -27,7 +27,7 @@ from layertap.models.fingerprint import (
     digest_rows,
 )
 from layertap.models.interventions.resolve import ResolvedIntervention, ResolvedObjective
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import make_plan
 from layertap.models.selection.selectors import parse_selector

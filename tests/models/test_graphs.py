@@ -17,11 +17,12 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError
 from layertap.models.hooks import attach
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
 from layertap.models.selection.plan import Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
+from tests.models.extraction import extract_plan
 from tests.oracle import record, seeded
 
 SUM = Objective("sum")
@@ -235,12 +236,12 @@ def test_another_forward_takes_the_input_as_it_was_sent() -> None:
     inputs = (InputSpec("x", (4,)),)
     model = load_model(ModelSpec("net", "python:tests.models.test_graphs:Greedy", inputs=inputs, device="cpu"))
     plan = planned(model.catalog, "side:grad_output")
-    taken = model.extract({"x": torch.ones(2, 4)}, plan, model.catalog, 8)
+    taken = extract_plan(model, {"x": torch.ones(2, 4)}, plan, model.catalog, 8)
     assert not next(iter(taken.values())).values.any()
     assert not model.module.get_buffer("seen").requires_grad
     plan = planned(model.catalog, ".:grad_input")
     with pytest.raises(InputError, match="computes without gradients"):
-        model.extract({"x": torch.ones(2, 4) * 50}, plan, model.catalog, 8)
+        extract_plan(model, {"x": torch.ones(2, 4) * 50}, plan, model.catalog, 8)
     assert not model.module.get_buffer("seen").requires_grad
 
 

@@ -11,15 +11,18 @@ from torch import Tensor, nn
 
 from layertap.models import digits
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.model_catalogs import MAX_CATALOGS
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, LoadError
 from layertap.models.hooks import attach
-from layertap.models.loaded_model import MAX_CATALOGS, LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import HookPoint, Reduction
 from layertap.models.selection.plan import Capture, Plan, Result, make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
+from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, Chain, batch, resnet
 from tests.oracle import record
 
@@ -49,7 +52,7 @@ def everything(model: LoadedModel, how: Reduction) -> Plan:
 
 def extract(model: LoadedModel, rows: dict[str, Tensor], *texts: str, max_rows: int = 8) -> dict[str, Tensor]:
     plan = make_plan([parse_selector(text) for text in texts], model.catalog)
-    found = model.extract(rows, plan, model.catalog, max_rows)
+    found = extract_plan(model, rows, plan, model.catalog, max_rows)
     return {result.key: found[result.capture].values for result in plan.results}
 
 
@@ -60,8 +63,8 @@ def test_chunks(load_net: Loader, name: str, pool: str) -> None:
     model = load_net(name)
     rows = batch(model.inputs, 5)
     plan = everything(model, Reduction(pool=pool))  # type: ignore[arg-type]
-    whole = model.extract(rows, plan, model.catalog, 5)
-    parts = model.extract(rows, plan, model.catalog, 2)
+    whole = extract_plan(model, rows, plan, model.catalog, 5)
+    parts = extract_plan(model, rows, plan, model.catalog, 2)
     assert parts.keys() == whole.keys() == plan.captures
     for capture, expected in whole.items():
         found = parts[capture].values
@@ -75,8 +78,8 @@ def close_in_int8(model: LoadedModel, text: str, how: Reduction) -> None:
         make_plan([replace(parse_selector(text), reduction=replace(how, dtype=dtype))], model.catalog)
         for dtype in ("float32", "int8")
     )
-    expected = next(iter(model.extract(rows, exact, model.catalog, 5).values())).values
-    (found,) = model.extract(rows, small, model.catalog, 2).values()
+    expected = next(iter(extract_plan(model, rows, exact, model.catalog, 5).values())).values
+    (found,) = extract_plan(model, rows, small, model.catalog, 2).values()
     assert found.scale is not None
     assert found.scale.shape == (len(found.values),)
     scale = found.scale.reshape(-1, *[1] * (expected.ndim - 1))
@@ -250,13 +253,13 @@ def test_other_shape(load_net: Loader) -> None:
     """Another shape of input has a catalogue of its own, and the configured one stays."""
     model = load_net("Chain")
     own = model.catalog
-    other = model.catalog_for(((3, 12, 10),))
+    other = model.catalogs.survey(((3, 12, 10),))
     assert other.layers["conv"].calls[0].output.tensors[0].shape == (1, 8, 12, 10)
-    assert model.catalog_for(((3, 12, 10),)) is other
-    assert model.catalog is model.catalog_for(model.shapes) is own
+    assert model.catalogs.survey(((3, 12, 10),)) is other
+    assert model.catalog is model.catalogs.survey(model.shapes) is own
     x = torch.randn(3, 3, 12, 10)
     plan = make_plan([parse_selector("conv")], other)
-    (found,) = model.extract({"image": x}, plan, other, 2).values()
+    (found,) = extract_plan(model, {"image": x}, plan, other, 2).values()
     torch.testing.assert_close(found.values, record(model.module, x)["conv", 0, (), "output"])
 
 
@@ -265,13 +268,13 @@ def test_catalogs_bound(load_net: Loader) -> None:
     model = load_net("Chain")
     own = model.catalog
     shapes = [((3, 8 + more, 8),) for more in range(1, MAX_CATALOGS + 3)]
-    first = model.catalog_for(shapes[0])
+    first = model.catalogs.survey(shapes[0])
     for shape in shapes[1:]:
-        model.catalog_for(shape)
-        assert model.catalog_for(shapes[0]) is first
-        assert len(model.catalogs) <= MAX_CATALOGS
+        model.catalogs.survey(shape)
+        assert model.catalogs.survey(shapes[0]) is first
     assert model.catalog is own
-    assert set(model.catalogs) == {model.shapes, shapes[0], *shapes[-(MAX_CATALOGS - 2) :]}
+    kept = [shape for shape in shapes if model.catalogs.get_catalog(shape) is not None]
+    assert kept == [shapes[0], *shapes[-(MAX_CATALOGS - 2) :]]
 
 
 @pytest.mark.parametrize("shape", [(5, 8, 8), (3, 8), (3,), (0, 0, 0)], ids=str)
@@ -279,9 +282,9 @@ def test_wrong_shape(load_net: Loader, shape: tuple[int, ...]) -> None:
     """A shape that the model can't take is refused, and leaves neither hook nor catalogue behind."""
     model = load_net("Chain")
     with pytest.raises(InputError, match="can't take an input of this shape: x"):
-        model.catalog_for((shape,))
+        model.catalogs.survey((shape,))
     assert model.hooks == 0
-    assert list(model.catalogs) == [model.shapes]
+    assert model.catalogs.get_catalog((shape,)) is None
 
 
 def test_rows_of_another_shape(load_net: Loader) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layertap.models import fingerprint
 from layertap.models.errors import LoadError
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
 from layertap.models.registry import Registry
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.checkpoints import digest_weights

@@ -16,6 +16,7 @@ from layertap.models.selection.hook_points import Pool, Reduction, ReplyDType, S
 from layertap.models.selection.plan import MAX_FAULTS, Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
+from tests.models.extraction import extract_plan
 from tests.nets import Cube, Inner, NeverCalled, Recursive, Structured, TimeFirst, Windows, batch, surveyed, vit
 
 TOKENS = TensorInfo((), (1, 5, 8), "float32", layout="NTC", prefix=1)
@@ -357,7 +358,7 @@ def test_shared_capture_counts_twice(load_net: Loader) -> None:
     model = load_net("Chain")
     plan = planned(model.catalog, "conv", "conv#0")
     assert len(plan.captures) == 1
-    found = model.extract(batch(model.inputs, 2), plan, model.catalog, 2)
+    found = extract_plan(model, batch(model.inputs, 2), plan, model.catalog, 2)
     assert plan.nbytes(2) == 2 * found[plan.results[0].capture].values.nbytes
 
 

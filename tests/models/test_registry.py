@@ -15,6 +15,7 @@ from layertap.models.selection.plan import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
+from tests.models.extraction import extract_plan
 from tests.nets import batch
 
 VECTOR = (InputSpec("x", (4,)),)
@@ -115,7 +116,7 @@ def test_unloaded_is_freed() -> None:
     registry = Registry([net_spec("resnet")])
     model = registry.load("resnet")
     plan = make_plan([parse_selector("layer1"), parse_selector("bn1:input")], model.catalog)
-    model.extract(batch(model.inputs, 2), plan, model.catalog, 1)
+    extract_plan(model, batch(model.inputs, 2), plan, model.catalog, 1)
     module = weakref.ref(model.module)
     del model
     registry.unload("resnet")

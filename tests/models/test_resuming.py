@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from layertap.models import fingerprint
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.hook_points import Objective, Selector
 from layertap.models.selection.plan import Plan, make_plan
@@ -31,7 +32,7 @@ ROW = InputSpec("x", (4,))
 
 
 def resumed(model: LoadedModel, layer: str) -> Resumption:
-    return model.resumption(*find_start(parse_selector(layer), model.catalog))
+    return model.catalogs.verify_resumption(*find_start(parse_selector(layer), model.catalog), model.shapes)
 
 
 def plan_of(known: Resumption, *texts: str, objective: Objective | None = None) -> Plan:
@@ -550,5 +551,5 @@ def test_a_layer_finer_than_the_model(dtype: Any) -> None:
     given = torch.tensor([[1.0009, -0.30003, 1e6, 3e-9]])
     found = ours(model, known, given, plan_of(known, "first", "second"))
     assert all(torch.equal(value, given) for value in found.values())
-    takes = model.with_inputs(known.takes)
+    takes = model.model_inputs.replace_by_output(known.takes)
     assert takes.dtype is torch.float32

@@ -17,7 +17,7 @@ from layertap.models.capture.reduction import reduce
 from layertap.models.capture.statistics import list_columns
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import (
     STATS,
     HookPoint,
@@ -31,6 +31,7 @@ from layertap.models.selection.hook_points import (
 from layertap.models.selection.plan import Capture, make_plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import net_spec
+from tests.models.extraction import extract_plan
 from tests.nets import batch, surveyed
 from tests.oracle import record
 
@@ -229,7 +230,7 @@ def test_models(name: str, site: Site) -> None:
     model = load_model(net_spec(name))
     rows = batch(model.inputs, 3)
     plan = make_plan(everywhere(model.catalog, site), model.catalog)
-    found = model.extract(rows, plan, model.catalog, 8)
+    found = extract_plan(model, rows, plan, model.catalog, 8)
     seen = record(model.module, *rows.values())
     assert len(plan.results) >= 2
     for capture, reduced in found.items():
@@ -300,7 +301,7 @@ def test_rows_over_several_forwards() -> None:
     model = load_model(net_spec("TimeFirst"))
     plan = make_plan([stats_of("norm:input")], model.catalog)
     rows = batch(model.inputs, 5)
-    (found,) = model.extract(rows, plan, model.catalog, 2).values()
+    (found,) = extract_plan(model, rows, plan, model.catalog, 2).values()
     seen = record(model.module, *rows.values())["norm", 0, (), "input"].numpy()
     check(found.values, np.split(seen, 5, axis=1))
 

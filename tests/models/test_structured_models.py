@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from layertap.models.errors import InputError, RequestError
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import Intervention, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
+from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, batch
 from tests.oracle import Key, Path, flatten, record, seeded
 
@@ -179,7 +181,7 @@ def changed(module: nn.Module, key: Key, change: Callable[[Tensor], Tensor]) -> 
 def answers(model: LoadedModel, inputs: Mapping[str, Tensor], texts: list[str], *more: Any) -> dict[str, Tensor]:
     """The project's answer, by key."""
     plan = make_plan([parse_selector(each) for each in texts], model.catalog, *more)
-    taken = model.extract(inputs, plan, model.catalog, 8)
+    taken = extract_plan(model, inputs, plan, model.catalog, 8)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 

@@ -23,13 +23,15 @@ from torch import Tensor, nn
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
 from layertap.models.inputs.preprocess import preprocess
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Operation, Reduction
 from layertap.models.selection.plan import Capture, make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.checkpoints import digest_weights
 from tests.conftest import net_spec
+from tests.models.extraction import extract_plan
 from tests.oracle import Key, record
 from tests.transformers_nets import CLS, POSITIONS, VOCABULARY, net, pictures, saved, texts, tokenizer
 
@@ -59,7 +61,7 @@ def refused(folder: Path | str, **fields: Any) -> str:
 
 
 def shapes(model: LoadedModel, rows: Rows) -> Any:
-    return model.catalog_for(tuple(tuple(rows[spec.name].shape[1:]) for spec in model.inputs))
+    return model.catalogs.survey(tuple(tuple(rows[spec.name].shape[1:]) for spec in model.inputs))
 
 
 def extracted(
@@ -67,7 +69,7 @@ def extracted(
 ) -> dict[str, Tensor]:
     catalog = shapes(model, rows)
     plan = make_plan([parse_selector(name) for name in names], catalog, changes, goal)
-    found = model.extract(rows, plan, catalog, 8)
+    found = extract_plan(model, rows, plan, catalog, 8)
     return {result.key: found[result.capture].values for result in plan.results}
 
 

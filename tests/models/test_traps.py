@@ -22,6 +22,7 @@ from layertap.models.selection.hook_points import HookPoint, Reduction, Selector
 from layertap.models.selection.plan import Capture, make_plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
+from tests.models.extraction import extract_plan
 from tests.nets import Chain, EarlyExit, Swallows, batch, resnet, surveyed
 from tests.oracle import record
 
@@ -32,7 +33,7 @@ def ours(model: LoadedModel, x: Tensor, *texts: str, **how: Any) -> dict[str, Te
     """The project's answer, by key."""
     selectors = [Selector(**{**vars(parse_selector(text)), "reduction": Reduction(**how)}) for text in texts]
     plan = make_plan(selectors, model.catalog)
-    taken = model.extract({"x": x}, plan, model.catalog, 64)
+    taken = extract_plan(model, {"x": x}, plan, model.catalog, 64)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
@@ -271,7 +272,7 @@ def test_6_a_bad_name_midway(load_net: Loader) -> None:
     plan = make_plan([parse_selector("conv1"), parse_selector("bn1:input")], model.catalog)
     missing = [*plan.captures, Capture(HookPoint("layer9", 0, (), "output"), plan.results[0].capture.leaf, Reduction())]
     with pytest.raises(KeyError):
-        model.extractor(lambda: None, missing, 1)
+        model.replicas[0].extractor(lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):
         ours(model, torch.ones(1, 2, 8, 8), "bn1:input", "layer1")
     assert attach.count_hooks(model.module) == 1

@@ -18,6 +18,7 @@ from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.plan import Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
+from tests.models.extraction import extract_plan
 from tests.models.test_attention import multi_head, timm_vit
 from tests.models.test_gradients import split
 from tests.models.test_traps import naive, ours, rows
@@ -34,7 +35,7 @@ def gradients(model: LoadedModel, x: Tensor, *texts: str, objective: Objective =
 
 def answers(model: LoadedModel, x: Tensor, plan: Plan) -> dict[str, Tensor]:
     """What a plan takes, by key."""
-    taken = model.extract({"x": x}, plan, model.catalog, 64)
+    taken = extract_plan(model, {"x": x}, plan, model.catalog, 64)
     return {result.key: taken[result.capture].values for result in plan.results}
 
 
@@ -248,7 +249,7 @@ def test_11_a_batch_of_both_kinds(load_net: Loader) -> None:
         make_plan([parse_selector("layer2:grad_output")], model.catalog, objective=LOGIT),
     ]
     shares = [RequestSlice(0, 1, plans[0].captures), RequestSlice(1, 3, plans[1].captures, (), plans[1].objective)]
-    taken = model.extractor.extract_slices(lambda: model.module(x), shares, 3)
+    taken = model.replicas[0].extractor.extract_slices(lambda: model.module(x), shares, 3)
     value, gradient = (next(iter(taken.select(share).values())).values for share in shares)
     torch.testing.assert_close(value, record(model.module, x)["layer2", 0, (), "output"][:1])
     same(gradient, by_hand(model.module, x[1:])[3])

@@ -33,7 +33,8 @@ from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from layertap.models.hooks import attach
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Site
 from layertap.models.selection.plan import AVERAGES, Capture
 from layertap.models.spec import InputSpec

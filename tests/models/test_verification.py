@@ -12,7 +12,9 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.verification import check_outputs, check_possible, list_extra_captures
 from layertap.models.catalog.catalog import Layer
 from layertap.models.errors import RequestError
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
+from layertap.models.replica import call_module
 from layertap.models.selection.hook_points import Reduction, Selector
 from layertap.models.selection.plan import Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
@@ -117,7 +119,7 @@ def test_another_value_is_found() -> None:
     taken = {capture.point: reduced.values.clone() for capture, reduced in found.items()}
 
     def again(values: Any) -> Any:
-        return model.extractor.run_with_replacements(lambda: model.forward(piece), values)
+        return model.replicas[0].extractor.run_with_replacements(lambda: call_module(piece, model.module), values)
 
     check_outputs(plan, model.catalog, taken, again)
     taken[points["layer3"]][1, 3] += 0.5

@@ -21,12 +21,14 @@ from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_p
 from layertap.models.compiled.export import export_graph
 from layertap.models.compiled.prepare import _follow, compile_warm_plans, make_warm_plan, prepare_warm_plans
 from layertap.models.errors import LoadError
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.selection.hook_points import Objective, Reduction, Selector
 from layertap.models.selection.plan import Capture, Plan, make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import WarmSpec
 from tests.conftest import WARM, net_spec
+from tests.models.extraction import extract_plan
 from tests.nets import batch
 from tests.oracle import record
 
@@ -57,7 +59,7 @@ def plan_for(model: LoadedModel, *texts: str, **how: Any) -> Plan:
 
 
 def hooked(model: LoadedModel, rows: Mapping[str, Tensor], plan: Plan) -> dict[Capture, Any]:
-    return model.extract(rows, plan, model.catalog, 64)
+    return extract_plan(model, rows, plan, model.catalog, 64)
 
 
 def graph(model: LoadedModel, plan: Plan, rows: int) -> tuple[Any, tuple[Capture, ...]]:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from layertap.models.devices import costs, memory, threads
 from layertap.models.errors import InputError
 from layertap.models.hooks import attach
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
+from layertap.models.replica import call_module
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
 from tests.nets import INPUTS, batch
@@ -216,9 +218,10 @@ def test_as_it_was(load_net: Loader, name: str) -> None:
     before = {key: value.clone() for key, value in rows.items()}
     state = {key: value.clone() for key, value in model.module.state_dict().items()}
     versions = [parameter._version for parameter in model.module.parameters()]
+    forward = partial(call_module, module=model.module)
     with torch.no_grad():
-        found = memory.measure_peak_bytes(model.forward, rows, model.module, CPU)
-    measured = costs.measure_costs(model.forward, rows, model.module, CPU, model.catalog.rowwise, 2)
+        found = memory.measure_peak_bytes(forward, rows, model.module, CPU)
+    measured = costs.measure_costs(forward, rows, model.module, CPU, model.catalog.rowwise, 2)
     assert found == measured.row_bytes >= sum(value.nbytes for value in rows.values())
     assert all(rows[key].equal(value) for key, value in before.items())
     assert all(value.equal(state[key]) for key, value in model.module.state_dict().items())
@@ -327,7 +330,7 @@ def test_costs_of_another_shape(load_net: Loader) -> None:
     """Its memory is its own; its time follows from that of the configured shape."""
     model = load_net("Chain")
     known = model.catalog.costs
-    larger, smaller = (model.catalog_for(((3, side, side),)) for side in (16, 4))
+    larger, smaller = (model.catalogs.survey(((3, side, side),)) for side in (16, 4))
     assert larger.costs.row_bytes == (3 * 16 * 16 + 8 * 16 * 16 + 8 + 5) * FLOAT
     assert smaller.costs.row_bytes < known.row_bytes < larger.costs.row_bytes
     for other in (larger, smaller):
@@ -347,6 +350,6 @@ def test_a_shape_that_the_model_does_not_take(load_net: Loader) -> None:
     """It has no costs, and nothing of trying them is left."""
     model = load_net("Chain")
     with pytest.raises(InputError):
-        model.catalog_for(((4, 8, 8),))
+        model.catalogs.survey(((4, 8, 8),))
     assert _get_current_dispatch_mode() is None
     assert model.hooks == 0

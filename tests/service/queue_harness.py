@@ -59,7 +59,7 @@ def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
             model = live.engine.manager.registry.entry(name).model
             assert model is not None
             costs = replace(COSTS.get(name, ONE_FORWARD), row_bytes=model.catalog.costs.row_bytes)
-            model.catalogs[model.shapes] = replace(model.catalog, costs=costs)
+            model.catalogs.configured = replace(model.catalog, costs=costs)
         yield live
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.nets import BatchCentred
 from tests.server import Live

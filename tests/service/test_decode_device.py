@@ -17,7 +17,8 @@ from sklearn.datasets import load_sample_image
 from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
-from layertap.models.loaded_model import LoadedModel, load_model
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.engine.decoder import decode_item
@@ -117,11 +118,12 @@ def model() -> LoadedModel:
 def placed(model: LoadedModel) -> LoadedModel:
     """The model with the decoder of a GPU's, on the CPU: torchvision decodes and resizes."""
     spec = replace(model.spec, decode="device")
-    return replace(model, spec=spec, decoder=DeviceDecoder(torch.device("cpu"), HOW))
+    inputs = replace(model.model_inputs, decode="device", decoder=DeviceDecoder(torch.device("cpu"), HOW))
+    return replace(model, spec=spec, model_inputs=inputs)
 
 
 def row(model: LoadedModel, data: bytes, **limits: int) -> Any:
-    (rows,) = decode_item(ImageItem(data), model, Settings(**limits))
+    (rows,) = decode_item(ImageItem(data), model.model_inputs, Settings(**limits))
     assert not isinstance(rows, Exception)
     (value,) = rows.values()
     return value

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from layertap.models.compiled.prepare import prepare_warm_plans
-from layertap.models.loaded_model import load_model
+from layertap.models.loading import load_model
 from layertap.models.spec import WarmSpec
 from layertap.service.config.configuration import Configuration
 from tests.conftest import WARM, net_spec

@@ -1,0 +1,153 @@
+"""What forwards of noise show about a model in memory, measured when first asked for and kept for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
+from layertap.models.catalog.survey import make_noise, survey
+from layertap.models.devices import costs, memory
+from layertap.models.devices.threads import use_threads
+from layertap.models.errors import SelectorError, out_of_memory_error
+from layertap.models.explanations.maps import find_map_layers
+from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.interventions.resolve import ResolvedObjective
+from layertap.models.lru_cache import LRUCache
+from layertap.models.replica import call_module
+from layertap.models.resume.prover import verify_resumable
+from layertap.models.resume.resumption import Resumption, not_resumable_error
+from layertap.models.selection.hook_points import HookPoint
+from layertap.models.spec import InputSpec, Shapes
+
+MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
+MAX_RESUMPTIONS = 16  # one for each layer, and shape of input, that forwards went on from lately
+MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
+
+
+class ModelCatalogs:
+    """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
+
+    ``configured`` is the catalogue of the configured shape, which is never dropped. Any thread may call the methods
+    that get what is kept. The others run the module, with ``threads`` threads on a CPU: only its own thread may.
+    """
+
+    def __init__(
+        self, module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, threads: int
+    ) -> None:
+        """Survey the module with rows of the configured shape; InputError where it does not take them."""
+        self._module = module
+        self._forward = partial(call_module, module=module)
+        self._inputs = inputs
+        self._device = device
+        self._prefix_tokens = prefix_tokens
+        self._threads = threads
+        self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
+        self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
+        self._grad_cam_layers = LRUCache[ResolvedObjective, PointInfo](MAX_GRAD_CAM_LAYERS)
+        with use_threads(threads):  # a new thread has as many as any other set last
+            catalog = self._survey(inputs.specs)
+            row = self._make_row(inputs.specs)
+            measured = costs.measure_costs(self._forward, row, module, device, catalog.rowwise, threads)
+        self.configured = replace(catalog, costs=measured)
+
+    def get_catalog(self, shapes: Shapes) -> Catalog | None:
+        """The catalogue of a shape; None where it was not surveyed lately."""
+        return self.configured if shapes == self._inputs.shapes else self._catalogs.get(shapes)
+
+    def survey(self, shapes: Shapes) -> Catalog:
+        """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it."""
+        catalog = self.get_catalog(shapes)
+        if catalog is None:
+            specs = self._inputs.with_shapes(shapes)
+            with use_threads(self._threads):
+                catalog = self._survey(specs)
+                catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
+            self._catalogs.put(shapes, catalog)
+        return catalog
+
+    def get_resumption(self, point: HookPoint, shapes: Shapes) -> Resumption | None:
+        """Forwards that go on from a point; None where that was not tried lately, or where the model has none."""
+        resumption = self._resumptions.get((point, shapes))
+        return resumption if isinstance(resumption, Resumption) else None
+
+    def verify_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:
+        """Forwards that go on from a point, of rows of a shape; tried where no result is kept.
+
+        SelectorError where the model has none, OutOfMemoryError.
+        """
+        resumption = self._resumptions.get((point, shapes))
+        if resumption is None:
+            resumption = self._try_resumption(point, leaf, shapes)
+            self._resumptions.put((point, shapes), resumption)
+        if isinstance(resumption, SelectorError):
+            raise not_resumable_error(point)
+        return resumption
+
+    def get_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo | None:
+        """The layer that Grad-CAM looks at; None where it was not looked for lately."""
+        return self._grad_cam_layers.get(objective)
+
+    def find_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo:
+        """The last layer of maps that an objective depends on, tried out where none is kept; OutOfMemoryError.
+
+        The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
+        where there is no map.
+        """
+        layer = self._grad_cam_layers.get(objective)
+        if layer is None:
+            layers = find_map_layers(self.configured, objective.point)
+            layer = self._find_sensitive(layers, objective) or layers[0]
+            self._grad_cam_layers.put(objective, layer)
+        return layer
+
+    def _survey(self, specs: Sequence[InputSpec]) -> Catalog:
+        return survey(self._module, specs, self._forward, self._device, self._prefix_tokens, self._inputs.dtype)
+
+    def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
+        noise = make_noise(specs, self._device, self._inputs.dtype)
+        return {name: value[:1] for name, value in noise.items()}
+
+    def _scale_costs(self, seconds: float, specs: Sequence[InputSpec]) -> Costs:
+        """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
+        with torch.no_grad():
+            row_bytes = memory.measure_peak_bytes(self._forward, self._make_row(specs), self._module, self._device)
+        per_row = self.configured.costs.per_row * seconds / self.configured.seconds
+        return replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
+
+    def _try_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
+        """The error where the model has none: it is kept too, or each request for it would try again."""
+        catalog, specs = self.survey(shapes), self._inputs.with_shapes(shapes)
+        rows = make_noise(specs, self._device, self._inputs.dtype)
+        try:
+            with use_threads(self._threads):
+                return verify_resumable(
+                    self._module, (point, leaf), catalog, specs, call_module, rows, self._inputs.dtype
+                )
+        except SelectorError:
+            return not_resumable_error(point)  # another than that, whose frames hold tensors
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
+        raise out_of_memory_error(len(next(iter(rows.values()))))
+
+    def _find_sensitive(self, layers: Sequence[PointInfo], objective: ResolvedObjective) -> PointInfo | None:
+        row = self._make_row(self._inputs.specs)
+        try:
+            with use_threads(self._threads):
+                return find_last_sensitive(
+                    FeatureExtractor(self._module),
+                    lambda: self._forward({name: value.clone() for name, value in row.items()}),
+                    layers,
+                    objective,
+                )
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
+        raise out_of_memory_error(1)

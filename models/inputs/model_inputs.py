@@ -1,0 +1,53 @@
+"""What rows must be like: those that a model takes, or outputs of a layer that its forwards go on from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from layertap.models.devices.dtypes import DTYPES
+from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.text import TextSpec
+from layertap.models.spec import Decode, InputSpec, PreprocessSpec, Shapes
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The inputs of a model, and how pictures and texts become rows of them.
+
+    ``model`` is the model's name. Floating rows reach the model in ``dtype``. ``decoder`` makes rows of pictures on
+    the model's GPU, None where the CPU does.
+    """
+
+    model: str
+    specs: tuple[InputSpec, ...]
+    dtype: torch.dtype
+    preprocess: PreprocessSpec | None = None
+    text: TextSpec | None = None
+    decode: Decode = "exact"
+    decoder: DeviceDecoder | None = None
+
+    @property
+    def shapes(self) -> Shapes:
+        """The configured shape of one row, input by input."""
+        return tuple(spec.shape for spec in self.specs)
+
+    @property
+    def preprocesses(self) -> bool:
+        """Whether pictures or texts may be sent, of which the server makes rows."""
+        takes_pictures = self.preprocess is not None and len(self.specs) == 1
+        return takes_pictures or (self.text is not None and self.text.encode is not None)
+
+    def with_shapes(self, shapes: Shapes) -> tuple[InputSpec, ...]:
+        """The inputs with other shapes of a row."""
+        return tuple(replace(spec, shape=shape) for spec, shape in zip(self.specs, shapes, strict=True))
+
+    def replace_by_output(self, output: InputSpec) -> ModelInputs:
+        """The inputs of forwards that go on from a layer: its output, and for texts the model's mask beside it."""
+        dtype = DTYPES[output.dtype] if DTYPES[output.dtype].is_floating_point else self.dtype
+        if self.text is None or output.longest is None:
+            return ModelInputs(self.model, (replace(output, longest=None, long_axis=0),), dtype)
+        text = replace(self.text, ids=output.name, vocabulary=0, encode=None, axis=output.long_axis)
+        masks = tuple(spec for spec in self.specs if spec.name == self.text.mask)
+        return ModelInputs(self.model, (output, *masks), dtype, text=text)

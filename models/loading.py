@@ -1,0 +1,135 @@
+"""Models brought into memory: built by their source, placed on their device, surveyed, copied for more threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Lock
+
+import torch
+from torch import nn
+from torch.nn.utils import convert_conv2d_weight_memory_format
+
+from layertap.models import fingerprint
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.model_catalogs import ModelCatalogs
+from layertap.models.catalog.survey import has_same_calls, make_noise
+from layertap.models.devices import devices
+from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.threads import count_cores
+from layertap.models.errors import InputError, LoadError, RequestError, label_failures
+from layertap.models.inputs.device_decoder import create_device_decoder
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.replica import Replica, call_module, copy_module, create_replica
+from layertap.models.selection.embedding import default_embedding, find_embedding
+from layertap.models.selection.hook_points import Selector
+from layertap.models.sources import build
+from layertap.models.spec import ModelSpec
+from layertap.models.weights import checkpoints
+
+TURN_TIMEOUT_S = 30.0  # a model that is loaded before may have to download its weights
+_turn = Lock()
+
+
+def load_model(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams: int = 1) -> LoadedModel:
+    """Build a model, place it on its device and survey it; LoadError where that can't be done.
+
+    On a CPU it gets so many replicas, or one where its module can't be copied, and surveys use so many threads: all
+    cores where nothing is said. On a GPU it gets one for each of so many streams. Models that are loaded at once wait
+    for each other, but not long: they would take each other's time for their own.
+    """
+    has_turn = _turn.acquire(timeout=TURN_TIMEOUT_S)
+    try:
+        return _load(spec, replicas, count_cores() if threads is None else threads, streams)
+    finally:
+        if has_turn:
+            _turn.release()
+
+
+def _load(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedModel:
+    device = devices.resolve_device(spec.device)
+    if device.type == "cuda" and spec.dtype == "float32":
+        devices.allow_tf32(spec.tf32)
+    built = build.build_model(spec)
+    digest = checkpoints.digest_weights(built.module)
+    structure = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
+    tokenizer = built.text.digest if built.text else ""
+    identity = fingerprint.digest_model(
+        digest, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
+    )
+    module = _place_module(built.module, spec, device)
+    decoder = create_device_decoder(spec, built.preprocess, device)
+    inputs = ModelInputs(
+        spec.name, built.inputs, DTYPES[spec.dtype], built.preprocess, built.text, spec.decode, decoder
+    )
+    catalogs = _survey(module, inputs, device, built.prefix_tokens, threads)
+    embedding = _find_embedding(spec, catalogs.configured)
+    return LoadedModel(
+        spec=spec,
+        replicas=_create_replicas(module, inputs, device, replicas if device.type == "cpu" else streams),
+        device=device,
+        model_inputs=inputs,
+        prefix_tokens=built.prefix_tokens,
+        weights=built.weights,
+        digest=digest,
+        identity=identity,
+        threads=threads,
+        catalogs=catalogs,
+        embedding_selector=embedding,
+    )
+
+
+def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The module on its device, in its dtype and memory format, without gradients of its weights."""
+    # Not ``to(dtype)``, which makes complex buffers real.
+    module = CASTS[spec.dtype](module.to(device))
+    if spec.memory_format == "channels_last":
+        # Only weights: a convolution goes by them whatever its input is like, and rows come the same way to all models.
+        convert_conv2d_weight_memory_format(module, torch.channels_last)
+    module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
+    return module
+
+
+def _survey(
+    module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, threads: int
+) -> ModelCatalogs:
+    try:
+        return ModelCatalogs(module, inputs, device, prefix_tokens, threads)
+    except InputError as error:
+        refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
+        refusal.kind = "forward"
+        raise refusal from error
+
+
+@label_failures("embedding")
+def _find_embedding(spec: ModelSpec, catalog: Catalog) -> Selector | None:
+    """What is configured, which must be an embedding, else what the catalogue suggests; None where nothing does."""
+    if spec.embedding is None:
+        return default_embedding(catalog)
+    try:
+        return find_embedding(spec.embedding, catalog)
+    except RequestError as error:
+        raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
+
+
+def _create_replicas(module: nn.Module, inputs: ModelInputs, device: torch.device, count: int) -> tuple[Replica, ...]:
+    """So many replicas, or one where a copy's forward is not seen to run in the copy as the original's does.
+
+    To be called after the survey: a model may put hooks of its own on its parts when it first runs, which are counted.
+    """
+    replicas = [create_replica(module)]
+    if count > 1:
+        rows = make_noise(inputs.specs, device, inputs.dtype)
+    while len(replicas) < count:
+        copy = copy_module(module)
+        if copy is None or not has_same_calls(module, copy, call_module, rows):
+            return (replicas[0],)
+        replicas.append(create_replica(copy))
+    return tuple(replicas)
+
+
+CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "float32": nn.Module.float,
+    "float16": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+}

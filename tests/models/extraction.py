@@ -1,0 +1,24 @@
+"""A plan's captures for rows that run in one forward or several, as a server's batches do."""
+
+from __future__ import annotations
+
+from layertap.models.capture.batch_slices import RequestSlice, join_parts
+from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.loaded_model import LoadedModel, Rows, check_rows_fit
+from layertap.models.selection.plan import Capture, Plan
+
+
+def extract_plan(
+    model: LoadedModel, rows: Rows, plan: Plan, catalog: Catalog, max_rows: int
+) -> dict[Capture, ReducedTensor]:
+    """All captures, on the model's device; rows beyond ``max_rows`` run in further forwards."""
+    total = len(next(iter(rows.values())))
+    size = check_rows_fit(plan, catalog, total, max_rows)
+    parts = []
+    for start in range(0, total, size):
+        part = {name: value[start : start + size] for name, value in rows.items()}
+        count = min(size, total - start)
+        whole = RequestSlice(0, count, plan.captures, plan.resolved_interventions, plan.objective, start)
+        parts.append(model.run(model.replicas[0], [part], [whole]).select(whole))
+    return {capture: join_parts(capture, [part[capture] for part in parts]) for capture in plan.captures}
