@@ -132,22 +132,22 @@ def _layer(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     if wanted.selector is None:
         raise ValueError("the layer is to be found out")
     found, _ = find_matches(wanted.selector, model.catalog)
-    maps = [item for item in found if maps.is_map(item.leaf) and item.point.site == "output"]
-    if len(maps) != 1:
+    outputs = [item for item in found if maps.is_map(item.leaf) and item.point.site == "output"]
+    if len(outputs) != 1:
         raise SelectorError(
-            f"{escape(wanted.selector.text)} names {len(maps)} outputs that are maps", hint="name one layer of maps"
+            f"{escape(wanted.selector.text)} names {len(outputs)} outputs that are maps", hint="name one layer of maps"
         )
-    return [(maps[0].point, maps[0].leaf)]
+    return [(outputs[0].point, outputs[0].leaf)]
 
 
 def _input(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
     """The model's input."""
     _no_layer(wanted)
     leaves = model.catalog.layers["."].calls[0].input.tensors
-    maps = [leaf for leaf in leaves if maps.is_map(leaf)]
-    if not maps:
+    images = [leaf for leaf in leaves if maps.is_map(leaf)]
+    if not images:
         raise SelectorError("this model takes no pictures")
-    return [(HookPoint(".", 0, maps[0].path, "input"), maps[0])]
+    return [(HookPoint(".", 0, images[0].path, "input"), images[0])]
 
 
 def _attentions(wanted: Explanation, model: LoadedModel) -> list[PointInfo]:
