@@ -1,0 +1,256 @@
+"""What was asked of a batcher, as plain lists, and what may follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+from layertap.models.catalog.catalog import Costs
+from layertap.service.engine.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask
+
+DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False)}
+REPLICAS = {"a": 3, "b": 2, "c": 1, "d": 2}
+
+
+def make_queues() -> list[BatchQueue]:
+    return [
+        BatchQueue("a", "cpu", Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
+        BatchQueue("a", "cpu", Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
+        BatchQueue("b", "cpu", Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
+        BatchQueue("b", "cpu", Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
+        BatchQueue("c", "gpu", Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
+        BatchQueue("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
+        BatchQueue("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
+    ]
+
+
+@dataclass(eq=False)
+class ExpectedRequest:
+    """A request as it was asked, and how many of its rows were in batches."""
+
+    request: QueuedRequest
+    enqueued_at: float = 0.0
+    removed: bool = False
+    rows: int = field(init=False)
+    taken_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self.rows = self.request.rows
+
+    @property
+    def queue(self) -> BatchQueue:
+        return self.request.queue
+
+    @property
+    def depth(self) -> float:
+        return self.request.depth
+
+    @property
+    def waiting_rows(self) -> int:
+        return self.rows - self.taken_rows
+
+    @property
+    def isolated(self) -> bool:
+        return self.request.requires_isolation or self.request.unsplittable
+
+    @property
+    def bulk(self) -> bool:
+        return self.request.priority == "bulk"
+
+    @property
+    def due_at(self) -> float:
+        """When it came, or seems to have come."""
+        return self.enqueued_at + BULK_DELAY * self.bulk
+
+    def deferred(self, now: float) -> bool:
+        return self.bulk and now < self.due_at
+
+
+@dataclass
+class QueueLimits:
+    """The most rows of a queue's forward, and those it is padded to."""
+
+    max_rows: int
+    padded_rows: int | None
+
+
+def cuts(depths: Sequence[float]) -> Iterator[list[Sequence[float]]]:
+    """All ways to cut a sequence into pieces."""
+    for count in range(len(depths)):
+        for places in combinations(range(1, len(depths)), count):
+            bounds = [0, *places, len(depths)]
+            yield [depths[start:stop] for start, stop in pairwise(bounds)]
+
+
+def cheapest_cuts(queue: BatchQueue, requests: Sequence[ExpectedRequest]) -> list[list[Sequence[float]]]:
+    """The cuts of the depths of some requests that cost least, several where they cost the same."""
+
+    def seconds(depths: Sequence[float]) -> float:
+        rows = sum(request.waiting_rows for request in requests if request.depth in depths)
+        padded_rows = queue.padded_rows
+        forwards, forward_rows = (1, rows) if padded_rows is None else (-(-rows // padded_rows), padded_rows)
+        return forwards * max(depths) * (queue.costs.base + forward_rows * queue.costs.per_row)
+
+    costs = [(sum(map(seconds, cut)), cut) for cut in cuts(sorted({request.depth for request in requests}))]
+    least = min(cost for cost, _ in costs)
+    return [cut for cost, cut in costs if cost <= least + 1e-9 * max(least, 1.0)]
+
+
+class BatcherReference:
+    """All that was asked and all that runs; what could start is found anew by looking at everything."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.queues = make_queues()
+        self.limits = {queue: QueueLimits(queue.max_rows, queue.padded_rows) for queue in self.queues}
+        self.requests: list[ExpectedRequest] = []
+        self.pictures: list[tuple[DecodeTask, float]] = []  # that wait, each with the moment at which it is due
+        self.running: list[RunningTask] = []
+
+    # What is there
+
+    def idle_replicas(self) -> dict[str, int]:
+        busy = [batch.queue.model for batch in self.running if isinstance(batch, Batch)]
+        return {model: count - busy.count(model) for model, count in REPLICAS.items()}
+
+    def decoding(self) -> int:
+        """How many pictures are decoded now."""
+        return sum(isinstance(task, DecodeTask) for task in self.running)
+
+    def free_slots(self, device: str) -> int:
+        batches = [batch for batch in self.running if isinstance(batch, Batch) and batch.queue.device == device]
+        decoding = self.decoding() if device == "cpu" else 0
+        return DEVICES[device].slots - sum(batch.slots for batch in batches) - decoding
+
+    def can_decode(self) -> bool:
+        """Whether the processor has a slot, or lends one to the only picture that is decoded."""
+        return self.free_slots("cpu") > 0 or (self.free_slots("cpu") == 0 and not self.decoding())
+
+    def next_picture(self) -> tuple[DecodeTask, float]:
+        def order(picture: tuple[DecodeTask, float]) -> tuple[bool, float, bool]:
+            task, due_at = picture
+            bulk = task.priority == "bulk"
+            return bulk and self.now < due_at, due_at, bulk
+
+        return min(self.pictures, key=order)
+
+    def waiting(self, queue: BatchQueue) -> list[ExpectedRequest]:
+        """What can still run of a queue, in the order in which it should."""
+        requests = [
+            request
+            for request in self.requests
+            if request.queue is queue and request.waiting_rows and not request.removed
+            if request.request.deadline > self.now
+        ]
+        if not all(request.bulk for request in requests):
+            requests = [request for request in requests if not request.deferred(self.now)]
+        return sorted(requests, key=lambda request: (request.due_at, request.bulk))
+
+    # What may start
+
+    def sharing(self, queue: BatchQueue) -> list[tuple[list[ExpectedRequest], str]]:
+        """Who may run with the queue's first request, and why, should there be room; several where costs tie."""
+        waiting = self.waiting(queue)
+        if waiting[0].isolated:
+            return [(waiting[:1], "isolated")]
+        shareable = [request for request in waiting if not request.isolated]
+        answers = []
+        for cut in cheapest_cuts(queue, shareable):
+            depths = next(depths for depths in cut if waiting[0].depth in depths)
+            companions = [request for request in shareable if request.depth in depths]
+            answers.append((companions, "shared" if len(companions) == len(shareable) else "sharing_costs"))
+        return answers
+
+    def lacks_slots(self, queue: BatchQueue) -> bool:
+        """Whether the queue's next forward is one of a single row that needs all slots, and some are busy."""
+        limits, device = self.limits[queue], DEVICES[queue.device]
+        if queue.costs.speedup == 1 or limits.padded_rows not in (None, 1):
+            return False
+        if self.free_slots(queue.device) == device.slots:
+            return False
+        sizes = []
+        for companions, _ in self.sharing(queue):
+            first = companions[0]
+            row_bytes = [
+                queue.costs.row_bytes + request.request.row_bytes
+                for request in companions
+                for _ in range(request.waiting_rows)
+            ][:2]
+            two_fit = limits.max_rows > 1 and sum(row_bytes) <= queue.max_bytes and len(row_bytes) > 1
+            sizes.append(first.rows if first.request.unsplittable else 1 + two_fit)
+        return min(sizes) == 1
+
+    def is_reserved(self, device: str, idle_replicas: Mapping[str, int]) -> bool:
+        """Whether a row that could have all slots of a device, had it waited for nothing else, is overdue."""
+        return any(
+            self.lacks_slots(queue)
+            and self.now - self.waiting(queue)[0].enqueued_at > queue.costs.base + queue.costs.per_row
+            for queue in self.queues
+            if queue.device == device and idle_replicas[queue.model] > 0 and self.waiting(queue)
+        )
+
+    def startable_queues(self, idle_replicas: Mapping[str, int]) -> list[BatchQueue]:
+        """Queues of which something can start now, whatever it is."""
+        return [
+            queue
+            for queue in self.queues
+            if idle_replicas[queue.model] > 0 and self.free_slots(queue.device) > 0 and self.waiting(queue)
+            if not self.lacks_slots(queue) and (not self.would_overlap(queue) or self.is_surely_ready(queue))
+        ]
+
+    def would_overlap(self, queue: BatchQueue) -> bool:
+        """Whether a forward of a queue would begin beside others, on a device where they only overlap."""
+        device = DEVICES[queue.device]
+        return not device.parallel and self.free_slots(queue.device) < device.slots
+
+    def is_surely_ready(self, queue: BatchQueue) -> bool:
+        """As ``is_ready``, whether or not what is past its deadline still counts."""
+        expired_rows = sum(
+            request.waiting_rows
+            for request in self.requests
+            if request.queue is queue and request.request.deadline <= self.now and not request.removed
+        )
+        return self.is_ready(queue, self.waiting(queue)[0], expired_rows)
+
+    def is_ready(self, queue: BatchQueue, first: ExpectedRequest, expired_rows: int = 0) -> bool:
+        """Whether a forward is worth its start: it has rows enough, or the first one has waited for long."""
+        rows = self.limits[queue].padded_rows or min(
+            max(8, math.ceil(10 * queue.costs.base / queue.costs.per_row)), self.limits[queue].max_rows
+        )
+        waiting_rows = sum(
+            request.waiting_rows for request in self.requests if request.queue is queue and not request.removed
+        )
+        seconds = 2 * first.depth * (queue.costs.base + rows * queue.costs.per_row)
+        return waiting_rows - expired_rows >= rows or self.now - first.enqueued_at >= seconds
+
+    # Forwards and pictures
+
+    def may_precede_picture(self, task: DecodeTask, due_at: float) -> bool:
+        """Whether a picture lets a forward on the processor go first."""
+        deferred = task.priority == "bulk" and self.now < due_at
+        for queue in self.queues:
+            first = next(iter(self.waiting(queue)), None)
+            if queue.device != "cpu" or first is None:
+                continue
+            if first.deferred(self.now) < deferred:
+                return True
+            as_urgent = first.deferred(self.now) == deferred and first.due_at <= due_at + BULK_DELAY
+            if as_urgent and self.is_ready(queue, first):
+                return True
+        return False
+
+    def must_precede_picture(self, queues: Sequence[BatchQueue], task: DecodeTask, due_at: float) -> bool:
+        """Whether a picture has to let a forward of some queues go first."""
+        deferred = task.priority == "bulk" and self.now < due_at
+        for queue in queues:
+            first = self.waiting(queue)[0]
+            waiting_rows = sum(request.waiting_rows for request in self.waiting(queue))
+            has_rows = waiting_rows >= (self.limits[queue].padded_rows or queue.efficient_rows)
+            if first.deferred(self.now) < deferred:
+                return True
+            if first.deferred(self.now) == deferred and has_rows and first.due_at <= due_at + BULK_DELAY:
+                return True
+        return False

@@ -1,0 +1,122 @@
+"""How many slots of a device a batch takes, and what may run beside another."""
+
+from __future__ import annotations
+
+from layertap.service.engine.batch import Batch, DecodeTask, DeviceSlots
+from layertap.service.engine.batcher import Batcher
+from tests.service.engine.batcher_harness import CORES, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_queue
+
+
+def test_slots_of_a_batch() -> None:
+    """A batch of several rows may need several slots, never more than there are."""
+    harness = BatcherHarness()
+    harness.add(make_queue("cpu", slots=2), 16)
+    batches = harness.start_batches()
+    assert [(batch.rows, batch.slots, batch.seconds) for batch in batches] == [(4, 2, 4.0)] * 2
+    harness = BatcherHarness()
+    harness.add(make_queue("cpu", slots=CORES + 1))
+    assert harness.start_batch().slots == CORES
+
+
+def test_parallel_batches_are_counted() -> None:
+    """As many as slots allow, one where batches only overlap; a device that is known stays as it is."""
+    harness = BatcherHarness(cpu=DeviceSlots(CORES), gpu=DeviceSlots(2, parallel=False))
+    harness.batcher.add_device("cpu", DeviceSlots(1))
+    harness.batcher.add_device("gpu:1", DeviceSlots(3))
+    counts = [harness.batcher.count_parallel_batches(device, 1) for device in ("cpu", "gpu", "gpu:1")]
+    assert (counts, harness.batcher.count_parallel_batches("cpu", 3)) == ([CORES, 1, 3], 1)
+
+
+def test_slots_are_free_again() -> None:
+    """After batches, failed ones and decoded pictures, whatever was removed or expired meanwhile."""
+    harness, queue = BatcherHarness(), make_queue("cpu", max_rows=8)
+    removed = harness.add(queue, 20)
+    harness.add(queue, 20, deadline=1.0)
+    harness.add_decode()
+    tasks = [harness.start() for _ in range(CORES)]
+    assert [isinstance(task, Batch) for task in tasks] == [True, True, True, True]
+    harness.finish(harness.running[0])
+    harness.batcher.remove(removed)
+    harness.now = 2.0
+    Batcher.reduce_max_rows(queue, 8)
+    assert isinstance(harness.start(), DecodeTask)
+    assert harness.start() is None
+    for task in list(harness.running):
+        harness.finish(task)
+    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES))
+    assert harness.start_batch().slots == CORES
+
+
+# Where batches only overlap
+
+
+def test_beside_another_only_where_more_rows_gain_nothing() -> None:
+    """Where forwards only overlap, a few rows wait for the one that runs, in company; many do not."""
+    harness, queue = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_queue(costs=CPU_LIKE, max_rows=64)
+    harness.add(queue, 1)
+    first = harness.start_batch()
+    harness.add(queue, 7)
+    assert harness.start() is None
+    harness.add(queue, 2)
+    assert (harness.start_batch().rows, harness.start()) == (8, None)
+    assert len(harness.running) == 2
+    harness.finish(first)
+    assert harness.start() is None  # the last row waits beside the eight
+    harness.finish(harness.running[0])
+    assert harness.start_batch().rows == 1
+
+
+def test_beside_another_after_long() -> None:
+    """Nor do few rows wait for ever: no longer than two efficient batches take."""
+    harness, queue = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_queue(costs=CPU_LIKE, max_rows=64)
+    harness.add(queue, 1)
+    harness.start_batch()
+    harness.add(queue, 1)
+    harness.now = 15.9
+    assert harness.start() is None
+    harness.now = 16.0
+    assert harness.start_batch().rows == 1
+
+
+# A single row on all cores
+
+
+def test_single_rows_on_all_cores() -> None:
+    """Few rows of a model that gains by all cores run one after the other, each on all of them and so much quicker."""
+    harness, queue = BatcherHarness(), make_queue("cpu", FASTER_ON_ALL_CORES)
+    harness.add(queue, 2)
+    first = harness.start_batch()
+    assert (first.rows, first.slots, first.seconds, harness.start()) == (1, CORES, 1 / 3, None)
+    harness.finish(first)
+    assert (harness.start_batch().slots, harness.batcher.count_waiting_rows("a")) == (CORES, 0)
+
+
+def test_many_rows_side_by_side() -> None:
+    """Many rows of that model run in several slots, never a single row in one of them."""
+    harness = BatcherHarness()
+    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES), 8)
+    assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(2, 1)] * 4
+
+
+def test_padded_rows_never_take_all_cores() -> None:
+    """A forward padded to several rows is none of a single row, nor is it made for one where more wait."""
+    harness = BatcherHarness(cpu=DeviceSlots(2))
+    harness.add(make_queue("cpu", FASTER_ON_ALL_CORES, padded_rows=4), 6)
+    assert [(batch.rows, batch.slots) for batch in harness.start_batches()] == [(3, 1), (3, 1)]
+
+
+def test_overdue_row_gets_all_cores() -> None:
+    """Others pass a row that needs all slots until it is overdue; then they are kept free for it."""
+    harness = BatcherHarness()
+    short_queue, single_row_queue = make_queue("cpu", max_rows=1, model="b"), make_queue("cpu", FASTER_ON_ALL_CORES)
+    harness.add(short_queue, 9)
+    first = harness.start_batch()
+    harness.add(single_row_queue, 1, "x")
+    harness.now = 1.0
+    second = harness.start_batch()
+    harness.now = 1.1
+    assert (second.queue, harness.start()) == (short_queue, None)
+    harness.finish(first)
+    assert harness.start() is None
+    harness.finish(second)
+    assert harness.start_batch().slots == CORES

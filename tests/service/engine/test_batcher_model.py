@@ -1,0 +1,225 @@
+"""Any order of events: what a batcher starts is compared with plain lists of what was asked of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from layertap.service.engine.batch import Batch, BatchQueue, DecodeTask, QueuedRequest, RowSlice
+from layertap.service.engine.batcher import Batcher
+from layertap.service.types import Priority
+from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE
+from tests.service.engine.batcher_reference import DEVICES, REPLICAS, BatcherReference, ExpectedRequest
+
+
+class BatcherEvents(RuleBasedStateMachine):
+    """Requests, pictures, ends and failures in any order."""
+
+    @initialize()
+    def start(self) -> None:
+        self.reference = BatcherReference()
+        self.batcher = Batcher(DEVICES, lambda: self.reference.now, BULK_DELAY)
+        self.slots_by_size: dict[tuple[BatchQueue, int | None, int], int] = {}
+
+    # What can happen
+
+    @rule(
+        number=st.integers(0, 6),
+        rows=st.integers(1, 3) | st.integers(1, 14),
+        depth=st.sampled_from([0.1, 0.4, 0.5, 0.9, 1.0]),
+        row_bytes=st.sampled_from([0, 0, 1, 4, 30]),
+        bulk=st.booleans(),
+        seconds_left=st.sampled_from([math.inf, math.inf, math.inf, 0.0, 0.5, 3.0, 9.0]),
+        flag=st.sampled_from(["", "", "", "requires_isolation", "unsplittable"]),
+    )
+    def add(
+        self, number: int, rows: int, depth: float, row_bytes: int, bulk: bool, seconds_left: float, flag: str
+    ) -> None:
+        queue, now = self.reference.queues[number], self.reference.now
+        flags: dict[str, Any] = {flag: True} if flag else {}
+        priority: Priority = "bulk" if bulk else "interactive"
+        request = QueuedRequest(queue, rows, depth, row_bytes, priority, now + seconds_left, **flags)
+        self.reference.requests.append(ExpectedRequest(request, now))
+        self.batcher.add(request)
+
+    @precondition(lambda self: self.reference.requests)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        expected = data.draw(st.sampled_from(self.reference.requests))
+        expected.removed = True
+        self.batcher.remove(expected.request)
+
+    @rule(bulk=st.booleans())
+    def add_decode(self, bulk: bool) -> None:
+        task = DecodeTask("bulk" if bulk else "interactive")
+        self.reference.pictures.append((task, self.reference.now + BULK_DELAY * bulk))
+        self.batcher.add_decode(task)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 2.5, 5.0, 20.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.reference.now += seconds
+
+    @rule(busy_models=st.sets(st.sampled_from("abcd"), max_size=2), most=st.integers(1, 6))
+    def start_some(self, busy_models: set[str], most: int) -> None:
+        idle_replicas = {
+            model: 0 if model in busy_models else count for model, count in self.reference.idle_replicas().items()
+        }
+        for _ in range(most):
+            if not self.start_next(idle_replicas):
+                break
+            idle_replicas = {
+                model: min(count, idle_replicas[model]) for model, count in self.reference.idle_replicas().items()
+            }
+
+    @precondition(lambda self: self.reference.running)
+    @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.5, 3.0, 30.0]))
+    def finish(self, data: st.DataObject, seconds: float) -> None:
+        task = data.draw(st.sampled_from(self.reference.running))
+        self.reference.running.remove(task)
+        self.batcher.finish(task, seconds)
+
+    @rule(number=st.integers(0, 6), rows=st.integers(1, 20))
+    def reduce_max_rows(self, number: int, rows: int) -> None:
+        queue = self.reference.queues[number]
+        limits = self.reference.limits[queue]
+        limits.max_rows = max(min(limits.max_rows, rows // 2), 1)
+        limits.padded_rows = min(limits.padded_rows, limits.max_rows) if limits.padded_rows else None
+        Batcher.reduce_max_rows(queue, rows)
+        assert (queue.max_rows, queue.padded_rows) == (limits.max_rows, limits.padded_rows)
+
+    # What must hold
+
+    @invariant()
+    def counted(self) -> None:
+        """Rows that wait: those that can still run at least, those that may have expired at most."""
+        for model in REPLICAS:
+            waiting = [
+                request for request in self.reference.requests if request.queue.model == model and not request.removed
+            ]
+            can_run = sum(request.waiting_rows for request in waiting if request.request.deadline > self.reference.now)
+            most = sum(request.waiting_rows for request in waiting)
+            assert can_run <= self.batcher.count_waiting_rows(model) <= most
+
+    def start_next(self, idle_replicas: dict[str, int]) -> bool:
+        """Start once and judge what came; whether anything did."""
+        reference = self.reference
+        task = self.batcher.start_next(idle_replicas)
+        if isinstance(task, Batch):
+            self.check_queue(task, idle_replicas)
+            self.check_slices(task)
+            for row_slice in task.slices:
+                self.record(row_slice)
+        elif isinstance(task, DecodeTask):
+            self.check_picture(task, idle_replicas)
+        else:
+            startable = reference.startable_queues(idle_replicas)
+            assert all(reference.is_reserved(queue.device, idle_replicas) for queue in startable)
+            assert not (reference.pictures and reference.can_decode()) or reference.is_reserved("cpu", idle_replicas)
+        if task is not None:
+            reference.running.append(task)
+        lent_slots = {"cpu": 1 if reference.decoding() == 1 else 0}
+        assert all(reference.free_slots(device) >= -lent_slots.get(device, 0) for device in DEVICES)
+        return task is not None
+
+    def check_queue(self, batch: Batch, idle_replicas: dict[str, int]) -> None:
+        """The queue was allowed to run, had an idle replica, and nothing more urgent of its device could have run."""
+        reference, queue = self.reference, batch.queue
+        first = reference.waiting(queue)[0]
+        assert not reference.would_overlap(queue) or reference.is_ready(queue, first)
+        assert idle_replicas[queue.model] > 0
+        assert not reference.lacks_slots(queue)
+        if first.deferred(reference.now):
+            rivals = [rival for rival in reference.startable_queues(idle_replicas) if rival.device == queue.device]
+            assert all(reference.waiting(rival)[0].deferred(reference.now) for rival in rivals)
+        if queue.device == "cpu" and reference.pictures:
+            assert reference.may_precede_picture(*reference.next_picture())
+
+    def check_slices(self, batch: Batch) -> None:
+        """Whose rows these are: the oldest of those that may share, as many as are allowed, and the reason is true."""
+        queue, limits = batch.queue, self.reference.limits[batch.queue]
+        assert all(row_slice.start < row_slice.stop for row_slice in batch.slices)
+        assert batch.rows == sum(row_slice.stop - row_slice.start for row_slice in batch.slices)
+        answers = [self.expected(requests, reason, batch) for requests, reason in self.reference.sharing(queue)]
+        slices = [(row_slice.request, row_slice.start, row_slice.stop) for row_slice in batch.slices]
+        assert (slices, batch.reason) in answers
+        if not batch.slices[0].request.unsplittable:
+            assert batch.rows <= min(limits.max_rows, limits.padded_rows or limits.max_rows)
+            used_bytes = sum((stop - start) * (queue.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
+            assert used_bytes <= queue.max_bytes or batch.rows == 1
+        assert batch.depth == max(row_slice.request.depth for row_slice in batch.slices)
+        single_row = (limits.padded_rows or batch.rows) == 1 and queue.costs.speedup > 1
+        assert batch.slots == (DEVICES[queue.device].slots if single_row else 1)
+        assert self.slots_by_size.setdefault((queue, limits.padded_rows, batch.rows), batch.slots) == batch.slots
+
+    def expected(
+        self, requests: list[ExpectedRequest], reason: str, batch: Batch
+    ) -> tuple[list[tuple[QueuedRequest, int, int]], str]:
+        """The batch that had to be formed of these requests, given how many rows it has."""
+        slices, rows = [], batch.rows
+        if requests[0].request.unsplittable:
+            rows = requests[0].rows
+        for request in requests:
+            count = min(request.waiting_rows, rows)
+            if count:
+                slices.append((request.request, request.taken_rows, request.taken_rows + count))
+            rows -= count
+        if reason == "shared":
+            several_depths = len({request.depth for request, _, _ in slices}) > 1
+            reason = "single" if len(slices) == 1 else "sharing_pays" if several_depths else "same_depth"
+        return slices, reason
+
+    def check_picture(self, task: DecodeTask, idle_replicas: dict[str, int]) -> None:
+        """It is the next one, and no forward had to go first that could."""
+        reference = self.reference
+        picture = reference.next_picture()
+        assert task is picture[0]
+        assert reference.can_decode()
+        queues = [queue for queue in reference.startable_queues(idle_replicas) if queue.device == "cpu"]
+        assert not reference.must_precede_picture(queues, *picture)
+        reference.pictures.remove(picture)
+
+    def record(self, row_slice: RowSlice) -> None:
+        request = next(request for request in self.reference.requests if request.request is row_slice.request)
+        assert not request.removed
+        assert request.request.deadline > self.reference.now
+        assert row_slice.start == request.taken_rows
+        request.taken_rows = row_slice.stop
+
+    def teardown(self) -> None:
+        """Run all that waits: it ends, every row was given that was neither removed nor expired, all slots are free."""
+        if not hasattr(self, "batcher"):
+            return
+        reference = self.reference
+        rows = sum(request.waiting_rows for request in reference.requests)
+        for _ in range(rows + len(reference.pictures) + len(reference.running) + 1):
+            while self.start_next(reference.idle_replicas()):
+                pass
+            if not reference.running:
+                break
+            reference.now += 0.3
+            self.batcher.finish(reference.running.pop(0), 1.0)
+        assert not reference.running
+        assert not reference.pictures
+        left = [request for request in reference.requests if request.waiting_rows and not request.removed]
+        assert all(request.request.deadline <= reference.now for request in left)
+        assert [self.batcher.count_waiting_rows(model) for model in REPLICAS] == [0] * len(REPLICAS)
+        assert self.all_slots_are_free()
+
+    def all_slots_are_free(self) -> bool:
+        """Whether every device has all its slots again: as many batches start as there are, and not one more."""
+        for device, model in (("cpu", "x"), ("gpu", "y")):
+            for _ in range(DEVICES[device].slots + 1):
+                queue = BatchQueue(model, device, CPU_LIKE, 1)
+                self.batcher.add(QueuedRequest(queue, 1, requires_isolation=True))
+        tasks = [self.batcher.start_next({"x": 9, "y": 9}) for _ in range(6)]
+        models = [task.queue.model for task in tasks if isinstance(task, Batch)]
+        return (models.count("x"), models.count("y")) == (3, 2)
+
+
+TestBatcherEvents = BatcherEvents.TestCase
+# Without shrinking, which takes minutes here: what a failure says of a batch is short enough.
+TestBatcherEvents.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, phases=[Phase.generate])
