@@ -53,6 +53,8 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
     """
     queue, depth = shareable[0].queue, shareable[0].depth
     depths = sorted({request.depth for request in shareable})
+    if len(depths) == 1:
+        return depth, depth
     rows_by_depth = dict.fromkeys(depths, 0)
     for request in shareable:
         rows_by_depth[request.depth] += request.waiting_rows

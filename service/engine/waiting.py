@@ -57,7 +57,7 @@ class WaitingEntries(Generic[EntryT]):
 class WaitingRequests(WaitingEntries[QueuedRequest]):
     """The requests of a ``BatchQueue`` that have rows in no batch yet; ``rows`` counts these.
 
-    A request past its deadline is dropped when it is met, so that it may be counted for a while.
+    What is past its deadline is dropped by whoever meets it, ``first`` or ``candidates``; until then it is counted.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
 
     def _oldest(self, priority: Priority, now: float) -> list[QueuedRequest]:
         requests = list(islice(self._entries[priority], MAX_NUM_CANDIDATES))
-        for request in requests:
-            if request.deadline <= now:
-                self.remove(request)
-        return [request for request in requests if request.deadline > now]
+        for request in [request for request in requests if request.deadline <= now]:
+            self.remove(request)
+            requests.remove(request)
+        return requests
