@@ -51,6 +51,7 @@ def create_app(
         version=version(),
         servers=[{"url": settings.root_path}] if settings.root_path else None,
         routes=[extract.ROUTE, explain.ROUTE],
+        exception_handlers=problems.EXCEPTION_HANDLERS,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # our own
@@ -59,7 +60,6 @@ def create_app(
     app.state.engine = engine
     for router in (models.router, health.router, metrics.router):
         app.include_router(router)
-    problems.install(app)
     openapi.install(app)
     docs.install(app)
     app.add_middleware(RequestContextMiddleware, settings=settings, metrics=engine.metrics)

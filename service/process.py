@@ -1,4 +1,4 @@
-"""A server as a process: it ends with 0 when asked to, and by itself, with another status, where it can't go on."""
+"""A server as a process: it ends with status 0 when asked to, and by itself, with another, where it can't go on."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ from uvicorn.server import HANDLED_SIGNALS
 from layertap.service.http.sockets import stop_connecting, url
 
 log = logging.getLogger("layertap")
-FAILED = 70  # as sysexits.h has it: an error of the software
-LOOK_S = 0.1
-LAST_S = 4.0  # for the last answers of a process that can't go on
+EXIT_FAILED = 70  # as sysexits.h has it: an error of the software
+WATCH_INTERVAL_S = 0.1
+LAST_ANSWERS_S = 4.0  # for the last answers of a process that can't go on
 TICK_S = 0.1
-CLOSING_S = 1.0  # of a delay at its end: connections in use move elsewhere, and none is closed under a request
+CLOSE_CONNECTIONS_S = (
+    1.0  # of a delay at its end: connections in use move elsewhere, and none is closed under a request
+)
 ACCEPT_S = 0.5  # for connections that have begun: round trips to far clients
 ACCEPT_SOON_S = 0.1  # the same after Ctrl+C, when somebody waits
-LATE_S = 0.01
-LATE_LOOKS = 50  # at whether somebody still waits to be accepted
-CLOSE = (b"connection", b"close")
-CHILD_S = 1.0  # for a compiler to remove its files
+LATE_WAIT_S = 0.01
+LATE_TRIES = 50  # at whether somebody still waits to be accepted
+CLOSE_HEADER = (b"connection", b"close")
+CHILD_END_S = 1.0  # for a compiler to remove its files
 
 
 class Server(uvicorn.Server):
-    """Ends by itself where ``alive`` says no, and when it is asked to.
+    """A uvicorn server that also ends by itself where ``alive`` says no.
 
-    Asked to, it goes on serving for ``delay`` seconds, or until it is asked again: balancers need time to see
-    that it is not ready any more. ``on_drain`` is called on the event loop when that begins, ``on_end`` when it stops
-    accepting.
+    When it is asked to end it goes on serving for ``delay`` seconds, or until it is asked again: balancers need time
+    to see that it is not ready any more. ``on_drain`` is called on the event loop when that begins, ``on_end`` when it
+    stops accepting. Read against uvicorn 0.32 to 0.54.
     """
 
     def __init__(
@@ -55,20 +57,21 @@ class Server(uvicorn.Server):
         self._on_end = on_end
         self._on_drain = on_drain
         self._delay = delay
-        self._drained = not delay
-        self._accept_s = ACCEPT_S
+        self._drain_ended = not delay
+        self._accept_seconds = ACCEPT_S
 
-    def work(self, listeners: Sequence[socket.socket] | None = None) -> NoReturn:
+    def run_until_stopped(self, listeners: Sequence[socket.socket] | None = None) -> NoReturn:
         """Serve until SIGTERM, SIGINT or a failure that lasts, then end the process."""
-        for number in HANDLED_SIGNALS:  # to the end: uvicorn puts back what it finds, which would end ``_leave`` too
+        # To the end: uvicorn puts back what it finds, which would end ``_exit_process`` too.
+        for number in HANDLED_SIGNALS:
             signal.signal(number, self.handle_exit)
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self._watch_alive, name="watch", daemon=True).start()
         status = 0
         try:
             self.run(list(listeners) if listeners else None)
-        except SystemExit as ended:  # it could not start
-            status = int(ended.code or 0)
-        _leave(status if self._alive() else FAILED)
+        except SystemExit as error:  # it could not start
+            status = int(error.code or 0)
+        _exit_process(status if self._alive() else EXIT_FAILED)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve, and say where."""
@@ -90,27 +93,27 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first begins the delay, the next one ends it; all others are uvicorn's."""
         if sig == signal.SIGINT:
-            self._accept_s = ACCEPT_SOON_S
-        if self.should_exit and not self._drained:
-            self._drained = True
+            self._accept_seconds = ACCEPT_SOON_S
+        if self.should_exit and not self._drain_ended:
+            self._drain_ended = True
         else:
             super().handle_exit(sig, frame)
 
     async def _drain(self) -> None:
-        if self._drained or not self._alive():
+        if self._drain_ended or not self._alive():
             return
         log.info("draining", extra={"fields": {"seconds": self._delay}})
         self._on_drain()
-        last = min(CLOSING_S, self._delay / 2)
-        await self._go_on(self._delay - last)
+        closing_seconds = min(CLOSE_CONNECTIONS_S, self._delay / 2)
+        await self._serve_for(self._delay - closing_seconds)
         await self._close_after_replies()
-        await self._go_on(last)
-        self._drained = True
+        await self._serve_for(closing_seconds)
+        self._drain_ended = True
 
-    async def _go_on(self, seconds: float) -> None:
+    async def _serve_for(self, seconds: float) -> None:
         """Serve for so long, or until asked again to end, or until that is impossible."""
         end = time.monotonic() + seconds
-        while not self._drained and self._alive() and time.monotonic() < end:
+        while not self._drain_ended and self._alive() and time.monotonic() < end:
             await self.on_tick(0)  # the date in replies
             await asyncio.sleep(TICK_S)
 
@@ -119,35 +122,34 @@ class Server(uvicorn.Server):
 
         A loop may look at its timers first: after a stall it would end here with clients that wait for it.
         """
-        await asyncio.sleep(self._accept_s)
-        for _ in range(LATE_LOOKS):
+        await asyncio.sleep(self._accept_seconds)
+        for _ in range(LATE_TRIES):
             if not (listeners and select(listeners, (), (), 0)[0]):
                 return
-            await asyncio.sleep(LATE_S)
+            await asyncio.sleep(LATE_WAIT_S)
 
     async def _close_after_replies(self) -> None:
         """From now on whoever is answered is told that the connection ends with that."""
-        if CLOSE not in self.config.encoded_headers:
-            self.config.encoded_headers.append(CLOSE)
+        if CLOSE_HEADER not in self.config.encoded_headers:
+            self.config.encoded_headers.append(CLOSE_HEADER)
         await self.on_tick(0)
 
-    def _watch(self) -> None:
+    def _watch_alive(self) -> None:
         """In a thread of its own: the event loop may hang with the rest."""
-        look = threading.Event()
         while self._alive():
-            look.wait(LOOK_S)
+            time.sleep(WATCH_INTERVAL_S)
         self.should_exit = True
-        look.wait(LAST_S)
-        _leave(FAILED)
+        time.sleep(LAST_ANSWERS_S)
+        _exit_process(EXIT_FAILED)
 
 
-def _leave(status: int) -> NoReturn:
+def _exit_process(status: int) -> NoReturn:
     """End at once: a thread that still computes would abort the process, or hang it, while Python tidies up."""
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()
     for child in children:
-        child.join(CHILD_S)
+        child.join(CHILD_END_S)
         child.kill()
     logging.shutdown()
     os._exit(status)

@@ -6,7 +6,7 @@ import signal
 import sys
 
 
-def ends_with_0() -> None:
-    """From now on SIGTERM and SIGINT end this process with 0: it was asked to, and did."""
+def exit_cleanly_on_signals() -> None:
+    """Have SIGTERM and SIGINT end this process with status 0 from now on: it was asked to end, and did."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))

@@ -16,7 +16,7 @@ from layertap.service.app import create_app
 from layertap.service.config.configuration import Configuration
 from layertap.service.engine.engine import Engine
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.http.server_options import make_server_options
+from layertap.service.http.server_config import make_server_config
 from layertap.service.settings import Settings
 
 STARTUP_TRIES = 600
@@ -51,7 +51,7 @@ def serving(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     chosen = Settings(**settings)
     app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
-    server = uvicorn.Server(uvicorn.Config(app, **make_server_options(chosen) | {"timeout_graceful_shutdown": 30}))
+    server = uvicorn.Server(make_server_config(app, chosen, timeout_graceful_shutdown=30))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

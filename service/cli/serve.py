@@ -37,7 +37,7 @@ def serve(
     """Start the server."""
     from layertap.service import signals
 
-    signals.ends_with_0()  # what is imported from here on takes seconds
+    signals.exit_cleanly_on_signals()  # what is imported from here on takes seconds
     settings, configuration, fetcher = check_setup(
         host=host, port=port, config=config, log_level=log_level, root_path=root_path
     )
@@ -63,12 +63,10 @@ def _run(
     settings: Settings, configuration: Configuration | None, fetcher: Fetcher, listeners: Sequence[socket]
 ) -> NoReturn:
     """Serve until the process ends."""
-    import uvicorn
-
     from layertap.service import allocator
     from layertap.service.app import create_app
     from layertap.service.cli.startup import StartupSummary
-    from layertap.service.http.server_options import make_server_options
+    from layertap.service.http.server_config import make_server_config
     from layertap.service.process import Server
 
     allocator.keep_large_blocks()
@@ -78,13 +76,13 @@ def _run(
     gc.freeze()
     manager: ModelManager = app.state.engine.manager
     server = Server(
-        uvicorn.Config(app, **make_server_options(settings)),
+        make_server_config(app, settings),
         lambda: manager.alive,
         manager.abort_loading,
         manager.withdraw_readiness,
         _choose_drain_delay(settings),
     )
-    server.work(listeners)
+    server.run_until_stopped(listeners)
 
 
 def _choose_drain_delay(settings: Settings) -> float:

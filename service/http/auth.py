@@ -39,7 +39,9 @@ class Keyring:
         self._salt = os.urandom(16)
         # A key that is in both lists is an administrator's, and is counted once.
         kinds = dict.fromkeys(settings.api_keys, False) | dict.fromkeys(settings.admin_keys, True)
-        self._known = [ApiKey(self._digest(key.encode()), admin, _bucket(settings)) for key, admin in kinds.items()]
+        self._api_keys = [
+            ApiKey(self._digest(key.encode()), admin, _make_bucket(settings)) for key, admin in kinds.items()
+        ]
 
     def authorize(self, path: str, headers: Headers) -> bool:
         """Whether the caller is an administrator.
@@ -48,35 +50,35 @@ class Keyring:
         often. Without any configured key the server is reachable from this machine only, and whoever reaches it may do
         everything, but for pages of other sites that a browser there shows (ForbiddenError).
         """
-        if not self._known:
+        if not self._api_keys:
             if path not in OPEN_PATHS and headers.get("sec-fetch-site") == CROSS_SITE:
                 raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
             return True
         if path in OPEN_PATHS:
             return False
-        key = _key(headers)
+        key = _read_key(headers)
         if key is None:
             raise KeyMissingError("this server asks for an API key", hint=HINT)
-        known = self._find(key)
-        if known is None:
+        api_key = self._find(key)
+        if api_key is None:
             raise KeyMissingError("this API key is not known", hint=HINT)
-        seconds = known.bucket.take(time.monotonic()) if known.bucket else 0.0
+        seconds = api_key.bucket.take(time.monotonic()) if api_key.bucket else 0.0
         if seconds:
             raise KeyRateError("this API key is used too often", retry_after=seconds, hint="wait, as Retry-After says")
-        return known.admin
+        return api_key.admin
 
     def _find(self, key: str) -> ApiKey | None:
         # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
         digest = self._digest(key.encode("latin-1"))  # the bytes as they came
-        found = [known for known in self._known if hmac.compare_digest(known.digest, digest)]
-        return found[0] if found else None
+        matches = [each for each in self._api_keys if hmac.compare_digest(each.digest, digest)]
+        return matches[0] if matches else None
 
     def _digest(self, key: bytes) -> bytes:
         return blake2b(key, key=self._salt, digest_size=32).digest()
 
 
-def require_admin(request: Request) -> None:
-    """ForbiddenError unless the caller is an administrator."""
+async def require_admin(request: Request) -> None:
+    """A dependency of routes: ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
     # Browsers that say no more than where a page is from.
@@ -84,13 +86,13 @@ def require_admin(request: Request) -> None:
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 
-def _bucket(settings: Settings) -> TokenBucket | None:
+def _make_bucket(settings: Settings) -> TokenBucket | None:
     if settings.key_rate is None:
         return None
     return TokenBucket(settings.key_rate, settings.key_burst or math.ceil(settings.key_rate))
 
 
-def _key(headers: Headers) -> str | None:
+def _read_key(headers: Headers) -> str | None:
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip(BLANKS):
         return token.strip(BLANKS)

@@ -35,13 +35,13 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
     limit = settings.max_body_bytes
     announced = request.headers.get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
-        raise _too_large(announced[:20], limit)
+        raise _too_large_error(announced[:20], limit)
     chunks = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             async for chunk in request.stream():
                 if len(chunks) + len(chunk) > limit:
-                    raise _too_large(f"more than {limit}", limit)
+                    raise _too_large_error(f"more than {limit}", limit)
                 reserve(len(chunk))
                 chunks += chunk
     except TimeoutError:
@@ -56,21 +56,23 @@ def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[M
 
     Computes, so it belongs in a thread.
     """
-    most = settings.max_inputs + 1
+    max_parts = settings.max_inputs + 1
     # A part without a file name is text to the parser; as latin-1 its bytes come through whatever they are.
-    latin = Headers({"content-type": f"{headers['content-type']}; charset={LATIN}"})
-    parser = _InMemory(latin, _once(body), max_files=most, max_fields=most, max_part_size=len(body) + 1)
+    headers = Headers({"content-type": f"{headers['content-type']}; charset={LATIN}"})
+    parser = _InMemoryParser(
+        headers, _stream_once(body), max_files=max_parts, max_fields=max_parts, max_part_size=len(body) + 1
+    )
     try:
-        found = asyncio.run(_parsed(parser))
+        parts = asyncio.run(_read_parts(parser))
     except MultiPartException as error:
         if error.message.startswith("Too many"):
-            raise _too_many(settings.max_inputs) from None
-        raise _broken() from None
+            raise _too_many_parts_error(settings.max_inputs) from None
+        raise _broken_error() from None
     except (KeyError, ValueError):
-        raise _broken() from None
+        raise _broken_error() from None
     if not body.rstrip().endswith(b"--"):
-        raise _broken()
-    return found
+        raise _broken_error()
+    return parts
 
 
 def get_media_type(content_type: str) -> str:
@@ -78,7 +80,7 @@ def get_media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip(" \t").lower()
 
 
-async def _parsed(parser: MultiPartParser) -> list[MultipartPart]:
+async def _read_parts(parser: MultiPartParser) -> list[MultipartPart]:
     form = await parser.parse()
     try:
         return [
@@ -91,23 +93,23 @@ async def _parsed(parser: MultiPartParser) -> list[MultipartPart]:
         await form.close()
 
 
-class _InMemory(MultiPartParser):
+class _InMemoryParser(MultiPartParser):
     spool_max_size = 2**62  # the body is in memory and bounded already: nothing goes to a disk
 
 
-async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+async def _stream_once(body: bytes) -> AsyncGenerator[bytes, None]:
     yield body
 
 
-def _broken() -> BadRequestError:
+def _broken_error() -> BadRequestError:
     return BadRequestError("the multipart body is broken", hint="let the client library write it, boundary included")
 
 
-def _too_many(limit: int) -> TooLargeError:
+def _too_many_parts_error(limit: int) -> TooLargeError:
     return TooLargeError(
         f"a multipart body has at most {limit} pictures beside its part 'request'", hint="send them in several requests"
     )
 
 
-def _too_large(figure: str, limit: int) -> TooLargeError:
-    return TooLargeError(f"the body has {figure} bytes, the limit is {limit}", hint="send fewer or smaller inputs")
+def _too_large_error(size: str, limit: int) -> TooLargeError:
+    return TooLargeError(f"the body has {size} bytes, the limit is {limit}", hint="send fewer or smaller inputs")

@@ -18,27 +18,27 @@ async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) ->
 
     The body must have been read: all that is received after it is the end of the connection.
     """
-    task, gone = asyncio.current_task(), False
+    task, disconnected = asyncio.current_task(), False
     assert task is not None  # noqa: S101  (a coroutine that runs is some task's)
 
-    async def watch() -> None:
-        nonlocal gone
-        await _end(request)
-        gone = True
+    async def cancel_on_disconnect() -> None:
+        nonlocal disconnected
+        await _wait_for_disconnect(request)
+        disconnected = True
         task.cancel()
 
-    watching = asyncio.ensure_future(watch())
+    watcher = asyncio.ensure_future(cancel_on_disconnect())
     try:
         return await work
     except asyncio.CancelledError:
         # As asyncio.timeout does it: whoever else cancelled the task is heard.
-        if gone and not task.uncancel():
+        if disconnected and not task.uncancel():
             raise ClientGoneError("the client closed the connection") from None
         raise
     finally:
-        watching.cancel()
+        watcher.cancel()
 
 
-async def _end(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

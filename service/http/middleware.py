@@ -1,4 +1,4 @@
-"""What surrounds every request: id, key, headers that are always there, a line in the log, figures. Pure ASGI."""
+"""Around each request: id, key, headers that are always there, a line in the log, figures. Pure ASGI."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from layertap.models.errors import clear_tracebacks, escape
+from layertap.models.errors import escape
 from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, UnavailableError
 from layertap.service.http.auth import Keyring
-from layertap.service.http.problems import bug_response, error_response, forward_error_response
+from layertap.service.http.problems import make_error_response
 from layertap.service.http.security_headers import SECURITY_HEADERS
 from layertap.service.metrics import OTHER, Metrics
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap.access")
-ALWAYS = ((b"vary", b"Accept"), *SECURITY_HEADERS)
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
@@ -36,7 +34,7 @@ class RequestContextMiddleware:
     def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
         self.app = app
         self.root_path = settings.root_path
-        self.keys = Keyring(settings)
+        self.keyring = Keyring(settings)
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,74 +42,116 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begun = time.perf_counter()
-        scope = _beneath(self.root_path, scope)
+        scope = _strip_root_path(self.root_path, scope)
         headers = Headers(scope=scope)
         state = scope["state"] = {
             **scope.get("state", {}),
-            "request_id": _id(headers),
+            "request_id": _choose_request_id(headers),
             "admin": False,
             "timings": {},
             "notes": {},
             "until_sent": (until_sent := ExitStack()),
         }
+        exchange = _Exchange(scope, receive, send)
         # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
-        asked = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
-        status = received = sent = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            return message
-
-        async def dressed(message: Message) -> None:
-            nonlocal status, sent
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                _dress(message, state, begun)
-            size = len(message.get("body", b""))
-            if size > LARGE and not message.get("more_body"):
-                await send({**message, "more_body": True})
-                message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
-            await send(message)
-            sent += size if scope["method"] != "HEAD" else 0
-
+        app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         try:
-            state["admin"] = self.keys.authorize(scope["path"], headers)
+            state["admin"] = self.keyring.authorize(scope["path"], headers)
         except (KeyMissingError, KeyRateError, ForbiddenError) as error:
-            await error_response(error, state["request_id"])(scope, counted, dressed)
+            await exchange.send_error(error)
         else:
-            await self._answered(asked, counted, dressed, lambda: status == 0)
+            await self._call_app(app_scope, exchange)
         finally:
             until_sent.close()
-            seconds = time.perf_counter() - begun
-            self.metrics.request(_route(asked), status, seconds, state["timings"], received, sent)
-            _log(scope, status, seconds)
+            seconds = exchange.seconds
+            self.metrics.request(
+                _find_template(app_scope),
+                exchange.status,
+                seconds,
+                state["timings"],
+                exchange.received_bytes,
+                exchange.sent_bytes,
+            )
+            _log_request(scope, exchange.status, seconds)
 
-    async def _answered(self, scope: Scope, receive: Receive, send: Send, silent: Callable[[], bool]) -> None:
+    async def _call_app(self, scope: Scope, exchange: _Exchange) -> None:
         """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
-        request_id = scope["state"]["request_id"]
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:  # by a server that ends and waits no longer
-            if not silent():
+            if exchange.status:
                 raise
-            error = UnavailableError("the server is shutting down", retry_after=1.0)
-            await error_response(error, request_id)(scope, receive, send)
-        except ForwardError as error:
-            log.exception("a model's forward raised", extra={"fields": {"request_id": request_id}})
-            clear_tracebacks(error)
-            if silent():
-                await forward_error_response(error, request_id)(scope, receive, send)
+            await exchange.send_error(UnavailableError("the server is shutting down", retry_after=1.0))
         except Exception as error:
-            log.exception("bug", extra={"fields": {"request_id": request_id}})
-            clear_tracebacks(error)
-            if silent():
-                await bug_response(request_id)(scope, receive, send)
+            message = "a model's forward raised" if isinstance(error, ForwardError) else "bug"
+            log.exception(message, extra={"fields": {"request_id": scope["state"]["request_id"]}})
+            await exchange.send_error(error)
 
 
-def _beneath(root_path: str, scope: Scope) -> Scope:
+class _Exchange:
+    """A request and its reply on their way: both are counted, and the reply gets the headers that are always there."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.status = 0  # until a reply begins
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the request's head."""
+        return time.perf_counter() - self._begun
+
+    async def receive(self) -> Message:
+        """The next piece of the request."""
+        message = await self._receive()
+        self.received_bytes += len(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a piece of the reply."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            state = self._scope["state"]
+            message["headers"] = [
+                *message.get("headers", ()),  # nothing inside sets those that follow
+                *make_context_headers(state["request_id"], self._format_timing(state)),
+            ]
+        size = len(message.get("body", b""))
+        if size > LARGE and not message.get("more_body"):
+            await self._send({**message, "more_body": True})
+            message = {"type": message["type"]}  # uvicorn waits for the peer before it takes one more
+        await self._send(message)
+        self.sent_bytes += size if self._scope["method"] != "HEAD" else 0
+
+    async def send_error(self, error: Exception) -> None:
+        """Reply with an error, unless a reply has begun."""
+        response = make_error_response(error, self._scope["state"]["request_id"])
+        if not self.status:
+            await response(self._scope, self.receive, self.send)
+
+    def _format_timing(self, state: dict[str, Any]) -> str:
+        """The value of ``Server-Timing``."""
+        entries = [f"{name};dur={milliseconds:.2f}" for name, milliseconds in state["timings"].items()]
+        entries.append(f"total;dur={self.seconds * 1000:.2f}")
+        entries += [f'{name};desc="{text}"' for name, text in state["notes"].items()]
+        return ", ".join(entries)
+
+
+def make_context_headers(request_id: str, timing: str) -> list[tuple[bytes, bytes]]:
+    """The headers that every reply has, beside those of its body; ``timing`` is the value of ``Server-Timing``."""
+    return [
+        (b"x-request-id", request_id.encode("latin-1")),
+        (b"server-timing", timing.encode("latin-1")),
+        (b"vary", b"Accept"),
+        *SECURITY_HEADERS,
+    ]
+
+
+def _strip_root_path(root_path: str, scope: Scope) -> Scope:
     """A request as if the server stood at the root: with the prefix taken off, once, where the proxy has left it on.
 
     Keys and routes are looked up after this alone, so that they never mean different paths.
@@ -120,31 +160,18 @@ def _beneath(root_path: str, scope: Scope) -> Scope:
     return {**scope, "path": tail or "/"} if len(tail) < len(scope["path"]) and tail[:1] in ("", "/") else scope
 
 
-def _dress(message: Message, state: dict[str, Any], begun: float) -> None:
-    """Nothing inside sets these headers."""
-    entries = [f"{name};dur={milliseconds:.2f}" for name, milliseconds in state["timings"].items()]
-    entries.append(f"total;dur={(time.perf_counter() - begun) * 1000:.2f}")
-    entries += [f'{name};desc="{text}"' for name, text in state["notes"].items()]
-    message["headers"] = [
-        *message.get("headers", ()),
-        (b"x-request-id", state["request_id"].encode("latin-1")),
-        (b"server-timing", ", ".join(entries).encode("latin-1")),
-        *ALWAYS,
-    ]
-
-
-def _id(headers: Headers) -> str:
+def _choose_request_id(headers: Headers) -> str:
     """The caller's own id where it is harmless, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if 0 < len(given) <= 64 and ID_CHARACTERS.issuperset(given) else uuid.uuid4().hex
+    request_id = headers.get("x-request-id", "")
+    return request_id if 0 < len(request_id) <= 64 and ID_CHARACTERS.issuperset(request_id) else uuid.uuid4().hex
 
 
-def _route(scope: Scope) -> str:
+def _find_template(scope: Scope) -> str:
     """The template of the route that was found; never the path, which callers choose."""
     return getattr(scope.get("route"), "path", OTHER)
 
 
-def _log(scope: Scope, status: int, seconds: float) -> None:
+def _log_request(scope: Scope, status: int, seconds: float) -> None:
     log.info(
         "request",
         extra={

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
@@ -41,6 +42,7 @@ from layertap.service.schemas.validation_errors import convert_errors
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 16
 MAX_BODY = 1000
+BUG_DETAIL = "something went wrong in the server; its log has the details"
 
 
 def make_problem(
@@ -63,55 +65,49 @@ def make_problem(
     }
     faults = faults or ((Fault(detail, hint),) if hint else ())
     shown = body["errors"] = [format_fault(fault) for fault in faults[:MAX_FAULTS]]
-    while len(data := orjson.dumps(body | _left_out(faults, shown))) > MAX_BODY and shown:
+    while len(data := orjson.dumps(body | _count_left_out(faults, shown))) > MAX_BODY and shown:
         shown.pop()
     return Response(data, status, headers, MEDIA_TYPE)
 
 
-def error_response(error: LayertapError, request_id: str) -> Response:
-    """The reply to an error of the tree, by the table; of the error nothing else is left."""
+def make_error_response(error: Exception, request_id: str) -> Response:
+    """The reply to an error, by the table; of the error nothing else is left.
+
+    What is no error of the tree is a bug, of the server or of a model: its caller hears just that.
+    """
     clear_tracebacks(error)
     status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+    if not isinstance(error, LayertapError):
+        detail = f"{error}; {IN_THE_LOG}" if isinstance(error, ForwardError) else BUG_DETAIL
+        return make_problem(status, kind, detail, request_id)
     headers = dict(HEADERS.get(status, {}))
     if isinstance(error, RetryLaterError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return make_problem(status, kind, error.detail, request_id, hint=error.hint, faults=error.faults, headers=headers)
 
 
-def bug_response(request_id: str) -> Response:
-    """The reply where the server itself is wrong."""
-    return make_problem(500, "bug", "something went wrong in the server; its log has the details", request_id)
-
-
-def forward_error_response(error: ForwardError, request_id: str) -> Response:
-    """The reply where a model's own code is wrong."""
-    return make_problem(500, "model-raised", f"{error}; {IN_THE_LOG}", request_id)
-
-
-def install(app: FastAPI) -> None:
-    """Let every error of the app be answered here."""
-    app.add_exception_handler(LayertapError, _layertap)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-
-
 def get_request_id(request: Request) -> str:
-    """The id that the outermost layer gave the request."""
+    """The id that ``RequestContextMiddleware`` gave the request."""
     return str(request.scope.get("state", {}).get("request_id", ""))
 
 
-async def _layertap(request: Request, error: Exception) -> Response:
-    assert isinstance(error, LayertapError)  # noqa: S101  (the handler's registration says so)
-    return error_response(error, get_request_id(request))
+def format_fault(fault: Fault) -> dict[str, Any]:
+    """A fault as it stands in ``errors``: cut, and without what it does not have."""
+    cut = {key: value[:300] if isinstance(value, str) else value for key, value in asdict(fault).items()}
+    return {key: value for key, value in cut.items() if value is not None and value != ""}
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)  # noqa: S101
+async def _handle_layertap_error(request: Request, error: Exception) -> Response:
+    return make_error_response(error, get_request_id(request))
+
+
+async def _handle_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101  (the table below says so)
     faults = convert_errors(error.errors())
     return make_problem(422, "invalid-request", faults[0].detail, get_request_id(request), faults=faults)
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _handle_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101
     details = {404: "there is no such route", 405: "this route does not take that method"}
     detail = details.get(error.status_code, "the request was refused")
@@ -121,15 +117,15 @@ async def _http(request: Request, error: Exception) -> Response:
     return make_problem(status, "http", detail, get_request_id(request), hint=hint, headers=headers)
 
 
-def _left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
+def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
     return {"more_errors": len(faults) - len(shown)} if len(shown) < len(faults) else {}
 
 
-def format_fault(fault: Fault) -> dict[str, Any]:
-    """A fault as it stands in ``errors``: cut, and without what it does not have."""
-    cut = {key: value[:300] if isinstance(value, str) else value for key, value in asdict(fault).items()}
-    return {key: value for key, value in cut.items() if value is not None and value != ""}
-
+EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
+    LayertapError: _handle_layertap_error,
+    RequestValidationError: _handle_validation_error,
+    HTTPException: _handle_http_exception,
+}
 
 STATUS: dict[type[BaseException], tuple[int, str]] = {
     BadRequestError: (400, "bad-request"),
@@ -148,6 +144,8 @@ STATUS: dict[type[BaseException], tuple[int, str]] = {
     UnavailableError: (503, "unavailable"),
     DeadlineError: (504, "deadline"),
     LayertapError: (500, "bug"),
+    ForwardError: (500, "model-raised"),
+    Exception: (500, "bug"),
 }
 
 HEADERS: dict[int, dict[str, str]] = {

@@ -13,8 +13,8 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from layertap.service.http.middleware import make_context_headers
 from layertap.service.http.problems import make_problem
-from layertap.service.http.security_headers import SECURITY_HEADERS
 from layertap.service.settings import Settings
 
 MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
@@ -280,10 +280,7 @@ class Connection(HttpToolsProtocol):
             *self.server_state.default_headers,
             *reply.raw_headers,
             (b"connection", b"close"),
-            (b"x-request-id", request_id.encode()),
-            (b"server-timing", b"total;dur=0"),
-            (b"vary", b"Accept"),
-            *SECURITY_HEADERS,
+            *make_context_headers(request_id, "total;dur=0"),
         ]
         lines = b"".join(b"%b: %b\r\n" % field for field in headers)
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))

@@ -12,7 +12,7 @@ from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.settings import Settings
 
 HEADER = "X-Request-Timeout"
-FEWER = "come again later, or send fewer inputs at once"
+SEND_FEWER = "come again later, or send fewer inputs at once"
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Timeout:
     @classmethod
     def parse(cls, headers: Headers, settings: Settings) -> Timeout:
         """What a request's head says, from now on; RequestError."""
-        return cls._from_now(_seconds(headers), settings.deadline_s)
+        return cls._from_now(_parse_seconds(headers), settings.deadline_s)
 
     @classmethod
-    def longest(cls, settings: Settings) -> Timeout:
+    def from_settings(cls, settings: Settings) -> Timeout:
         """The server's own limit, from now on."""
         return cls._from_now(settings.deadline_s, settings.deadline_s)
 
@@ -38,18 +38,20 @@ class Timeout:
         shorter = min(seconds, limit)
         return cls(shorter, limit, time.monotonic() + shorter)
 
-    def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = FEWER) -> None:
+    def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = SEND_FEWER) -> None:
         """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else."""
-        own = self.seconds < self.limit
-        whose = f"the {HEADER} of {self.seconds:g} s" if own else f"this server's limit of {self.limit:g} s"
-        error.detail += f" ({whose})"
-        enough = own and error.needed_s <= self.limit
+        is_callers = self.seconds < self.limit
+        source = f"the {HEADER} of {self.seconds:g} s" if is_callers else f"this server's limit of {self.limit:g} s"
+        error.detail += f" ({source})"
+        more_time_helps = is_callers and error.needed_s <= self.limit
         error.hint = (
-            f"allow more time by {HEADER}, at most {self.limit:g} s, or come again later" if enough else otherwise
+            f"allow more time by {HEADER}, at most {self.limit:g} s, or come again later"
+            if more_time_helps
+            else otherwise
         )
 
 
-def _seconds(headers: Headers) -> float:
+def _parse_seconds(headers: Headers) -> float:
     text = headers.get(HEADER)
     if text is None:
         return float("inf")

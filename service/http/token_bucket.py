@@ -10,12 +10,12 @@ class TokenBucket:
         self._rate = rate
         self._burst = burst
         self._tokens = float(burst)
-        self._at = float("-inf")
+        self._filled_at = float("-inf")
 
     def take(self, now: float) -> float:
         """Take a token: 0, or in how many seconds there will be one."""
-        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate)
-        self._at = now
+        self._tokens = min(self._burst, self._tokens + max(0.0, now - self._filled_at) * self._rate)
+        self._filled_at = now
         if self._tokens < 1:
             return (1 - self._tokens) / self._rate
         self._tokens -= 1

@@ -17,9 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from layertap.models.digits import spec as digits
-from layertap.service.http.server_options import make_server_options
+from layertap.service.http.server_config import make_server_config
 from layertap.service.http.sockets import stop_connecting
 from layertap.service.process import Server
 from layertap.service.settings import Settings
@@ -37,27 +38,25 @@ MOST = 100_000  # requests of a client
 CLIENTS = 8
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 BUSY = """
-import uvicorn
-from layertap.service.http.server_options import options
+from layertap.service.http.server_config import make_server_config
 from layertap.service.http.sockets import bind
 from layertap.service.process import Server
 from layertap.service.settings import Settings
-from layertap.service.signals import ends_with_0
+from layertap.service.signals import exit_cleanly_on_signals
 
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body"})
 
 (listener,) = bind("127.0.0.1", 0)
-ends_with_0()
+exit_cleanly_on_signals()
 print(listener.getsockname()[1], flush=True)
-chosen = uvicorn.Config(app, lifespan="off", **options(Settings()))
-Server(chosen, lambda: True, lambda: print("ending", flush=True), delay=0.2).work([listener])
+config = make_server_config(app, Settings(), lifespan="off")
+Server(config, lambda: True, lambda: print("ending", flush=True), delay=0.2).run_until_stopped([listener])
 """
 STALLED = """
 import asyncio, socket, sys, threading, time
-import uvicorn
-from layertap.service.http.server_options import options
+from layertap.service.http.server_config import make_server_config
 from layertap.service.http.sockets import bind
 from layertap.service.process import ACCEPT_S, Server
 from layertap.service.settings import Settings
@@ -84,10 +83,10 @@ ours, theirs = socket.socketpair()
 theirs.sendall(b"x")
 (listener,) = bind("127.0.0.1", 0)
 listener.setsockopt(socket.SOL_SOCKET, int(sys.argv[1]), 1)  # whoever connects is let in, as after a long way
-chosen = uvicorn.Config(app, lifespan="off", callback_notify=stop, timeout_notify=0, **options(Settings()))
-server = Server(chosen, lambda: True, lambda: None)
+config = make_server_config(app, Settings(), lifespan="off", callback_notify=stop, timeout_notify=0)
+server = Server(config, lambda: True, lambda: None)
 threading.Timer(0, lambda: setattr(server, "should_exit", True)).start()
-server.work([listener])
+server.run_until_stopped([listener])
 """
 SENDING = """
 import socket, sys
@@ -227,7 +226,7 @@ def test_another_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as other:
             other.delattr(uvicorn.Server, name)
             with pytest.raises(RuntimeError, match=name):
-                make_server_options(Settings())
+                make_server_config(FastAPI(), Settings())
 
 
 def test_connections_at_the_end() -> None:

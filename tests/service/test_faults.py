@@ -20,7 +20,7 @@ from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.metrics import Metrics
-from layertap.service.process import FAILED
+from layertap.service.process import EXIT_FAILED
 from layertap.service.settings import Settings
 from tests.nets import INPUTS
 from tests.server import Live
@@ -48,7 +48,7 @@ import asyncio
 import sys
 import uvicorn
 from layertap.service.process import Server
-from layertap.service.signals import ends_with_0
+from layertap.service.signals import exit_cleanly_on_signals
 
 asked = []
 
@@ -66,8 +66,8 @@ def alive():
 def on_end():
     print("ending", flush=True)
 
-ends_with_0()
-Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_end).work()
+exit_cleanly_on_signals()
+Server(uvicorn.Config(app, port=0, lifespan="off", access_log=False), alive, on_end).run_until_stopped()
 """
 ASKED_AGAIN = """
 import multiprocessing
@@ -76,7 +76,7 @@ import sys
 import threading
 import uvicorn
 from layertap.service.process import Server
-from layertap.service.signals import ends_with_0
+from layertap.service.signals import exit_cleanly_on_signals
 
 forks = multiprocessing.get_context("fork")
 ready = forks.Event()
@@ -99,8 +99,8 @@ forks.Process(target=child, daemon=True).start()
 ready.wait()  # for what it does when it is told to end
 if "stuck" in sys.argv:
     threading.Thread(target=threading.Event().wait).start()
-ends_with_0()
-Server(uvicorn.Config(app, port=0, lifespan="off"), lambda: "failing" not in sys.argv, lambda: None).work()
+exit_cleanly_on_signals()
+Server(uvicorn.Config(app, port=0, lifespan="off"), lambda: "failing" not in sys.argv, lambda: None).run_until_stopped()
 """
 DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 
@@ -199,12 +199,12 @@ def test_status(hanging: bool) -> None:
         url = next(line.split()[4] for line in running.stderr if "Uvicorn running on" in line)
         with httpx.stream("GET", url) as reply:
             assert next(reply.iter_text()) == "last words"
-            assert running.wait(2 * LOST_S) == FAILED
+            assert running.wait(2 * LOST_S) == EXIT_FAILED
         assert running.stdout is not None
         assert running.stdout.read() == "ending\n"
 
 
-@pytest.mark.parametrize(("way", "status"), [("failing", FAILED), ("stuck", 0)])
+@pytest.mark.parametrize(("way", "status"), [("failing", EXIT_FAILED), ("stuck", 0)])
 def test_asked_again_at_the_very_end(way: str, status: int) -> None:
     """A signal while the children of a process are told to end changes neither its status nor how soon it ends."""
     words = [sys.executable, "-c", ASKED_AGAIN, way]
@@ -233,7 +233,7 @@ def test_end_by_itself(tmp_path: Path, way: str) -> None:
             send_when_accepted(build_row_request(server.url, "doomed", mark(way)))
             wait_until(lambda: has_left(server.url))
             after = crowd.count
-            assert server.running.wait(LOST_S) == FAILED
+            assert server.running.wait(LOST_S) == EXIT_FAILED
         check_end(crowd, after)
         said = [line["message"] for line in server.logged() if line["level"] == "critical"]
         assert said == (["a thread died"] if way == "thread" else []) + ["the server has to be restarted"]

@@ -96,7 +96,7 @@ async def list_layers(
     """Every layer in execution order; shapes are those of one row."""
     listing_format = negotiate(request.headers.get("accept"), None, LISTING_FORMATS)
     parsing.Query.parse(request.scope["query_string"]).check(FILTERS)
-    timeout = Timeout.longest(engine.settings)
+    timeout = Timeout.from_settings(engine.settings)
     model = await engine.manager.get_model(name, timeout.deadline)
     try:
         data = await engine.run_in_thread(

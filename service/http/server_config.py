@@ -1,0 +1,58 @@
+"""How uvicorn runs: bounds on heads, time to end, and the connections' own protocol."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from layertap.service.settings import Settings
+
+SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end within less; supervisors wait as long
+PROTOCOL_METHODS = (  # of uvicorn's protocol, overridden by ours
+    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    *("timeout_keep_alive_handler", "shutdown"),
+)
+SERVER_METHODS = ("run", "startup", "shutdown", "handle_exit", "on_tick")  # overridden or called by ours
+KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
+
+
+def make_server_config(app: ASGIApp, settings: Settings, **options: Any) -> uvicorn.Config:
+    """What uvicorn is told; ``options`` are more of its own. RuntimeError where uvicorn is not as it has to be."""
+    _require_methods(uvicorn.Server, SERVER_METHODS)
+    return uvicorn.Config(
+        app,
+        **{
+            "http": _choose_protocol(settings),
+            "ws": "none",
+            "log_config": None,
+            "access_log": False,
+            "server_header": False,
+            "proxy_headers": False,  # nobody asks where a client is
+            "timeout_graceful_shutdown": math.ceil(SHUTDOWN_SHARE * settings.deadline_s),
+            "timeout_keep_alive": KEEP_ALIVE_S,
+            "h11_max_incomplete_event_size": settings.max_head_bytes,
+            **options,
+        },
+    )
+
+
+def _choose_protocol(settings: Settings) -> Any:
+    if sys.platform == "win32":
+        return "h11"
+    from layertap.service.http.protocol import Connection
+
+    _require_methods(Connection.__mro__[1], PROTOCOL_METHODS)
+    return partial(Connection, settings=settings)
+
+
+def _require_methods(parent: type, names: Iterable[str]) -> None:
+    missing = [name for name in names if not hasattr(parent, name)]
+    if missing:  # an override of what is gone would just never be called
+        raise RuntimeError(f"this version of uvicorn has no {', '.join(missing)} to override")
