@@ -17,7 +17,7 @@ from layertap.service.engine.fair_share import FairShare
 from layertap.service.engine.waiting import WaitingEntries, WaitingRequests, urgency
 
 Clock = Callable[[], float]
-MAX_WAIT_IN_FORWARDS = 2.0  # what waited longer is ready: seconds since it came, divided by an efficient forward's
+MAX_WAIT_IN_FORWARDS = 2.0  # from then on a request is ready: seconds it waited, divided by an efficient forward's
 
 
 class Batcher:
@@ -38,12 +38,25 @@ class Batcher:
         self._running_decodes = 0
         self._fair_share = FairShare()
 
-    # What waits
+    # Devices and limits
 
     def add_device(self, name: str, device: DeviceSlots) -> None:
         """Know of a device; one that is known stays as it is."""
         if name not in self._devices:
             self._devices[name], self._free_slots[name] = device, device.slots
+
+    def count_parallel_batches(self, device: str, slots: int) -> int:
+        """How many batches of so many slots a device computes at the same time."""
+        device_slots = self._devices[device]
+        return device_slots.slots // slots if device_slots.parallel else 1
+
+    @staticmethod
+    def reduce_max_rows(queue: BatchQueue, rows: int) -> None:
+        """Lower a queue's limit after so many rows did not fit into memory: to half of them, if it is not lower."""
+        queue.max_rows = max(1, min(queue.max_rows, rows // 2))
+        queue.padded_rows = queue.padded_rows and min(queue.padded_rows, queue.max_rows)
+
+    # What waits
 
     def add(self, request: QueuedRequest) -> None:
         """Let a request wait for its forward."""
@@ -78,17 +91,6 @@ class Batcher:
     def count_waiting_rows(self, model: str) -> int:
         """Rows of a model that are in no batch yet."""
         return sum(waiting.rows for queue, waiting in self._waiting.items() if queue.model == model)
-
-    def count_parallel_batches(self, device: str, slots: int) -> int:
-        """How many batches of so many slots a device computes at the same time."""
-        known = self._devices[device]
-        return known.slots // slots if known.parallel else 1
-
-    @staticmethod
-    def reduce_max_rows(queue: BatchQueue, rows: int) -> None:
-        """So many rows did not fit into memory."""
-        queue.max_rows = max(1, min(queue.max_rows, rows // 2))
-        queue.padded_rows = queue.padded_rows and min(queue.padded_rows, queue.max_rows)
 
     # What starts
 
@@ -182,7 +184,7 @@ class Batcher:
         candidates = self._waiting[queue].candidates(now)
         return form_batch(candidates, self._devices[queue.device], self._free_slots[queue.device], idle_replicas)
 
-    # What changes
+    # Starting it
 
     def _start_batch(self, batch: Batch) -> Batch:
         model, waiting = batch.queue.model, self._waiting[batch.queue]
