@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ class Receipt:
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
     structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
-    ``how`` tells where attention was had from: "observed" (the model's own softmax), "recomputed" (beside a fused
+    ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
     gradient, the class of each row whose score was its highest, where the objective is of that.
@@ -52,10 +52,10 @@ class Receipt:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
-        return {key: value for key, value in asdict(self).items() if key not in SILENT or value != SILENT[key]}
+        return {key: value for key, value in asdict(self).items() if key not in OMITTED or value != OMITTED[key]}
 
 
-SILENT: dict[str, object] = {
+OMITTED: dict[str, object] = {
     "path": "",
     "layout": None,
     "normalize": False,
@@ -112,16 +112,16 @@ def join_features(parts: Sequence[Features]) -> Features:
     return replace(
         first,
         rows=sum(part.rows for part in parts),
-        arrays={
-            key: _stacked([part.arrays[key] for part in parts], first.receipts[key].row_axis) for key in first.arrays
-        },
-        scales={
-            key: _stacked([part.scales[key] for part in parts], first.receipts[key].row_axis) for key in first.scales
-        },
+        arrays=_join_arrays([part.arrays for part in parts], first.receipts),
+        scales=_join_arrays([part.scales for part in parts], first.receipts),
         errors=tuple(fault for part in parts for fault in part.errors),
         verified=all(part.verified for part in parts),
     )
 
 
-def _stacked(arrays: Sequence[Array], axis: int | None) -> Array:
+def _join_arrays(parts: Sequence[Mapping[str, Array]], receipts: Mapping[str, Receipt]) -> dict[str, Array]:
+    return {key: _concatenate([part[key] for part in parts], receipts[key].row_axis) for key in parts[0]}
+
+
+def _concatenate(arrays: Sequence[Array], axis: int | None) -> Array:
     return arrays[0] if axis is None else np.concatenate(arrays, axis)

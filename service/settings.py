@@ -16,43 +16,43 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from layertap.models.errors import LayertapError
 
 PREFIX = "LAYERTAP_"
-OTHERS = frozenset({"URL"})  # variables with our prefix that are none of a server's: where clients find one
+CLIENT_VARIABLES = frozenset({"URL"})  # not a server's: where clients find one
 KIB, MIB = 2**10, 2**20
-UNITS = {
+SIZE_UNITS = {
     **dict.fromkeys(("", "b"), 1),
     **{f"{letter}ib": 2**power for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)},
     **{f"{letter}b": 10**power for letter, power in zip("kmgt", (3, 6, 9, 12), strict=True)},
 }
-SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
+SIZE_PATTERN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([A-Za-z]*)")
 # What Kubernetes sets in every pod for each service, here for those whose names begin with our own.
 SERVICE_LINK = re.compile(r"(?:.+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.+)?|PORT_[0-9]+_(?:TCP|UDP|SCTP)(?:_[A-Z]+)?)")
 SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://.*")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")  # never percent-encoded
+# By RFC 3986: never percent-encoded.
+UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 # What paths of the server begin with; here, for torch is imported where the routes are made.
 ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"})
-MOST_REPLICAS = 8  # Python runs one thread at a time between operations
+MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
     *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
-Keys = Annotated[tuple[str, ...], NoDecode]
-Hosts = Annotated[tuple[str, ...], NoDecode]
+CommaSeparated = Annotated[tuple[str, ...], NoDecode]
 LogFormat = Literal["auto", "json", "text"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _stripped(texts: Iterable[str]) -> tuple[str, ...]:
+def _strip_all(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(text for text in map(str.strip, texts) if text)
 
 
-def _read(file: Path) -> tuple[str, ...]:
+def _read_keys(file: Path) -> tuple[str, ...]:
     try:
-        keys = _stripped(file.read_text("utf-8-sig").splitlines())
+        keys = _strip_all(file.read_text("utf-8-sig").splitlines())
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from None
     if not keys:  # who names a file wants keys asked for
@@ -60,19 +60,20 @@ def _read(file: Path) -> tuple[str, ...]:
     return keys
 
 
-def _bytes(value: object) -> object:
+def _parse_size(value: object) -> object:
     """A size that is written with a unit as a number of bytes."""
     if not isinstance(value, str):
         return value
-    read = SIZE.fullmatch(value.strip())
-    if read is None or read[2].lower() not in UNITS:
+    match = SIZE_PATTERN.fullmatch(value.strip())
+    if match is None or match[2].lower() not in SIZE_UNITS:
         raise ValueError(
             "a size is a number of bytes of at most 18 digits, or one with a unit: 33554432, 32MiB, 1.5GiB, 500kB"
         )
-    return round(float(read[1]) * UNITS[read[2].lower()]) if "." in read[1] else int(read[1]) * UNITS[read[2].lower()]
+    unit = SIZE_UNITS[match[2].lower()]
+    return round(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
-Bytes = Annotated[int, BeforeValidator(_bytes)]
+Bytes = Annotated[int, BeforeValidator(_parse_size)]
 
 
 class SettingsError(LayertapError):
@@ -92,12 +93,12 @@ class Settings(BaseSettings):
     root_path: str = ""
     api_keys_file: Path | None = None
     admin_keys_file: Path | None = None
-    api_keys: Keys = Field((), repr=False, validate_default=True)
-    admin_keys: Keys = Field((), repr=False, validate_default=True)
+    api_keys: CommaSeparated = Field((), repr=False, validate_default=True)
+    admin_keys: CommaSeparated = Field((), repr=False, validate_default=True)
     key_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
     key_burst: int | None = Field(None, gt=0)
-    allow_urls: Hosts = ()
-    allow_private_urls: Hosts = ()
+    allow_urls: CommaSeparated = ()
+    allow_private_urls: CommaSeparated = ()
 
     max_head_bytes: Bytes = Field(64 * KIB, ge=KIB)
     head_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
@@ -122,9 +123,9 @@ class Settings(BaseSettings):
     batch_memory_bytes: Bytes | None = Field(None, gt=0)
     cache_dir: Path = Field(Path("~/.cache/layertap"), validate_default=True)
     max_loaded_models: int = Field(8, gt=0)
-    cpu_threads: int = Field(default_factory=_cores, gt=0, le=512)
+    cpu_threads: int = Field(default_factory=_count_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
-    replicas: int = Field(default_factory=lambda: min(_cores(), MOST_REPLICAS), gt=0, le=64)
+    replicas: int = Field(default_factory=lambda: min(_count_cores(), MAX_DEFAULT_REPLICAS), gt=0, le=64)
 
     @field_validator("port", mode="before")
     @classmethod
@@ -135,28 +136,29 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys_file", "admin_keys_file")
     @classmethod
-    def _check_file(cls, value: Path | None) -> Path | None:
-        """Read here too, so that what is wrong with a file is told of the variable that names it."""
+    def _check_keys_file(cls, value: Path | None) -> Path | None:
+        """Read here too, so that a mistake in a file is told of the variable that names it."""
         if value is not None:
-            _read(value)
+            _read_keys(value)
         return value
 
     @field_validator("api_keys", "admin_keys", "allow_urls", "allow_private_urls", mode="before")
     @classmethod
-    def _split(cls, value: object, info: ValidationInfo) -> object:
+    def _split_list(cls, value: object, info: ValidationInfo) -> object:
         """Keys and hosts are separated by commas; keys of a file, one a line, come on top."""
-        given = _stripped(value.split(",")) if isinstance(value, str) else value
-        if value and not given:  # who sets it wants keys asked for
+        values = _strip_all(value.split(",")) if isinstance(value, str) else value
+        if value and not values:  # who sets it wants keys asked for
             raise ValueError("there is nothing between the commas")
         file = info.data.get(f"{info.field_name}_file")
-        return (*given, *_read(file)) if file is not None and isinstance(given, (tuple, list)) else given
+        return (*values, *_read_keys(file)) if file is not None and isinstance(values, (tuple, list)) else values
 
     @field_validator("root_path")
     @classmethod
-    def _plain(cls, value: str) -> str:
+    def _check_root_path(cls, value: str) -> str:
         """A path that is written in one way only, and is none of ours: nobody has to guess what a proxy made of it."""
         names = value.split("/")[1:]
-        if value and (value[0] != "/" or any(name in ("", ".", "..") or not PLAIN.issuperset(name) for name in names)):
+        plain = all(name not in ("", ".", "..") and UNRESERVED.issuperset(name) for name in names)
+        if value and (value[0] != "/" or not plain):
             raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
         if value and names[0] in ROUTES:  # with the prefix taken off or left on, two requests would have one path
             raise ValueError(f"/{names[0]} is a path of the server's own: put it beneath another, like '/features'")
@@ -165,21 +167,21 @@ class Settings(BaseSettings):
     @field_validator("key_rate")
     @classmethod
     def _check_key_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
-        known = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
-        if value is not None and len(known) == 2 and not any(known):
+        keys = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
+        if value is not None and len(keys) == 2 and not any(keys):
             raise ValueError("it means nothing without keys: set LAYERTAP_API_KEYS")
         return value
 
     @field_validator("key_burst")
     @classmethod
-    def _of_a_rate(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _check_key_burst(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("key_rate") is None:
             raise ValueError("it means nothing without KEY_RATE")
         return value
 
     @field_validator("cache_dir")
     @classmethod
-    def _at_home(cls, value: Path) -> Path:
+    def _expand_home(cls, value: Path) -> Path:
         return value.expanduser()
 
     @property
@@ -188,16 +190,16 @@ class Settings(BaseSettings):
         return bool(self.api_keys or self.admin_keys)
 
 
-def read_settings(**given: Any) -> Settings:
-    """The settings of the environment, with those that are given in place of theirs; None is not given.
+def read_settings(**overrides: Any) -> Settings:
+    """The settings of the environment, but for those among ``overrides`` that are not None.
 
     SettingsError names every variable that there is no setting for, and every value that can't be.
     """
     mistakes = list(_check_names(os.environ))
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
-        mistakes += [_describe(each) for each in error.errors(include_url=False, include_input=False)]
+        mistakes += [_describe_error(each) for each in error.errors(include_url=False, include_input=False)]
     if mistakes:
         raise SettingsError("\n".join(mistakes))
     return settings
@@ -208,7 +210,7 @@ def _check_names(environment: Mapping[str, str]) -> Iterator[str]:
     known = [name.upper() for name in Settings.model_fields]
     for variable, value in sorted(environment.items()):
         prefix, name = variable[: len(PREFIX)].upper(), variable[len(PREFIX) :].upper()
-        if prefix != PREFIX or name in OTHERS or name in known:
+        if prefix != PREFIX or name in CLIENT_VARIABLES or name in known:
             continue
         link = SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and SERVICE_URL.fullmatch(value))
         if not (link and "KUBERNETES_SERVICE_HOST" in environment):
@@ -216,6 +218,6 @@ def _check_names(environment: Mapping[str, str]) -> Iterator[str]:
             yield f"{variable}: there is no such setting; the nearest is {PREFIX}{nearest}"
 
 
-def _describe(found: ErrorDetails) -> str:
-    reason = str(found["ctx"]["error"]) if found["type"] == "value_error" else found["msg"]
-    return f"{PREFIX}{str(found['loc'][0]).upper()}: {reason}"
+def _describe_error(error: ErrorDetails) -> str:
+    reason = str(error["ctx"]["error"]) if error["type"] == "value_error" else error["msg"]
+    return f"{PREFIX}{str(error['loc'][0]).upper()}: {reason}"

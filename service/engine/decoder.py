@@ -23,7 +23,7 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 from layertap.service.engine import text_rows
 from layertap.service.features import Array
 from layertap.service.inputs.arrays import require_finite
-from layertap.service.inputs.images import Picture, decode_image, decode_reduced, plain_jpeg
+from layertap.service.inputs.images import Picture, decode_image, decode_reduced, get_plain_jpeg_size
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
 from layertap.service.settings import Settings
 
@@ -150,7 +150,7 @@ def _image(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor:
 
 def _on_device(data: bytes, decoder: DeviceDecoder, how: PreprocessSpec, settings: Settings) -> Tensor | None:
     """A picture's row made on the model's GPU; None where it is to be made here, or refused here."""
-    size = plain_jpeg(data, settings.max_pixels, partial(_check_resized, how, settings.max_resized_pixels))
+    size = get_plain_jpeg_size(data, settings.max_pixels, partial(_check_resized, how, settings.max_resized_pixels))
     return None if size is None else decoder.decode_row(data, size)
 
 

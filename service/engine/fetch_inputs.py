@@ -10,7 +10,8 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import Fetched, Items, get_preprocessing
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.fetch.fetcher import DownloadBudget, Fetcher
+from layertap.service.fetch.download_budget import DownloadBudget
+from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 

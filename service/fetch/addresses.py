@@ -14,28 +14,29 @@ def is_allowed(address: Address, private: bool) -> bool:
 
     Never: addresses that stand for others, multicast, link-local, and those where clouds hand out credentials.
     """
-    if _within(address, METADATA):
+    if _is_within(address, METADATA):
         return False
-    if private and _within(address, OWN):
+    if private and _is_within(address, PRIVATE):
         return True
-    known = address.version == 4 or _within(address, GLOBAL_UNICAST)
-    return known and address.is_global and not _within(address, SPECIAL)
+    assigned = address.version == 4 or _is_within(address, GLOBAL_UNICAST)
+    return assigned and address.is_global and not _is_within(address, SPECIAL)
 
 
-def _within(address: Address, networks: Iterable[Network]) -> bool:
+def _is_within(address: Address, networks: Iterable[Network]) -> bool:
     return any(address in network for network in networks)
 
 
-def _networks(*texts: str) -> tuple[Network, ...]:
+def _parse_networks(*texts: str) -> tuple[Network, ...]:
     return tuple(ip_network(text) for text in texts)
 
 
-GLOBAL_UNICAST = _networks("2000::/3")  # beyond it: IPv4-mapped and -compatible, NAT64 (64:ff9b::/96, 64:ff9b:1::/48) …
-OWN = _networks(
+# Beyond it: IPv4-mapped and -compatible, NAT64 (64:ff9b::/96, 64:ff9b:1::/48) …
+GLOBAL_UNICAST = _parse_networks("2000::/3")
+PRIVATE = _parse_networks(
     *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
     *("::1/128", "fc00::/7"),
 )
-METADATA = _networks(
+METADATA = _parse_networks(
     "169.254.0.0/16",
     "100.100.100.200/32",
     "168.63.129.16/32",
@@ -44,7 +45,7 @@ METADATA = _networks(
     "fd00:c1::/32",
     "fd20:ce::/32",
 )
-SPECIAL = _networks(
+SPECIAL = _parse_networks(
     "0.0.0.0/8",  # this network
     "10.0.0.0/8",
     "100.64.0.0/10",  # shared by a provider's customers

@@ -9,39 +9,39 @@ from httpcore import SOCKET_OPTION, AnyIOBackend, AsyncNetworkBackend, AsyncNetw
 
 from layertap.service.fetch.addresses import Address
 
-CONNECT_S = 3.0
-MOST_ADDRESSES = 4
-PIECE = 2**14  # what is read at once: parsing it keeps the event loop for a moment only
-HEAD = 2**16
+CONNECT_TIMEOUT_S = 3.0
+MAX_ADDRESSES = 4
+READ_BYTES = 2**14  # at once: parsing them keeps the event loop for a moment only
+HEAD_BYTES = 2**16
 
 
 class ByteLimiter:
-    """Bytes that arrive on a connection, and how many may: a head, and twice of what it has brought of the body.
+    """Counts the bytes of a connection, and refuses more than a head, and twice of what has come of the body.
 
     Without it chunks of one byte, or heads without end, would keep the parser busy.
     """
 
     def __init__(self) -> None:
         self._received = 0
-        self._most = HEAD
+        self._limit = HEAD_BYTES
 
-    def arrived(self, size: int) -> None:
-        """Count what has come; ReadError where it is more than may."""
+    def add_received(self, size: int) -> None:
+        """Count what has arrived; ReadError where it is more than may."""
         self._received += size
-        if self._received > self._most:
+        if self._received > self._limit:
             raise ReadError("more around the body than in it")
 
-    def brought(self, size: int) -> None:
-        """So many bytes of the body have been read."""
-        self._most += 2 * size
+    def add_body(self, size: int) -> None:
+        """So many bytes of the body have been read: as many more may arrive around them."""
+        self._limit += 2 * size
 
 
 class PinnedTransport(AsyncNetworkBackend):
     """One connection, to the first of some addresses that answers, whatever host is asked for."""
 
-    def __init__(self, addresses: Sequence[Address], meter: ByteLimiter) -> None:
-        self._addresses = addresses[:MOST_ADDRESSES]
-        self._meter = meter
+    def __init__(self, addresses: Sequence[Address], limiter: ByteLimiter) -> None:
+        self._addresses = addresses[:MAX_ADDRESSES]
+        self._limiter = limiter
         self._network = AnyIOBackend()
         self._stream: AsyncNetworkStream | None = None
 
@@ -56,10 +56,10 @@ class PinnedTransport(AsyncNetworkBackend):
         """The connection; ConnectError."""
         for address in self._addresses:
             try:
-                self._stream = await self._network.connect_tcp(str(address), port, CONNECT_S)
+                self._stream = await self._network.connect_tcp(str(address), port, CONNECT_TIMEOUT_S)
             except ConnectError:
                 continue
-            return _Metered(self._stream, self._meter)
+            return _LimitedStream(self._stream, self._limiter)
         raise ConnectError("no address answers")
 
     async def aclose(self) -> None:
@@ -68,14 +68,16 @@ class PinnedTransport(AsyncNetworkBackend):
             await self._stream.aclose()
 
 
-class _Metered(AsyncNetworkStream):
-    def __init__(self, stream: AsyncNetworkStream, meter: ByteLimiter) -> None:
+class _LimitedStream(AsyncNetworkStream):
+    """A stream whose bytes a limiter counts."""
+
+    def __init__(self, stream: AsyncNetworkStream, limiter: ByteLimiter) -> None:
         self._stream = stream
-        self._meter = meter
+        self._limiter = limiter
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
-        data = await self._stream.read(min(max_bytes, PIECE), timeout)
-        self._meter.arrived(len(data))
+        data = await self._stream.read(min(max_bytes, READ_BYTES), timeout)
+        self._limiter.add_received(len(data))
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
@@ -90,7 +92,7 @@ class _Metered(AsyncNetworkStream):
         server_hostname: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> AsyncNetworkStream:
-        return _Metered(await self._stream.start_tls(ssl_context, server_hostname, timeout), self._meter)
+        return _LimitedStream(await self._stream.start_tls(ssl_context, server_hostname, timeout), self._limiter)
 
     def get_extra_info(self, info: str) -> object:
         return self._stream.get_extra_info(info)

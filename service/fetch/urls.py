@@ -42,37 +42,37 @@ class FetchTarget:
 
 @dataclass(frozen=True)
 class AllowedHost:
-    """One entry of ``LAYERTAP_ALLOW_URLS``: a name or an address, or with ``below`` all names under one.
+    """One entry of ``LAYERTAP_ALLOW_URLS``: a name or an address, or with ``subdomains`` all names under one.
 
     Without a port: that of the URL's scheme.
     """
 
     name: str
     port: int | None
-    below: bool
+    subdomains: bool
     private: bool = False
 
-    def covers(self, scheme: str, host: str, port: int) -> bool:
-        """Whether it is that host and port which the entry means."""
+    def matches(self, scheme: str, host: str, port: int) -> bool:
+        """Whether the entry means that host and port."""
         if port != (self.port or PORTS[scheme]):
             return False
-        return _is_name(host) and host.endswith(f".{self.name}") if self.below else host == self.name
+        return _is_name(host) and host.endswith(f".{self.name}") if self.subdomains else host == self.name
 
 
 class AllowedHosts:
     """The hosts that pictures are fetched from; SettingsError where an entry is no host, or is private only."""
 
     def __init__(self, allowed: Sequence[str], private: Sequence[str]) -> None:
-        hosts, privates = [_entry(text) for text in allowed], [_entry(text) for text in private]
+        hosts, privates = [_parse_entry(text) for text in allowed], [_parse_entry(text) for text in private]
         for host, text in zip(privates, private, strict=True):
-            if host.below or host not in hosts:
+            if host.subdomains or host not in hosts:
                 raise SettingsError(
                     f"LAYERTAP_ALLOW_PRIVATE_URLS: {escape(text)} is not a single host of LAYERTAP_ALLOW_URLS",
                     hint="write it in both, in the same way",
                 )
         # Those that let private addresses through first: a name may be covered by two.
-        rest = [host for host in hosts if host not in privates]
-        self._hosts = (*(replace(host, private=True) for host in privates), *rest)
+        others = [host for host in hosts if host not in privates]
+        self._hosts = (*(replace(host, private=True) for host in privates), *others)
 
     def __bool__(self) -> bool:
         return bool(self._hosts)
@@ -81,28 +81,28 @@ class AllowedHosts:
         """What a URL asks for; InputError where it is not written as it must be, or leads to no host that is named."""
         if not self:
             raise InputError("URL inputs are off on this server", hint="send the picture itself as 'image'")
-        read = _URL.fullmatch(url)
-        if read is None:
+        match = _URL.fullmatch(url)
+        if match is None:
             raise InputError(
                 "the URL is not one that is taken",
                 hint="write https://HOST/PATH, percent-encoded, without user name, fragment and backslash",
             )
-        scheme, host = read[1].lower(), read[2].lower().strip("[]")
-        port = int(read[3] or PORTS[scheme])
-        path = read[4] if read[4].startswith("/") else f"/{read[4]}"
-        for entry in self._hosts:
-            if entry.covers(scheme, host, port):
-                return FetchTarget(scheme, host, port, path, entry.private)
+        scheme, host = match[1].lower(), match[2].lower().strip("[]")
+        port = int(match[3] or PORTS[scheme])
+        path = match[4] if match[4].startswith("/") else f"/{match[4]}"
+        for host_entry in self._hosts:
+            if host_entry.matches(scheme, host, port):
+                return FetchTarget(scheme, host, port, path, host_entry.private)
         raise InputError("this server fetches nothing from that host", hint="send the picture itself as 'image'")
 
 
-def _entry(text: str) -> AllowedHost:
-    read = _ENTRY.fullmatch(text)
-    if read is not None:
-        below, name, port = bool(read[1]), read[2].lower().strip("[]"), int(read[3] or 0)
-        good = _is_name(name) and "." in name if below else _is_name(name) or _is_address(name)
-        if good and port < 2**16:
-            return AllowedHost(name, port or None, below)
+def _parse_entry(text: str) -> AllowedHost:
+    match = _ENTRY.fullmatch(text)
+    if match is not None:
+        subdomains, name, port = bool(match[1]), match[2].lower().strip("[]"), int(match[3] or 0)
+        valid = _is_name(name) and "." in name if subdomains else _is_name(name) or _is_address(name)
+        if valid and port < 2**16:
+            return AllowedHost(name, port or None, subdomains)
     raise SettingsError(
         f"LAYERTAP_ALLOW_URLS: {escape(text)} is not a host",
         hint="write example.org, *.example.org or example.org:8080",

@@ -21,9 +21,9 @@ Array = NDArray[Any]
 _MAX_RANK = 8
 _MAX_AXIS = 2**31 - 1
 _MAX_ENTRIES = 256
-_MAX_TENSORS_HEADER = 1 << 20  # of safetensors; its own limit is a hundred times that
-_LOCAL = 30  # the least that stands before an entry's contents in a .zip file
-_MAX_NAME = 200
+_MAX_SAFETENSORS_HEADER = 1 << 20  # of safetensors; its own limit is a hundred times that
+_LOCAL_HEADER_BYTES = 30  # the least that stands before an entry's contents in a .zip file
+_MAX_NAME_LENGTH = 200
 _NPZ_HINT = "write it with numpy.savez or numpy.savez_compressed"
 _INPUTS_HINT = "send the model's inputs only"
 _BASE64_HINT = "send standard base64 with its padding and no line breaks, or data:TYPE;base64,…"
@@ -34,10 +34,10 @@ def read_tensor(dtype: str, shape: Sequence[int], data: bytes | bytearray) -> Ar
 
     InputError: no such dtype, an impossible shape, or a number of bytes that does not fit them.
     """
-    stored = _STORED.get(dtype)
-    if stored is None:
-        raise InputError(f"dtype {escape(dtype)} is not taken", hint="use " + ", ".join(_STORED))
-    array = _array(stored, dtype, shape, data)
+    stored_dtype = _DTYPES.get(dtype)
+    if stored_dtype is None:
+        raise InputError(f"dtype {escape(dtype)} is not taken", hint="use " + ", ".join(_DTYPES))
+    array = _make_array(stored_dtype, dtype, shape, data)
     return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else array
 
 
@@ -46,9 +46,9 @@ def read_npy(data: bytes) -> Array:
 
     InputError: not such a file, a dtype other than bool, integers and floats, or a body of another size than declared.
     """
-    header = NpyHeader.of(data)
+    header = NpyHeader.parse(data)
     name = header.dtype.newbyteorder("=").name
-    return _array(header.dtype, name, header.shape, data, header.end, header.order)
+    return _make_array(header.dtype, name, header.shape, data, header.end, header.order)
 
 
 def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:
@@ -65,12 +65,12 @@ def read_npz(data: bytes, max_bytes: int) -> dict[str, Array]:
     except Exception as error:  # zipfile has no one error for a broken directory
         raise InputError("this is not a .npz file", hint=_NPZ_HINT) from error
     with archive:
-        entries = _entries(archive)
+        entries = _list_entries(archive)
         declared = sum(entry.file_size for entry in entries.values())
         if declared > max_bytes:
             detail = f"the .npz file unpacks to {declared} bytes; the limit is {max_bytes}"
             raise TooLargeError(detail, hint="send fewer or smaller arrays")
-        return {name: _unpacked(archive, name, entry) for name, entry in entries.items()}
+        return {name: _read_entry(archive, name, entry) for name, entry in entries.items()}
 
 
 def read_safetensors(data: bytes) -> dict[str, Array]:
@@ -80,8 +80,8 @@ def read_safetensors(data: bytes) -> dict[str, Array]:
     TooLargeError: its header is longer than 1 MiB, or names more than 256 tensors.
     """
     length = int.from_bytes(data[:8], "little")
-    if _MAX_TENSORS_HEADER < length <= len(data):
-        detail = f"the safetensors header has {length} bytes; the limit is {_MAX_TENSORS_HEADER}"
+    if _MAX_SAFETENSORS_HEADER < length <= len(data):
+        detail = f"the safetensors header has {length} bytes; the limit is {_MAX_SAFETENSORS_HEADER}"
         raise TooLargeError(detail, hint=_INPUTS_HINT)
     load: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = deserialize
     try:
@@ -93,7 +93,7 @@ def read_safetensors(data: bytes) -> dict[str, Array]:
         raise TooLargeError(detail, hint=_INPUTS_HINT)
     if not tensors:
         raise InputError("the safetensors file holds no tensors", hint="name each of the model's inputs in it")
-    return {name: _safetensor(name, entry) for name, entry in tensors}
+    return {name: _read_safetensor(name, entry) for name, entry in tensors}
 
 
 def require_finite(array: Array) -> None:
@@ -114,7 +114,7 @@ def decode_base64(text: str) -> bytes:
         raise InputError("the text is not base64", hint=_BASE64_HINT) from error
 
 
-def _array(
+def _make_array(
     dtype: np.dtype[Any],
     name: str,
     shape: Sequence[int],
@@ -122,9 +122,9 @@ def _array(
     offset: int = 0,
     order: Literal["C", "F"] = "C",
 ) -> Array:
-    expected, given = _count(shape) * dtype.itemsize, len(data) - offset
-    if expected != given:
-        detail = f"shape {list(shape)} of {name} takes {expected} bytes; {given} were given"
+    expected, actual = _count_elements(shape) * dtype.itemsize, len(data) - offset
+    if expected != actual:
+        detail = f"shape {list(shape)} of {name} takes {expected} bytes; {actual} were given"
         raise InputError(detail, hint="send exactly the bytes of the array")
     array: Array = np.ndarray(tuple(shape), dtype, buffer=data, offset=offset, order=order)
     if dtype.kind == "b":  # any other byte than 0 and 1 is a boolean that neither numpy nor torch expects
@@ -132,7 +132,7 @@ def _array(
     return np.require(array, dtype.newbyteorder("="), ["C_CONTIGUOUS", "ALIGNED"])
 
 
-def _count(shape: Sequence[int]) -> int:
+def _count_elements(shape: Sequence[int]) -> int:
     if len(shape) > _MAX_RANK:
         raise InputError(f"the shape has {len(shape)} axes; at most {_MAX_RANK} are taken")
     # The second product leaves out zeros: numpy refuses an empty array of too long axes as well.
@@ -141,35 +141,35 @@ def _count(shape: Sequence[int]) -> int:
     return math.prod(shape)
 
 
-def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+def _list_entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     entries: dict[str, zipfile.ZipInfo] = {}
     for entry in archive.infolist():
         name = entry.filename.removesuffix(".npy")
-        plain = 0 < len(name) <= _MAX_NAME and all(char.isalnum() or char in "_-." for char in name)
-        if not plain or name == entry.filename or name in entries:
+        valid = 0 < len(name) <= _MAX_NAME_LENGTH and all(char.isalnum() or char in "_-." for char in name)
+        if not valid or name == entry.filename or name in entries:
             detail = f"the .npz file has an entry {escape(entry.filename)}, which is not a plain NAME.npy, once"
             raise InputError(detail, hint=_NPZ_HINT)
         if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise InputError(f"entry {escape(name)} is encrypted or packed in an unusual way", hint=_NPZ_HINT)
         entries[name] = entry
-    _require_apart(archive)
+    _require_disjoint(archive)
     if not entries:
         raise InputError("the .npz file holds no arrays", hint="name each of the model's inputs in it")
     return entries
 
 
-def _require_apart(archive: zipfile.ZipFile) -> None:
+def _require_disjoint(archive: zipfile.ZipFile) -> None:
     """InputError where two entries share bytes: newer Pythons refuse that too, when the entry is read."""
-    ends = 0
+    end = 0
     for entry in sorted(archive.infolist(), key=lambda entry: entry.header_offset):
-        if entry.header_offset < ends:
+        if entry.header_offset < end:
             raise InputError("entries of the .npz file lie over each other", hint=_NPZ_HINT)
-        ends = entry.header_offset + _LOCAL + len(entry.orig_filename) + entry.compress_size
-    if ends > archive.start_dir:
+        end = entry.header_offset + _LOCAL_HEADER_BYTES + len(entry.orig_filename) + entry.compress_size
+    if end > archive.start_dir:
         raise InputError("entries of the .npz file lie over its directory", hint=_NPZ_HINT)
 
 
-def _unpacked(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Array:
+def _read_entry(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Array:
     try:
         data = archive.read(entry)  # never more than the declared size
     except Exception as error:  # zipfile and zlib have no one error for broken contents
@@ -180,10 +180,10 @@ def _unpacked(archive: zipfile.ZipFile, name: str, entry: zipfile.ZipInfo) -> Ar
         raise InputError(f"entry {escape(name)} of the .npz file: {error.detail}", hint=error.hint) from error
 
 
-def _safetensor(name: str, entry: dict[str, Any]) -> Array:
-    dtype = _SAFETENSORS.get(entry["dtype"])
+def _read_safetensor(name: str, entry: dict[str, Any]) -> Array:
+    dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
     if dtype is None:
-        hint = "convert it to one of " + ", ".join(_STORED)
+        hint = "convert it to one of " + ", ".join(_DTYPES)
         raise InputError(f"tensor {escape(name)} is of a dtype that is not taken", hint=hint)
     try:
         return read_tensor(dtype, entry["shape"], entry["data"])
@@ -191,7 +191,7 @@ def _safetensor(name: str, entry: dict[str, Any]) -> Array:
         raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from error
 
 
-_STORED: dict[str, np.dtype[Any]] = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype("<f2"),
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
@@ -208,5 +208,5 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 
 # safetensors' own codes, in the order of the table above.
-_CODES = ("F16", "F32", "F64", "BF16", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
-_SAFETENSORS = dict(zip(_CODES, _STORED, strict=True))
+_SAFETENSORS_CODES = ("F16", "F32", "F64", "BF16", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL")
+_SAFETENSORS_DTYPES = dict(zip(_SAFETENSORS_CODES, _DTYPES, strict=True))

@@ -22,7 +22,7 @@ from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.engine.decoder import decode_item
-from layertap.service.inputs.images import plain_jpeg
+from layertap.service.inputs.images import get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
 from tests.service.conftest import Serve
@@ -93,19 +93,19 @@ OTHERS = {
 @pytest.mark.parametrize("data", PLAIN.values(), ids=PLAIN.keys())
 def test_plain(data: bytes) -> None:
     """Upright JPEGs of luma, alone or with two chromas, whole to their end."""
-    assert plain_jpeg(data, LIMIT) == SIZE
+    assert get_plain_jpeg_size(data, LIMIT) == SIZE
 
 
 @pytest.mark.parametrize("data", OTHERS.values(), ids=OTHERS.keys())
 def test_others(data: bytes) -> None:
     """What one decoder may see otherwise than another, or refuse, is left to the CPU."""
-    assert plain_jpeg(data, LIMIT) is None
+    assert get_plain_jpeg_size(data, LIMIT) is None
 
 
 def test_limit() -> None:
     """A picture of too many pixels is refused by its header."""
     with pytest.raises(TooLargeError, match="the limit is 1000"):
-        plain_jpeg(JPEG, 1000)
+        get_plain_jpeg_size(JPEG, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_refused_by_the_decoder(model: LoadedModel, placed: LoadedModel) -> None
     """What the device's decoder can't decode the CPU does, or refuses in its own words."""
     start = JPEG.index(b"\xff\xda")
     broken = JPEG[: start + 400] + b"\xff\xd9"  # an end where half a picture is missing
-    assert plain_jpeg(broken, LIMIT) == SIZE
+    assert get_plain_jpeg_size(broken, LIMIT) == SIZE
     refusals = []
     for each in (placed, model):
         with pytest.raises(InputError) as caught:

@@ -80,7 +80,7 @@ def fetching(serve: Serve, hostile: HostileServer, other: HostileServer, names: 
         "max_body_bytes": 2_000_000,
         "url_timeout_s": 20,
     }
-    with serve(configured(net("gated", "Gated")), fetcher=partial(Fetcher, resolve=names), **settings) as live:
+    with serve(configured(net("gated", "Gated")), fetcher=partial(Fetcher, resolver=names), **settings) as live:
         yield live
 
 
@@ -463,7 +463,7 @@ def test_tls(serve: Serve, names: Names, certificate: Path) -> None:
         allowed = {"allow_urls": hosts, "allow_private_urls": hosts}
         trusts: Mapping[str, ssl.SSLContext | None] = {"own": trusting, "system": None}
         lives = {
-            name: stack.enter_context(serve(fetcher=partial(Fetcher, resolve=names, tls=tls), **allowed))
+            name: stack.enter_context(serve(fetcher=partial(Fetcher, resolver=names, tls=tls), **allowed))
             for name, tls in trusts.items()
         }
         url = "https://{}:" + f"{hostile.port}/good.png"
@@ -505,7 +505,7 @@ def test_bad_private_hosts(private: str) -> None:
 
 def test_below(names: Names) -> None:
     """A star stands for one or more labels, a host without a port for that of the scheme."""
-    fetcher = Fetcher(Settings(allow_urls="*.a.org, B.org, c.org:8080"), resolve=names)
+    fetcher = Fetcher(Settings(allow_urls="*.a.org, B.org, c.org:8080"), resolver=names)
     for url, port in (
         *(("http://x.a.org", 80), ("https://x.y.a.org/", 443), ("https://b.ORG:443/", 443), ("http://b.org:80?x", 80)),
         *(("http://c.org:8080/", 8080), ("https://c.org:8080/", 8080)),
