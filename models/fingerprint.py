@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from layertap.models.interventions.resolve import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.hook_points import HookPoint, Reduction
+from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture import verification
-from layertap.models.capture.batch_slices import BatchActivations, RequestSlice, select_rows
+from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.model_catalogs import ModelCatalogs
+from layertap.models.catalog.row_view import select_rows
 from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory, transfer
@@ -169,7 +170,7 @@ class LoadedModel:
         whole = RequestSlice(0, rows, verification.list_extra_captures(plan, catalog))
         taken = self.run(own, [piece], [share, whole], padded, resumption)
 
-        def again(values: verification.Values) -> verification.Values:
+        def again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
             batch = self._assembled([piece], rows - count, resumption)  # anew: a model may have written to it
             return own.extractor.run_with_replacements(lambda: self._forward(own, batch, resumption), values)
 

@@ -7,7 +7,8 @@ from math import isfinite
 from pathlib import PureWindowsPath
 from typing import Literal
 
-from layertap.models.selection.hook_points import Pool, ReplyDType
+from layertap.models.selection.hook_points import ReplyDType
+from layertap.models.selection.poolings import Pool
 
 Device = str
 Shapes = tuple[tuple[int, ...], ...]  # of one row, input by input

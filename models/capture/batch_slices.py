@@ -1,4 +1,4 @@
-"""Several requests in one forward: which rows are whose, and what each gets of what the hooks took."""
+"""Several requests in one forward: which rows are whose, and what each gets of what the hooks captured."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from torch import Tensor
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.row_view import Span, select_rows
 from layertap.models.devices import transfer
-from layertap.models.interventions.resolve import ResolvedIntervention, ResolvedObjective
-from layertap.models.selection.plan import Capture
-
-EXACT = frozenset({"none", "cls", "flatten"})  # not max: which of two zeros or NaNs it gives hangs on their places
-Span = tuple[int, int]  # rows from one up to, not including, the other
+from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
+from layertap.models.selection.poolings import POOLINGS
 
 
 @dataclass(frozen=True)
 class RequestSlice:
     """One request's part of a forward: rows ``start`` to ``stop``, what it wants of them, what it changes there.
 
-    ``goal`` is what it differentiates, where it wants gradients; ``first`` is its first row's number in the request.
+    ``objective`` is what it differentiates, where it wants gradients; ``first`` is its first row's number in the
+    request.
     """
 
     start: int
@@ -40,24 +39,24 @@ class RequestSlice:
         return self.start, self.stop
 
 
-def find_spans(shares: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple[Span, ...]]:
+def find_spans(slices: Iterable[RequestSlice], rows: int) -> dict[Capture, tuple[Span, ...]]:
     """The rows that each capture is wanted for.
 
     Neighbours that want the same are taken in one piece where that makes no other bits: sums and powers of several rows
-    are rounded otherwise than those of one, and an answer must not hang on its neighbours. What does not belong to
+    are rounded otherwise than those of one, and an answer must not depend on its neighbours. What does not belong to
     single rows (``row_axis`` None, ``mixed``) is taken whole.
     """
-    found: dict[Capture, list[Span]] = {}
-    for share in sorted(shares, key=lambda share: share.start):
-        for capture in share.captures:
-            spans = found.setdefault(capture, [])
-            if not _by_row(capture):
+    spans_by_capture: dict[Capture, list[Span]] = {}
+    for each in sorted(slices, key=lambda each: each.start):
+        for capture in each.captures:
+            spans = spans_by_capture.setdefault(capture, [])
+            if not _has_rows(capture):
                 spans[:] = [(0, rows)]
-            elif spans and spans[-1][1] == share.start and _is_exact(capture):
-                spans[-1] = (spans[-1][0], share.stop)
+            elif spans and spans[-1][1] == each.start and _is_exact(capture):
+                spans[-1] = (spans[-1][0], each.stop)
             else:
-                spans.append((share.start, share.stop))
-    return {capture: tuple(spans) for capture, spans in found.items()}
+                spans.append(each.span)
+    return {capture: tuple(spans) for capture, spans in spans_by_capture.items()}
 
 
 def select_span_rows(value: Tensor, leaf: TensorInfo, span: Span, rows: int) -> Tensor:
@@ -65,34 +64,29 @@ def select_span_rows(value: Tensor, leaf: TensorInfo, span: Span, rows: int) -> 
     return value if span == (0, rows) else select_rows(value, leaf, span)
 
 
-def select_rows(value: Tensor, leaf: TensorInfo, span: Span) -> Tensor:
-    """So many rows of a tensor that a catalogue knows; a view, all of it where it is the same for all rows."""
-    if leaf.row_axis is None:
-        return value
-    return value.narrow(leaf.row_axis, span[0] * leaf.entries_per_row, (span[1] - span[0]) * leaf.entries_per_row)
-
-
 @dataclass(frozen=True)
 class BatchActivations:
-    """What the hooks of one forward took: each capture reduced, span by span."""
+    """What the hooks of one forward captured: each capture reduced, span by span."""
 
     pieces: Mapping[tuple[Capture, Span], ReducedTensor]
 
     @cached_property
     def _by_capture(self) -> Mapping[Capture, Sequence[tuple[Span, ReducedTensor]]]:
-        found: dict[Capture, list[tuple[Span, ReducedTensor]]] = {}
+        pieces: dict[Capture, list[tuple[Span, ReducedTensor]]] = {}
         for (capture, span), reduced in sorted(self.pieces.items(), key=lambda item: item[0][1]):
-            found.setdefault(capture, []).append((span, reduced))
-        return found
+            pieces.setdefault(capture, []).append((span, reduced))
+        return pieces
 
-    def select(self, share: RequestSlice) -> dict[Capture, ReducedTensor]:
+    def select(self, request_slice: RequestSlice) -> dict[Capture, ReducedTensor]:
         """One request's results; they may be views of memory that neighbours share, and nobody writes to it."""
-        found = {}
-        for capture in share.captures:
-            spans = self._by_capture[capture]
-            at = bisect_right(spans, share.start, key=lambda each: each[0][0]) - 1 if _by_row(capture) else 0
-            found[capture] = _cut(spans[at][1], capture, spans[at][0], share)
-        return found
+        start = request_slice.start
+        results = {}
+        for capture in request_slice.captures:
+            pieces = self._by_capture[capture]
+            place = bisect_right(pieces, start, key=lambda piece: piece[0][0]) - 1 if _has_rows(capture) else 0
+            span, reduced = pieces[place]
+            results[capture] = _select_reduced(reduced, capture, span, request_slice.span)
+        return results
 
     def to_host(self) -> BatchActivations:
         """The same in the host's memory: from another device all of it comes in one copy."""
@@ -126,12 +120,12 @@ def pack(tensors: list[Tensor]) -> Tensor:
 
 
 def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
-    """The inverse of ``packed``: views of its bytes in the shapes and dtypes of the tensors given."""
-    found, at = [], 0
+    """The inverse of ``pack``: views of its bytes in the shapes and dtypes of the tensors given."""
+    tensors, start = [], 0
     for tensor in like:
-        found.append(data[at : at + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
-        at += tensor.nbytes + -tensor.nbytes % ALIGNMENT
-    return found
+        tensors.append(data[start : start + tensor.nbytes].view(tensor.dtype).reshape(tensor.shape))
+        start += tensor.nbytes + -tensor.nbytes % ALIGNMENT
+    return tensors
 
 
 def join_parts(capture: Capture, parts: list[ReducedTensor]) -> ReducedTensor:
@@ -145,19 +139,21 @@ def join_parts(capture: Capture, parts: list[ReducedTensor]) -> ReducedTensor:
 
 def _is_exact(capture: Capture) -> bool:
     """Whether a result's numbers are the captured ones, and none is made of several."""
-    how = capture.reduction
-    return how.pool in EXACT and not how.normalize and how.stats is None
+    reduction = capture.reduction
+    # Not max: which of two zeros or NaNs it gives depends on their places.
+    return not POOLINGS[reduction.pool].combines and not reduction.normalize and reduction.stats is None
 
 
-def _by_row(capture: Capture) -> bool:
+def _has_rows(capture: Capture) -> bool:
     return capture.leaf.row_axis is not None and not capture.leaf.mixed
 
 
-def _cut(reduced: ReducedTensor, capture: Capture, span: Span, share: RequestSlice) -> ReducedTensor:
-    if not _by_row(capture) or span == (share.start, share.stop):
+def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: Span) -> ReducedTensor:
+    """Some rows of what was reduced for a span of them."""
+    if not _has_rows(capture) or span == rows:
         return reduced
-    each = 1 if capture.reduction.is_by_row else capture.unpadded.entries_per_row
-    start, length = (share.start - span[0]) * each, (share.stop - share.start) * each
+    entries = 1 if capture.reduction.is_by_row else capture.unpadded.entries_per_row
+    start, length = (rows[0] - span[0]) * entries, (rows[1] - rows[0]) * entries
     values = reduced.values.narrow(capture.rows_axis, start, length).contiguous()
     scale = reduced.scale.narrow(0, start, length) if reduced.scale is not None else None
     return replace(reduced, values=values, scale=scale)

@@ -1,4 +1,4 @@
-"""A check of what hooks took: put back in its place in a second forward, it must give the model's output again.
+"""A check of what hooks captured: put back in its place in a second forward, it must give the model's output again.
 
 Every layer's output is put back, so each must also come out as it did: a wrong one would hide behind a later one.
 
@@ -20,8 +20,9 @@ from layertap.models.selection.plan import Capture, Plan
 
 TOLERANCE = 1e-5  # of the largest number of a tensor; equal bits are expected
 MAX_SEARCH = 16  # forwards to find out which layer it was
-Values = Mapping[HookPoint, Tensor]
-Again = Callable[[Values], Values]  # a whole forward with values in place of its own: these, and its output, by points
+TensorsByPoint = Mapping[HookPoint, Tensor]
+# A whole forward with other tensors in place of its own: gives those that they replace, and its output.
+RunWithReplacements = Callable[[TensorsByPoint], TensorsByPoint]
 
 
 def check_possible(plan: Plan, catalog: Catalog) -> None:
@@ -32,33 +33,33 @@ def check_possible(plan: Plan, catalog: Catalog) -> None:
         raise not_verified_error(
             "'verify' puts outputs back, and no layer's output is asked for", "ask for one, or leave it out"
         )
-    if not _output(catalog):
+    if not _list_model_outputs(catalog):
         raise not_verified_error("this model's output holds no tensor to compare", "leave 'verify' out")
 
 
 def list_extra_captures(plan: Plan, catalog: Catalog) -> frozenset[Capture]:
     """What a forward must take beside the plan's own captures: each output as it is, and the model's own."""
     raw = {Capture(each.point, each.leaf, Reduction()) for each in plan.captures if each.point.site == "output"}
-    return frozenset(raw) | _output(catalog)
+    return frozenset(raw) | _list_model_outputs(catalog)
 
 
-def check_outputs(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> None:
+def check_outputs(plan: Plan, catalog: Catalog, captured: TensorsByPoint, run: RunWithReplacements) -> None:
     """RequestError where outputs that a forward gave, put back in another, do not give the model's output again.
 
-    ``taken`` holds what is ``wanted``, for all rows.
+    ``captured`` holds the extra captures, for all rows.
     """
-    output = {each.point: taken[each.point] for each in _output(catalog)}
+    output = {each.point: captured[each.point] for each in _list_model_outputs(catalog)}
     points = {each.point for each in plan.captures if each.point.site == "output"}
-    taken = {point: taken[point] for point in sorted(points, key=lambda point: _order(catalog, point))}
-    found = _difference(output | taken, again(taken))
-    if found is None:
+    replacements = {point: captured[point] for point in sorted(points, key=lambda point: _get_order(catalog, point))}
+    difference = _compute_difference(output | replacements, run(replacements))
+    if difference is None:
         return
-    if _difference(output, again({})) is not None:
+    if _compute_difference(output, run({})) is not None:
         raise not_verified_error(
             "not verified: this model's output differs from one forward to the next", "leave 'verify' out of it"
         )
-    for point, value in list(taken.items())[:MAX_SEARCH]:
-        alone = _difference(output | {point: value}, again({point: value}))
+    for point, value in list(replacements.items())[:MAX_SEARCH]:
+        alone = _compute_difference(output | {point: value}, run({point: value}))
         if alone is not None:
             name = escape(f"{point.layer}#{point.call}{format_path(point.path)}")
             raise not_verified_error(
@@ -66,16 +67,16 @@ def check_outputs(plan: Plan, catalog: Catalog, taken: Values, again: Again) -> 
                 "something may write to this output later under another name: ask for a layer after it",
             )
     raise not_verified_error(
-        f"not verified: with all layers put back a forward differs by {found:.1e}", "ask for fewer layers"
+        f"not verified: with all layers put back a forward differs by {difference:.1e}", "ask for fewer layers"
     )
 
 
 def not_verified_error(detail: str, hint: str) -> RequestError:
-    """What is said where a request is not verified."""
+    """The error of a request that is not verified."""
     return RequestError.from_faults([Fault(detail, hint, "/verify")])
 
 
-def _output(catalog: Catalog) -> frozenset[Capture]:
+def _list_model_outputs(catalog: Catalog) -> frozenset[Capture]:
     return frozenset(
         Capture(HookPoint(".", 0, leaf.path, "output"), leaf, Reduction())
         for leaf in catalog.layers["."].calls[0].output.tensors
@@ -83,11 +84,11 @@ def _output(catalog: Catalog) -> frozenset[Capture]:
     )
 
 
-def _order(catalog: Catalog, point: HookPoint) -> int:
+def _get_order(catalog: Catalog, point: HookPoint) -> int:
     return catalog.layers[point.layer].calls[point.call].output.order
 
 
-def _difference(before: Values, after: Values) -> float | None:
+def _compute_difference(before: TensorsByPoint, after: TensorsByPoint) -> float | None:
     """The largest difference, None where all is equal within the tolerance."""
     worst = None
     for point, value in before.items():

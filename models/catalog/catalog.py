@@ -1,4 +1,4 @@
-"""What one forward of a model does, layer by layer: measured once by ``dryrun``, then only read; needs no torch."""
+"""What one forward of a model does, layer by layer: measured once by a survey, then only read; needs no torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from layertap.models.selection.hook_points import ATTENTION, SIDES, Site
+from layertap.models.hooks.sites import SITES, Site
 
 MAX_NEAR = 3
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 BACKWARD = 3.0  # forwards that a forward with a backward takes as long as
 ITEM_BYTES = {
     **dict.fromkeys(("int8", "uint8", "bool"), 1),
@@ -47,6 +48,11 @@ class TensorInfo:
     prefix: int = 0
     how: str = ""
     token_axes: tuple[int, ...] = ()
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its numbers are floating ones that can be changed and differentiated."""
+        return self.dtype in FLOATS
 
     @property
     def entries_per_row(self) -> int:
@@ -93,9 +99,9 @@ class Call:
 
     def at(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
-        if site in ATTENTION:
+        if SITES[site].is_attention:
             return self.attention or replace(self.output, tensors=(), refused=())
-        return self.input if SIDES[site] == "input" else self.output
+        return self.input if SITES[site].side == "input" else self.output
 
 
 @dataclass(frozen=True)

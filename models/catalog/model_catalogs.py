@@ -18,12 +18,12 @@ from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.interventions.resolve import ResolvedObjective
 from layertap.models.lru_cache import LRUCache
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
 from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import InputSpec, Shapes
 
 MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths

@@ -6,50 +6,14 @@ rows of a batch; whatever is made of all positions, or changed at them, goes thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.inputs.text import TextSpec
-
-
-@dataclass(frozen=True)
-class TextLengths:
-    """How many tokens the texts of a request have: ``fewest`` to ``most`` that the mask keeps.
-
-    ``longest`` counts those of the longest text up to the last that is kept, with what the mask leaves out before it;
-    ``together`` the positions that any text keeps, which are those of a tensor that is the same for all rows.
-    ``known`` is False as long as a text may still have any number between ``fewest`` and ``most``.
-    """
-
-    fewest: int
-    most: int
-    longest: int
-    together: int
-    known: bool = True
-
-    @property
-    def common(self) -> int:
-        """Tokens that every text has, or may have: what a request may number."""
-        return self.fewest if self.known else self.most
-
-    @property
-    def kept(self) -> int:
-        """Positions that a result has, or has at least."""
-        return self.longest if self.known else self.fewest
-
-
-def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
-    """Those of rows as a model takes them, by their mask."""
-    if text.mask is None:
-        tokens = rows[text.ids].shape[1 + text.axis]
-        return TextLengths(tokens, tokens, tokens, tokens)
-    mask = rows[text.mask].bool()
-    kept, places = mask.sum(1), mask.any(0).nonzero()
-    return TextLengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
+from layertap.models.catalog.row_view import select_rows
 
 
 def is_padded(leaf: TensorInfo, real: Tensor | None) -> bool:
@@ -60,7 +24,7 @@ def is_padded(leaf: TensorInfo, real: Tensor | None) -> bool:
 def strip_padding(value: Tensor, leaf: TensorInfo, real: Tensor) -> Iterator[tuple[Tensor, TensorInfo]]:
     """Row by row what belongs to it, as it would be without padding; differentiable."""
     for place, axes in enumerate(find_own_positions(leaf, real)):
-        row = select_row(value, leaf, place)
+        row = select_rows(value, leaf, (place, place + 1))
         for axis, positions in axes:
             row = row.index_select(axis, positions.to(value.device))
         yield row, replace(leaf, shape=tuple(row.shape))
@@ -71,15 +35,6 @@ def find_own_positions(leaf: TensorInfo, real: Tensor) -> Iterator[list[tuple[in
     # What is the same for all rows belongs to all of them.
     for tokens in real if leaf.row_axis is not None else real.any(0, keepdim=True):
         yield [(axis, tokens.nonzero().flatten()) for axis in leaf.token_axes]
-
-
-def select_row(value: Tensor, leaf: TensorInfo, place: int) -> Tensor:
-    """A row of a tensor; a view."""
-    return (
-        value
-        if leaf.row_axis is None
-        else value.narrow(leaf.row_axis, place * leaf.entries_per_row, leaf.entries_per_row)
-    )
 
 
 def truncate(value: Tensor, leaf: TensorInfo, length: int, real: Tensor) -> tuple[Tensor, TensorInfo]:
@@ -103,7 +58,7 @@ def move_padding_last(value: Tensor, leaf: TensorInfo, letters: str, real: Tenso
         return value
     rows = []
     for place, positions in enumerate(order):
-        row = select_row(value, leaf, place)
+        row = select_rows(value, leaf, (place, place + 1))
         for axis in axes:
             row = row.index_select(axis, positions.to(value.device))
         rows.append(row)

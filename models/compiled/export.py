@@ -13,10 +13,10 @@ from torch.export import Dim, ExportedProgram, export
 
 from layertap.models.capture.reduction import ReducedTensor, apply_reduction
 from layertap.models.hooks.attach import ATTACH
+from layertap.models.hooks.sites import Side
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import call_module
-from layertap.models.selection.hook_points import Side
 from layertap.models.selection.plan import Capture
 
 LEAST = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own

@@ -33,8 +33,9 @@ from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction
-from layertap.models.selection.plan import Capture, Plan, make_plan
+from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.python import add_search_folders, list_search_folders
 from layertap.models.spec import ModelSpec, WarmSpec

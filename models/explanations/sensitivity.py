@@ -9,43 +9,47 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import LayertapError
-from layertap.models.gradients.objectives import CLASS_OBJECTIVES
-from layertap.models.interventions.resolve import ResolvedObjective
+from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.selection.hook_points import HookPoint, Objective, Reduction
-from layertap.models.selection.plan import Capture
+from layertap.models.selection.plan import Capture, ResolvedObjective
 
 PointInfo = tuple[HookPoint, TensorInfo]
-TOGETHER, MOST = 16, 65  # outputs looked at in one backward, and in all: a block of a transformer returns 14 maps
+MAX_TOGETHER = 16  # maps that one backward looks at
+MAX_MAPS = 65  # maps looked at in all: a block of a transformer returns 14
 
 
-def make_trial_objective(goal: ResolvedObjective) -> ResolvedObjective:
-    """The goal to try in place of one: the same for all classes of a tensor, as noise may saturate some."""
-    return replace(goal, objective=Objective()) if goal.objective.kind in CLASS_OBJECTIVES else goal
+def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
+    """The objective to try in place of one: the same for all classes of a tensor, as noise may saturate some."""
+    of_classes = OBJECTIVES[objective.objective.kind].of_classes
+    return replace(objective, objective=Objective()) if of_classes else objective
 
 
 def find_last_sensitive(
-    extractor: FeatureExtractor, forward: Callable[[], object], spots: Sequence[PointInfo], goal: ResolvedObjective
+    extractor: FeatureExtractor,
+    forward: Callable[[], object],
+    maps: Sequence[PointInfo],
+    objective: ResolvedObjective,
 ) -> PointInfo | None:
     """The first of some maps where the objective has a gradient at any position that is no prefix token's.
 
-    ``spots`` begin with what is returned last; ``forward`` runs one row, and more than once. None where the first few
+    ``maps`` begin with what is returned last; ``forward`` runs one row, and more than once. None where the first few
     have none, or where the model itself cuts the graph.
     """
-    starts = range(1, min(len(spots), MOST), TOGETHER)
-    for chunk in (spots[:1], *(spots[at : at + TOGETHER] for at in starts)):
-        captures = [_extremes(*spot) for spot in chunk]
-        share = RequestSlice(0, 1, frozenset(captures), objective=goal)
+    starts = range(1, min(len(maps), MAX_MAPS), MAX_TOGETHER)
+    for chunk in (maps[:1], *(maps[start : start + MAX_TOGETHER] for start in starts)):
+        captures = [_capture_extremes(*each) for each in chunk]
+        request_slice = RequestSlice(0, 1, frozenset(captures), objective=objective)
         try:
-            found = extractor.extract_slices(forward, [share], 1).select(share)
+            gradients = extractor.extract_slices(forward, [request_slice], 1).select(request_slice)
         except LayertapError:
             return None
-        for spot, capture in zip(chunk, captures, strict=True):
-            if found[capture].values.any():
-                return spot
+        for point_info, capture in zip(chunk, captures, strict=True):
+            if gradients[capture].values.any():
+                return point_info
     return None
 
 
-def _extremes(point: HookPoint, leaf: TensorInfo) -> Capture:
+def _capture_extremes(point: HookPoint, leaf: TensorInfo) -> Capture:
     """The least and the greatest gradient at a map: both 0 where all are."""
     patches = tuple(range(leaf.prefix, leaf.shape[1])) if leaf.layout == "NTC" else None
     return Capture(replace(point, site="grad_output"), leaf, Reduction(tokens=patches, stats=("min", "max")))

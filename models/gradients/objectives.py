@@ -1,51 +1,59 @@
-"""Scalars to differentiate: one number for each row, so that a row's gradient is its own whatever shares the batch."""
+"""Scalars to differentiate: a function and a row of a table for each; needs no torch.
+
+A function gives numbers for each row, or their sum, so that a row's gradient is its own whatever shares the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
-from layertap.models.capture.reduction import move_rows_first
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.catalog.padding import is_padded, strip_padding
+from layertap.models.catalog.row_view import move_rows_first
 from layertap.models.selection.hook_points import Objective
 
-CLASS_OBJECTIVES = frozenset({"logit", "probability", "cross_entropy", "kl_div"})  # kinds that need (rows, classes)
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def compute_objective(rows: Tensor, leaf: TensorInfo, objective: Objective, real: Tensor | None = None) -> Tensor:
-    """The sum of the objective over a request's rows, in float32 or wider; ``rows`` is their part of a tensor.
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """A kind of objective; ``compute`` gets a request's rows in float32 or wider.
 
-    ``real`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
+    ``of_classes``: it needs an output (rows, classes), and takes a class. ``of_layer``: it needs the name of a layer.
+    ``takes_target``: a distribution may be given in place of a class.
     """
-    values = rows if rows.dtype is torch.float64 else rows.float()
-    score = OBJECTIVES[objective.kind]
-    if real is None or not is_padded(leaf, real):
-        return score(values, leaf, objective).sum()
-    return torch.stack([score(row, own, objective).sum() for row, own in strip_padding(values, leaf, real)]).sum()
+
+    compute: Callable[[Tensor, TensorInfo, Objective], Tensor]
+    of_classes: bool = False
+    of_layer: bool = False
+    takes_target: bool = False
 
 
 def _logit(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
-    return values.gather(1, _classes(values, objective)[:, None])
+    return values.gather(1, _get_classes(values, objective)[:, None])
 
 
 def _probability(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
-    return values.softmax(1).gather(1, _classes(values, objective)[:, None])
+    return values.softmax(1).gather(1, _get_classes(values, objective)[:, None])
 
 
 def _cross_entropy(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
-    return torch.nn.functional.cross_entropy(values, _classes(values, objective), reduction="sum")
+    from torch.nn.functional import cross_entropy  # here: whoever only reads the table needs no torch
+
+    return cross_entropy(values, _get_classes(values, objective), reduction="sum")
 
 
 def _kl_div(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
     """KL(target ‖ softmax(logits)); the target of a class is one-hot."""
+    from torch.nn.functional import kl_div, one_hot
+
     if objective.target is not None:
-        target = torch.tensor(objective.target, device=values.device, dtype=values.dtype).expand_as(values)
+        target = values.new_tensor(objective.target).expand_as(values)
     else:
-        target = torch.nn.functional.one_hot(_classes(values, objective), values.shape[1]).to(values.dtype)
-    return torch.nn.functional.kl_div(values.log_softmax(1), target, reduction="sum")
+        target = one_hot(_get_classes(values, objective), values.shape[1]).to(values.dtype)
+    return kl_div(values.log_softmax(1), target, reduction="sum")
 
 
 def _sum(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
@@ -62,19 +70,23 @@ def _layer(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
     return move_rows_first(values, leaf).positions(0)[:, objective.channel].mean(1)
 
 
-def _classes(values: Tensor, objective: Objective) -> Tensor:
+def _get_classes(values: Tensor, objective: Objective) -> Tensor:
     """A class for each row."""
-    if isinstance(objective.klass, int):
-        return torch.full((len(values),), objective.klass, device=values.device)
-    return values.detach().float().argmax(1)  # as whoever reads the scores in a reply finds it
+    highest = values.detach().float().argmax(1)  # as whoever reads the scores in a reply finds it
+    return highest.fill_(objective.klass) if isinstance(objective.klass, int) else highest
 
 
-OBJECTIVES: dict[str, Callable[[Tensor, TensorInfo, Objective], Tensor]] = {
-    "logit": _logit,
-    "probability": _probability,
-    "cross_entropy": _cross_entropy,
-    "kl_div": _kl_div,
-    "sum": _sum,
-    "mean": _mean,
-    "layer": _layer,
+OBJECTIVES = {
+    "logit": ObjectiveSpec(_logit, of_classes=True),
+    "probability": ObjectiveSpec(_probability, of_classes=True),
+    "cross_entropy": ObjectiveSpec(_cross_entropy, of_classes=True),
+    "kl_div": ObjectiveSpec(_kl_div, of_classes=True, takes_target=True),
+    "sum": ObjectiveSpec(_sum),
+    "mean": ObjectiveSpec(_mean),
+    "layer": ObjectiveSpec(_layer, of_layer=True),
 }
+
+if TYPE_CHECKING:
+    ObjectiveKind = str
+else:
+    ObjectiveKind = Literal[tuple(OBJECTIVES)]

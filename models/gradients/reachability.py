@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -11,13 +10,10 @@ import torch
 from torch import nn
 
 from layertap.models.devices.memory import is_device_error
-from layertap.models.hooks.attach import ATTACH, Changes
+from layertap.models.hooks.attach import ATTACH, Changes, StopForward
 from layertap.models.hooks.tensor_tree import iterate_tensors
+from layertap.models.selection.group_by_call import group_by_call
 from layertap.models.selection.hook_points import HookPoint
-
-
-class _StopForward(BaseException):
-    """Everything has been seen: leave the forward."""
 
 
 def find_unreachable(
@@ -30,40 +26,40 @@ def find_unreachable(
     """
     if not points:
         return []
-    begun: list[bool] = []
-    linked: dict[HookPoint, bool] = {}
+    graph_began = False
+    reached: dict[HookPoint, bool] = {}
 
-    def begin(call: int, value: object) -> Changes:
+    def begin_graph(call: int, value: object) -> Changes:
+        nonlocal graph_began
         # In a mode of the model's own nothing would come of it.
-        found = {
-            path: leaf for path, leaf in iterate_tensors(value) if torch.is_grad_enabled() and not leaf.requires_grad
+        tensors = dict(iterate_tensors(value)) if torch.is_grad_enabled() else {}
+        changes = {
+            path: tensor.detach().clone().requires_grad_().clone()
+            for path, tensor in tensors.items()
+            if not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
         }
-        fit = {path: leaf for path, leaf in found.items() if leaf.is_floating_point() or leaf.is_complex()}
-        begun.extend(True for _ in fit)
-        return {path: leaf.detach().clone().requires_grad_().clone() for path, leaf in fit.items()}
+        graph_began = graph_began or bool(changes)
+        return changes
 
-    def look(wanted: Collection[HookPoint], call: int, value: object) -> None:
-        given = dict(iterate_tensors(value))
-        linked.update(
-            (point, given[point.path].requires_grad) for point in wanted if point.call == call and point.path in given
-        )
-        if len(linked) == len(points):
-            raise _StopForward
+    def check_points(calls: Mapping[int, Collection[HookPoint]], call: int, value: object) -> None:
+        tensors = dict(iterate_tensors(value)) if call in calls else {}
+        for point in calls.get(call, ()):
+            if point.path in tensors:
+                reached[point] = tensors[point.path].requires_grad
+        if len(reached) == len(points):
+            raise StopForward
 
-    wanted: dict[nn.Module, list[HookPoint]] = defaultdict(list)
-    for point in points:
-        wanted[modules[point.layer]].append(point)
     with ExitStack() as stack:
-        ATTACH["input"](stack, modules["."], begin)
+        ATTACH["input"](stack, modules["."], begin_graph)
         for table in {part for part in modules.values() if isinstance(part, nn.Embedding | nn.EmbeddingBag)}:
-            ATTACH["output"](stack, table, begin)
-        for module, looked_at in wanted.items():
-            ATTACH["output"](stack, module, partial(look, looked_at))
+            ATTACH["output"](stack, table, begin_graph)
+        for (module, side), calls in group_by_call(zip(points, points, strict=True), modules).items():
+            ATTACH[side](stack, module, partial(check_points, calls))
         try:
-            with suppress(_StopForward), torch.enable_grad():
+            with suppress(StopForward), torch.enable_grad():
                 forward()
         except RuntimeError as error:
             if is_device_error(error):
                 raise
             return list(points)  # what can't be computed with a graph is computed without one
-    return [point for point, is_linked in linked.items() if begun and not is_linked]
+    return [point for point, is_reached in reached.items() if graph_began and not is_reached]

@@ -1,4 +1,4 @@
-"""Gradients of one forward: where the graph is held on to, what is summed up, what each anchor gets."""
+"""Gradients of one forward: anchors in its graph, the sum that is differentiated, what each anchor gets."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.padding import is_padded, strip_padding
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
+from layertap.models.gradients.objectives import OBJECTIVES
 from layertap.models.hooks.tensor_tree import Path
+from layertap.models.selection.hook_points import Objective
 
-Key = tuple[Any, str, int, Path]  # a module, a side, a call, a leaf
+Key = tuple[Any, str, int, Path]  # a module, a side, a call, a path
 
 
 class Tape:
     """The anchors and the objective of one forward.
 
     An anchor stands where a value left a module, or came to it; what goes on is a copy, so that operations in place
-    find something of their own to write to, and whoever else uses the value adds nothing to its gradient.
+    write to memory of their own, and whoever else uses the value adds nothing to its gradient.
     """
 
     def __init__(self) -> None:
@@ -28,19 +32,19 @@ class Tape:
         self._totals: dict[Any, Tensor] = {}
 
     def anchor(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
-        """Hold on to a value; what is returned goes on in its place.
+        """Keep a value as an anchor; what is returned goes on in its place.
 
         ``changes`` are made to its gradient, the last one first.
         """
         # Where nothing before it is differentiated the graph begins here: weights are frozen, inputs may be integers.
         anchor = value.clone() if value.requires_grad else value.detach().clone().requires_grad_()
         self._anchors[key] = anchor
-        handed = anchor.clone()
+        successor = anchor.clone()
         for change in changes:
             # Not on the anchor: whether autograd looks at a tensor before or after its own hooks is its affair.
-            handed.register_hook(change)  # type: ignore[no-untyped-call]
-            handed = handed.clone()
-        return handed
+            successor.register_hook(change)  # type: ignore[no-untyped-call]
+            successor = successor.clone()
+        return successor
 
     def add(self, where: object, objective: Tensor) -> None:
         """Differentiate this too; ``where`` tells the tensor that it looks at."""
@@ -50,7 +54,7 @@ class Tape:
         """Whether a graph leads from what was differentiated there to the earliest call that is anchored so."""
         first = next(key for key in self._anchors if key in anchors)[:3]
         ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
-        return not ends.isdisjoint(_nodes(self._totals[where]))
+        return not ends.isdisjoint(_collect_nodes(self._totals[where]))
 
     def gradients(self) -> Mapping[Key, Tensor]:
         """The gradient at each anchor: zero where the objective does not depend on it. Ends the graph.
@@ -62,7 +66,7 @@ class Tape:
         if not totals:
             return {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
         try:
-            found = torch.autograd.grad(totals, anchors, allow_unused=True)
+            gradients = torch.autograd.grad(totals, anchors, allow_unused=True)
         except RuntimeError as error:
             if is_device_error(error):
                 raise
@@ -72,17 +76,30 @@ class Tape:
             ) from error
         return {
             key: torch.zeros_like(anchor) if gradient is None else gradient.detach()
-            for (key, anchor), gradient in zip(self._anchors.items(), found, strict=True)
+            for (key, anchor), gradient in zip(self._anchors.items(), gradients, strict=True)
         }
 
 
-def _nodes(end: Tensor) -> set[Any]:
-    """Every operation that a tensor hangs on."""
-    found: set[Any] = set()
-    work: list[Any] = [end.grad_fn]
-    while work:
-        node = work.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            work += [before for before, _ in node.next_functions]
-    return found
+def compute_objective(value: Tensor, leaf: TensorInfo, objective: Objective, real: Tensor | None = None) -> Tensor:
+    """The sum of an objective over a request's rows, in float32 or wider; ``value`` is their part of a tensor.
+
+    ``real`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
+    """
+    value = value if value.dtype is torch.float64 else value.float()
+    compute = OBJECTIVES[objective.kind].compute
+    if real is None or not is_padded(leaf, real):
+        return compute(value, leaf, objective).sum()
+    rows = strip_padding(value, leaf, real)
+    return torch.stack([compute(row, row_leaf, objective).sum() for row, row_leaf in rows]).sum()
+
+
+def _collect_nodes(end: Tensor) -> set[Any]:
+    """Every operation that a tensor depends on."""
+    nodes: set[Any] = set()
+    pending: list[Any] = [end.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            pending += [before for before, _ in node.next_functions]
+    return nodes

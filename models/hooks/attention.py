@@ -1,4 +1,4 @@
-"""Attention weights: which operations compute them, how those are watched, how weights come into a graph.
+"""Attention weights: which operations compute them, how those are observed, how weights come into a graph.
 
 Weights are what softmax gives for each query over its keys. A kernel that fuses softmax with what stands around it
 shows none: they are computed beside it, and must explain what the kernel returned.
@@ -25,7 +25,7 @@ from layertap.models.errors import InputError
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 # How far a kernel's output may lie from what the weights give, as a part of the largest value.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-Given = Mapping[str, Any]
+Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,48 +47,52 @@ class AttentionEvent:
 class AttentionObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows every attention that is computed inside, and changes nothing."""
 
-    def __init__(self, see: Callable[[AttentionEvent], None]) -> None:
+    def __init__(self, observe: Callable[[AttentionEvent], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._see = see
+        self._observe = observe
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         read = READERS.get(func._schema.name)
         if read is not None:
             names = (argument.name for argument in func._schema.arguments)
-            found = read(func, dict(zip(names, args, strict=False)) | dict(kwargs or {}), out)
-            if found is not None:
-                self._see(found)
+            event = read(func, dict(zip(names, args, strict=False)) | dict(kwargs or {}), out)
+            if event is not None:
+                self._observe(event)
         return out
 
 
 def disable_observers() -> AbstractContextManager[object]:
-    """Inside nobody watches: what is not the model's own would only take longer."""
+    """Inside no observer runs: what is not the model's own would only take longer."""
     return torch._C._DisableTorchDispatch()
 
 
 class UnfusedAttention(TorchFunctionMode):
     """Runs attention by its plain formula; ``anchor`` gets the weights and gives what goes on in their place.
 
-    Weights in the shape in which the module has them. Nothing happens where ``asleep`` says so.
+    Weights in the shape in which the module has them. Nothing happens while ``is_paused`` says so.
     """
 
-    def __init__(self, anchor: Callable[[Tensor], Tensor], asleep: Callable[[], bool]) -> None:
+    def __init__(self, anchor: Callable[[Tensor], Tensor], is_paused: Callable[[], bool]) -> None:
         super().__init__()
         self._anchor = anchor
-        self._asleep = asleep
+        self._is_paused = is_paused
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
-        given = kwargs or {}
-        if self._asleep():
-            return func(*args, **given)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if self._is_paused():
+            return func(*args, **options)
         if func is functional.multi_head_attention_forward:
             with self:
-                return _open_multi_head(*args, **given)
+                return _multi_head_attention(*args, **options)
         if func is functional.scaled_dot_product_attention:
-            return self._attend(*args, **given)
-        out = func(*args, **given)
-        if func in SOFTMAXES and _is_over_keys(out, given.get("dim", args[1] if len(args) > 1 else None)):
+            return self._attend(*args, **options)
+        out = func(*args, **options)
+        if func in SOFTMAXES and _is_over_keys(out, options.get("dim", args[1] if len(args) > 1 else None)):
             return self._anchor(out)
         return out
 
@@ -104,7 +108,7 @@ class UnfusedAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         weights = self._anchor(_compute_weights(query, key, attn_mask, is_causal, scale))
-        return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _for_each_head(value, query)
+        return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _repeat_for_heads(value, query)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -134,55 +138,56 @@ def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...]
         return (math.prod(shape[:-3]), *shape[-3:])
     if len(shape) != 3 or not is_attention(module):
         return None
-    known = (getattr(module, name, None) for name in HEADS)
-    heads = next((size for size in known if isinstance(size, int) and size > 0 and shape[0] % size == 0), 1)
+    sizes = (getattr(module, name, None) for name in HEADS)
+    heads = next((size for size in sizes if isinstance(size, int) and size > 0 and shape[0] % size == 0), 1)
     return (shape[0] // heads, heads, *shape[1:])
 
 
-def _read_softmax(func: Any, given: Given, out: Tensor) -> AttentionEvent | None:
-    if not _is_over_keys(out, given["dim"]):
+def _read_softmax(func: Any, arguments: Arguments, out: Tensor) -> AttentionEvent | None:
+    if not _is_over_keys(out, arguments["dim"]):
         return None
     return AttentionEvent(tuple(out.shape), out.dtype, out, "observed", out.clone)
 
 
-def _read_fused(func: Any, given: Given, out: Any) -> AttentionEvent | None:
+def _read_fused(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | None:
     output: Tensor = out[0] if isinstance(out, tuple) else out
-    query, key = given["query"], given["key"]
-    mask = given.get("attn_mask", given.get("attn_bias"))
-    how = mask, given.get("is_causal", False), given.get("scale")
+    query, key = arguments["query"], arguments["key"]
+    mask = arguments.get("attn_mask", arguments.get("attn_bias"))
+    is_causal, scale = arguments.get("is_causal", False), arguments.get("scale")
+    compute_weights = partial(_compute_weights, query, key, mask, is_causal, scale)
     shape = (*output.shape[:-1], key.shape[-2])
-    weights = partial(_recompute, query, key, given["value"], how, output)
-    return AttentionEvent(shape, query.dtype, output, "recomputed", weights) if len(shape) > 2 else None
+    if len(shape) <= 2:
+        return None
+    weights = partial(_recompute, compute_weights, query, arguments["value"], output)
+    return AttentionEvent(shape, query.dtype, output, "recomputed", weights)
 
 
-def _read_native(func: Any, given: Given, out: Any) -> AttentionEvent | None:
-    query, key = given["query"], given["key"]
-    shape = (query.shape[0], given["num_head"], query.shape[1], key.shape[1])
+def _read_native(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | None:
+    query, key = arguments["query"], arguments["key"]
+    shape = (query.shape[0], arguments["num_head"], query.shape[1], key.shape[1])
 
-    def weights() -> Tensor:
+    def recompute() -> Tensor:
         # Its matrices are multiplied, and biases added, inside: what it computed is had only from itself.
-        again, found = func(**{**given, "need_weights": True, "average_attn_weights": False})
-        _check(again, out[0], again)
-        return found  # type: ignore[no-any-return]
+        output, weights = func(**{**arguments, "need_weights": True, "average_attn_weights": False})
+        _check_output(output, out[0], output)
+        return weights  # type: ignore[no-any-return]
 
-    return AttentionEvent(shape, query.dtype, out[0], "recomputed", weights)
+    return AttentionEvent(shape, query.dtype, out[0], "recomputed", recompute)
 
 
-def _recompute(
-    query: Tensor, key: Tensor, value: Tensor, how: tuple[Tensor | None, bool, float | None], output: Tensor
-) -> Tensor:
-    weights = _compute_weights(query, key, *how)
-    _check(weights @ _for_each_head(value, query), output, value)
+def _recompute(compute_weights: Callable[[], Tensor], query: Tensor, value: Tensor, output: Tensor) -> Tensor:
+    weights = compute_weights()
+    _check_output(weights @ _repeat_for_heads(value, query), output, value)
     return weights
 
 
-def _check(expected: Tensor, output: Tensor, scale: Tensor) -> None:
+def _check_output(expected: Tensor, output: Tensor, scale: Tensor) -> None:
     """InputError where an output is not what the weights give; what is not a number is so on both sides."""
-    far = (expected.float() - output.float()).abs().nan_to_num(0.0).amax()
+    distance = (expected.float() - output.float()).abs().nan_to_num(0.0).amax()
     bound = TOLERANCE.get(output.dtype, 1e-4) * scale.float().abs().nan_to_num(0.0).amax()
-    if bool(far > bound):
+    if bool(distance > bound):
         raise InputError(
-            f"this attention can't be told: its kernel returned values that differ by {float(far):.2g} "
+            f"this attention can't be told: its kernel returned values that differ by {float(distance):.2g} "
             "from what the weights give",
             hint="ask for the layer's output",
         )
@@ -190,20 +195,21 @@ def _check(expected: Tensor, output: Tensor, scale: Tensor) -> None:
 
 def _compute_weights(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
     """The textbook's softmax(QKᵀ · scale + mask), in float32 at least; zero for a query that may look at nothing."""
-    wide = query if query.dtype is torch.float64 else query.float()
-    by = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = (wide @ _for_each_head(key, query).to(wide.dtype).transpose(-2, -1)) * by
+    wide_query = query if query.dtype is torch.float64 else query.float()
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    keys = _repeat_for_heads(key, query).to(wide_query.dtype)
+    scores = (wide_query @ keys.transpose(-2, -1)) * factor
     if is_causal:
-        below = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~below, -math.inf)
+        earlier = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~earlier, -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-        blind = scores.isneginf().all(-1, keepdim=True)
-        return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0).to(query.dtype)
+        masked = scores.isneginf().all(-1, keepdim=True)
+        return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0).to(query.dtype)
     return scores.softmax(-1).to(query.dtype)
 
 
-def _for_each_head(value: Tensor, query: Tensor) -> Tensor:
+def _repeat_for_heads(value: Tensor, query: Tensor) -> Tensor:
     """Keys or values that several heads share, once for each of them."""
     if value.ndim < 3 or value.shape[-3] in (1, query.shape[-3]):
         return value
@@ -215,19 +221,19 @@ def _is_over_keys(out: Tensor, dim: Any) -> bool:
 
 
 def _reveal_to_modes(function: Any) -> Any:
-    """A function that hands itself to modes, as one whose own steps they see."""
+    """A copy of a function that overrides see whole, whose own steps they see instead."""
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    twin = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    return twin
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
-_open_multi_head = _reveal_to_modes(functional.multi_head_attention_forward)
+_multi_head_attention = _reveal_to_modes(functional.multi_head_attention_forward)
 
 SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax})
 
 # In inference mode operations come whole, elsewhere as the kernels that they are made of.
-READERS: Mapping[str, Callable[[Any, Given, Any], AttentionEvent | None]] = {
+READERS: Mapping[str, Callable[[Any, Arguments, Any], AttentionEvent | None]] = {
     **dict.fromkeys(("aten::softmax", "aten::_softmax", "aten::_safe_softmax"), _read_softmax),
     **dict.fromkeys(
         (

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
-from layertap.models.selection.hook_points import Embedding, Pool, Reduction, Selector, format_path
+from layertap.models.selection.hook_points import Embedding, Reduction, Selector, format_path
+from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import find_matches, parse_selector
 
-SITES = ("output", "input")
+ALLOWED_SITES = ("output", "input")
 
 
 def default_embedding(catalog: Catalog) -> Selector | None:
@@ -18,7 +19,7 @@ def default_embedding(catalog: Catalog) -> Selector | None:
 
     The head is the last layer with weights that runs, where that is a fully connected one.
     """
-    last = max(catalog.layers.values(), key=_end)
+    last = max(catalog.layers.values(), key=_get_end)
     outputs = [f".{format_path(leaf.path)}" for leaf in catalog.layers["."].calls[0].output.tensors]
     for text in (*([f"{last.name}:input"] if last.type == "Linear" else []), *outputs):
         with suppress(RequestError):
@@ -32,32 +33,34 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
     UnknownLayerError, SelectorError where it names not just one tensor with an entry for each row.
     """
     selector = parse_selector(text)
-    if selector.site not in SITES:
+    if selector.site not in ALLOWED_SITES:
         raise SelectorError(f"{escape(text)} is no embedding", hint="name an output or an input")
-    found, _ = find_matches(selector, catalog)
-    if len(found) != 1 or selector.is_glob or selector.call == "*":
-        keys = ", ".join(escape(item.key) for item in found[:5])
-        raise SelectorError(f"{escape(text)} names {len(found)} tensors, an embedding is one", hint=f"name one: {keys}")
-    leaf = found[0].leaf
+    matches, _ = find_matches(selector, catalog)
+    if len(matches) != 1 or selector.is_glob or selector.call == "*":
+        keys = ", ".join(escape(match.key) for match in matches[:5])
+        raise SelectorError(
+            f"{escape(text)} names {len(matches)} tensors, an embedding is one", hint=f"name one: {keys}"
+        )
+    leaf = matches[0].leaf
     if leaf.row_axis is None or leaf.mixed:
         raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
-    return replace(selector, reduction=Reduction(pool=_pool(leaf)))
+    return replace(selector, reduction=Reduction(pool=_choose_pool(leaf)))
 
 
-def reduce_embedding(selector: Selector, wanted: Embedding) -> Selector:
+def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
     """The selector of an embedding with what a request wants done to it."""
-    pool = wanted.pool or selector.reduction.pool
-    if wanted.pool is None and wanted.normalize and pool == "none":
+    pool = embedding.pool or selector.reduction.pool
+    if embedding.pool is None and embedding.normalize and pool == "none":
         pool = "flatten"  # the same numbers; only what is pooled is normalised
-    return replace(selector, reduction=Reduction(pool=pool, normalize=wanted.normalize, dtype=wanted.dtype))
+    return replace(selector, reduction=Reduction(pool=pool, normalize=embedding.normalize, dtype=embedding.dtype))
 
 
-def _pool(leaf: TensorInfo) -> Pool:
+def _choose_pool(leaf: TensorInfo) -> Pool:
     if len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1:
         return "none"
     return "mean" if leaf.layout is not None and "C" in leaf.layout else "flatten"
 
 
-def _end(layer: Layer) -> int:
+def _get_end(layer: Layer) -> int:
     """When a layer with weights of its own ends, for the last time."""
     return layer.calls[-1].output.order if layer.calls and layer.is_leaf and layer.parameters else -1

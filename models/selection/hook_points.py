@@ -1,31 +1,15 @@
-"""The nouns of a request: where to look, what to do with what is found there. Plain data, importable without torch."""
+"""The nouns of a request: where to look, and what to do with the tensor there; plain data, needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-SITES = ("output", "input", "grad_output", "grad_input", "attention", "attention_grad")
-Site = Literal["output", "input", "grad_output", "grad_input", "attention", "attention_grad"]
-Side = Literal["output", "input", "attention", "unfused"]
-SIDES: dict[Site, Side] = {
-    "output": "output",
-    "input": "input",
-    "grad_output": "output",
-    "grad_input": "input",
-    "attention": "attention",
-    "attention_grad": "unfused",
-}
-GRADIENTS = frozenset[Site]({"grad_output", "grad_input", "attention_grad"})
-ATTENTION = frozenset[Site]({"attention", "attention_grad"})
-EDITABLE = frozenset[Site]({"output", "input", "grad_output"})
-Pool = Literal["none", "mean", "mean_all", "max", "gem", "cls", "flatten"]
-Op = Literal["zero", "scale", "add", "clamp", "replace", "noise"]
-ObjectiveKind = Literal["logit", "probability", "cross_entropy", "kl_div", "sum", "mean", "layer"]
-Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout", "relevance"]
+from layertap.models.errors import escape
+from layertap.models.hooks.sites import SITES, Side, Site
+
 ReplyDType = Literal["float32", "float16", "int8"]
-Stat = Literal["mean", "std", "min", "max", "l2", "zeros", "nonfinite", "histogram"]
-STATS: tuple[Stat, ...] = get_args(Stat)
+Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout", "relevance"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +27,14 @@ class HookPoint:
         return f"{self.layer}#{self.call}{format_path(self.path)}:{self.site}"
 
     @property
+    def escaped_text(self) -> str:
+        """The same in quotes, safe to show."""
+        return escape(self.text)
+
+    @property
     def side(self) -> Side:
         """The side of the call whose value this is, or whose gradient."""
-        return SIDES[self.site]
+        return SITES[self.site].side
 
 
 @dataclass(frozen=True)
@@ -59,8 +48,8 @@ class Reduction:
 
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
-    stats: tuple[Stat, ...] | None = None
-    pool: Pool = "none"
+    stats: tuple[str, ...] | None = None
+    pool: str = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
 
@@ -75,7 +64,7 @@ class Selector:
     """One entry of a request's ``layers``, parsed but not yet looked up.
 
     ``text`` is the request's own spelling; ``call`` None means the last one, "*" every one; ``path`` None means every
-    leaf; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
+    tensor; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
     """
 
     text: str
@@ -97,7 +86,7 @@ class Selector:
 class Embedding:
     """A model's own embedding, asked for in place of layers; ``pool`` None: the one that makes a vector of it."""
 
-    pool: Pool | None = None
+    pool: str | None = None
     normalize: bool = False
     dtype: ReplyDType = "float32"
 
@@ -118,7 +107,7 @@ class Operation:
     pixels, the last two not included. Each is everything where None.
     """
 
-    op: Op
+    op: str
     by: float | None = None
     value: float | None = None
     min: float | None = None
@@ -147,7 +136,7 @@ class Objective:
     class; ``selector`` and ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
     """
 
-    kind: ObjectiveKind = "logit"
+    kind: str = "logit"
     klass: int | Literal["top"] | None = None
     target: tuple[float, ...] | None = None
     selector: Selector | None = None

@@ -1,42 +1,15 @@
-"""A request's layers made into a plan: what to capture, how large it will be, where the forward may stop.
-
-Everything here happens against a catalogue, before any forward.
-"""
+"""What one request wants of a forward, as plain data: captures, changes, an objective, sizes; needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from layertap.models.capture.reduction import compute_reduced_shape
-from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo, count_item_bytes
-from layertap.models.catalog.padding import TextLengths
-from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
-from layertap.models.interventions.resolve import (
-    FLOATS,
-    ResolvedIntervention,
-    ResolvedObjective,
-    check_gradient,
-    resolve_intervention,
-    resolve_objective,
-)
-from layertap.models.selection.hook_points import (
-    GRADIENTS,
-    HookPoint,
-    Intervention,
-    Objective,
-    Reduction,
-    Selector,
-    format_path,
-)
-from layertap.models.selection.selectors import SelectorMatch, find_matches
-
-CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
-MAX_FAULTS = 16  # near matches take time to find
-AVERAGES = frozenset({"mean", "mean_all", "gem"})
+from layertap.models.catalog.catalog import TensorInfo, count_item_bytes
+from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction
+from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.statistics import list_columns
 
 
 @dataclass(frozen=True)
@@ -73,8 +46,8 @@ class Capture:
     @property
     def is_float(self) -> bool:
         """Whether the reduced values are floating."""
-        how = self.reduction
-        return self.leaf.dtype in FLOATS or how.pool in AVERAGES or how.normalize or how.stats is not None
+        averages = POOLINGS[self.reduction.pool].averages or self.reduction.stats is not None
+        return self.leaf.is_floating or averages or self.reduction.normalize
 
     @property
     def is_scaled(self) -> bool:
@@ -86,6 +59,24 @@ class Capture:
         shape = self.shape(rows)
         scale = 4 * (shape[0] if shape else 1) if self.is_scaled else 0
         return prod(shape) * count_item_bytes(self.dtype) + scale
+
+
+@dataclass(frozen=True)
+class ResolvedIntervention:
+    """One tensor to change on its way, and how."""
+
+    point: HookPoint
+    leaf: TensorInfo
+    operation: Operation
+
+
+@dataclass(frozen=True)
+class ResolvedObjective:
+    """What is differentiated: an objective and the tensor that it looks at."""
+
+    point: HookPoint
+    leaf: TensorInfo
+    objective: Objective
 
 
 @dataclass(frozen=True)
@@ -183,185 +174,17 @@ class Plan:
         return {}
 
 
-def make_plan(
-    selectors: Sequence[Selector],
-    catalog: Catalog,
-    interventions: Sequence[Intervention] = (),
-    objective: Objective | None = None,
-    lengths: TextLengths | None = None,
-) -> Plan:
-    """The plan for a request's selectors, and for what it changes and differentiates; ``lengths`` are of its texts.
-
-    RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
-    ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
-    caller's to compare with its limits.
-    """
-    if not selectors:
-        raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
-    faults = _Faults()
-    matches: list[_Match] = []
-    edits: list[tuple[ResolvedIntervention, ...]] = []
-    goal = None
-    if objective is not None:
-        with faults.collect("/objective"):
-            goal = resolve_objective(objective, catalog, lengths)
-        faults.raise_any()
-    for index, selector in enumerate(selectors):
-        with faults.collect(f"/layers/{index}"):
-            matches.append(_match_selector(selector, goal, catalog, lengths))
-    for index, intervention in enumerate(interventions):
-        with faults.collect(f"/interventions/{index}"):
-            edits.append(tuple(resolve_intervention(intervention, goal, catalog, lengths)))
-    faults.raise_any()
-    results = tuple(_collect(matches))
-    points = [result.capture.point for result in results]
-    if goal is not None:
-        if not GRADIENTS & {point.site for point in points}:
-            raise SelectorError(
-                "an objective is given, but no gradient is asked for", hint="add ':grad_output' to a layer"
-            )
-        points.append(goal.point)
-    last = max(points, key=lambda point: _get_boundary(catalog, point).order)
-    skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
-    return Plan(results, last, _get_boundary(catalog, last).cost, tuple(skipped_names), tuple(edits), goal)
-
-
-@dataclass(frozen=True)
-class _Match:
-    selector: Selector
-    found: tuple[SelectorMatch, ...]
-    skipped: tuple[str, ...]
-    length: int | None
-
-    def capture(self, item: SelectorMatch) -> Capture:
-        """What is to be taken of one of the tensors that were found."""
-        length = self.length if item.leaf.token_axes else None
-        return Capture(item.point, item.leaf, self.selector.reduction, length)
-
-
-def _match_selector(
-    selector: Selector, goal: ResolvedObjective | None, catalog: Catalog, lengths: TextLengths | None
-) -> _Match:
-    """What a selector names; of several tensors those that have no gradient are passed over, where it asks for one."""
-    found, skipped = find_matches(selector, catalog)
-    if selector.site in GRADIENTS:
-        reasons: list[SelectorError] = []
-        good = []
-        for item in found:
-            try:
-                check_gradient(item, goal, catalog)
-            except SelectorError as error:
-                reasons.append(error)
-            else:
-                good.append(item)
-        if not good:
-            raise reasons[0]
-        found = good
-    for item in found:
-        _check(item, selector.reduction, lengths)
-    length = lengths.kept if lengths is not None else None
-    return _Match(selector, tuple(found), tuple(skipped), length)
-
-
-def _collect(matches: Sequence[_Match]) -> Iterator[Result]:
-    """Each thing once: what a literal name gives is not given again by a glob, whichever came first."""
-    spelled = {match.capture(item) for match in matches if not match.selector.is_glob for item in match.found}
-    taken: dict[str, Capture] = {}
-    for match in matches:
-        for item in match.found:
-            capture = match.capture(item)
-            if match.selector.is_glob and match.selector.alias is None and capture in spelled:
-                continue
-            if taken.get(item.key, capture) != capture:
-                raise SelectorError(
-                    f"two different results would both be called {escape(item.key)}",
-                    hint='give one of them another name by \'as\', for example "as": "b"; '
-                    "results of a pattern are then called b.NAME",
-                )
-            if item.key not in taken:
-                taken[item.key] = capture
-                yield Result(item.key, capture, item.module)
-
-
-class _Faults:
-    """What is wrong with a request, gathered so that all of it can be told at once; the first few of many."""
-
-    def __init__(self) -> None:
-        self._found: list[Fault] = []
-
-    @contextmanager
-    def collect(self, pointer: str) -> Iterator[None]:
-        """Note what is raised inside as a fault of that place."""
-        try:
-            yield
-        except LayertapError as error:
-            self._found.append(error.to_fault(pointer))
-            if len(self._found) == MAX_FAULTS:
-                self.raise_any()
-
-    def raise_any(self) -> None:
-        """RequestError where anything was wrong."""
-        if self._found:
-            raise RequestError.from_faults(self._found)
-
-
-def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
-    return catalog.layers[point.layer].calls[point.call].at(point.site)
-
-
-def _check(item: SelectorMatch, how: Reduction, lengths: TextLengths | None) -> None:
-    name = escape(item.point.layer + format_path(item.point.path))
-    if item.leaf.dtype not in CARRIED and item.leaf.dtype not in FLOATS:
-        raise SelectorError(f"{name} is of dtype {item.leaf.dtype}, which no reply format carries")
-    if how.stats is not None:
-        _check_stats(name, item.leaf, how)
-    if how.normalize and how.pool == "none":
-        raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
-    if how.pool != "none" and (item.leaf.row_axis is None or item.leaf.mixed):
-        raise SelectorError(
-            f"{name} does not hold one entry for each input, so it can't be pooled", hint="use pool 'none'"
-        )
-    if how.pool not in ("none", "flatten") and item.leaf.layout is None:
-        raise SelectorError(
-            f"the axes of {name}, shape {list(item.leaf.shape)}, are not known, so '{how.pool}' is not defined",
-            hint="use pool 'flatten' or 'none'",
-        )
-    if how.pool == "cls" and item.leaf.prefix == 0:
-        raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
-    if how.dtype == "int8" and how.pool == "none" and item.leaf.row_axis not in (0, None):
-        raise SelectorError(
-            f"{name} has its rows on axis {item.leaf.row_axis}, so int8 would scale them all together",
-            hint="add a pool, or ask for 'float16'",
-        )
-    own = item.leaf if lengths is None else item.leaf.with_length(lengths.common)
-    _check_indices(name, own, "channels", "C", how.channels)
-    _check_indices(name, own, "tokens", "T", how.tokens)
-
-
-def _check_stats(name: str, leaf: TensorInfo, how: Reduction) -> None:
-    plain = Reduction()
-    given = [option for option in ("pool", "normalize", "dtype") if getattr(how, option) != getattr(plain, option)]
-    if given:
-        raise SelectorError(
-            f"'stats' of {name} contradicts {escape(given[0])}: statistics are float32, in place of the values",
-            hint=f"leave {' and '.join(map(escape, given))} out of this entry, or 'stats'",
-        )
-    if leaf.row_axis is None or leaf.mixed:
-        raise SelectorError(
-            f"{name} does not hold one entry for each input, so it has no statistics of each",
-            hint="leave 'stats' out: pool 'none' gives the whole tensor",
-        )
-    if prod(leaf.shape) == 0:
-        raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
-
-
-def _check_indices(name: str, leaf: TensorInfo, option: str, axis: str, chosen: tuple[int, ...] | None) -> None:
-    if chosen is None:
-        return
-    if leaf.layout is None or axis not in leaf.layout:
-        raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
-    if len(set(chosen)) != len(chosen):
-        raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")
-    size = leaf.shape[leaf.layout.index(axis)]
-    if not chosen or not all(0 <= index < size for index in chosen):
-        raise SelectorError(f"'{option}' of {name} must be between 0 and {size - 1}")
+def compute_reduced_shape(leaf: TensorInfo, reduction: Reduction, rows: int) -> tuple[int, ...]:
+    """The shape that a reduction gives for a forward of ``rows`` rows."""
+    if reduction.stats is not None:
+        return (rows, len(list_columns(reduction.stats)))
+    shape = list(leaf.shape_for(rows))
+    for letter, indices in (("C", reduction.channels), ("T", reduction.tokens)):
+        if indices is not None and leaf.layout is not None:
+            shape[leaf.layout.index(letter)] = len(indices)
+    pooling = POOLINGS[reduction.pool]
+    if pooling.compute is None:
+        return tuple(shape)
+    if not pooling.by_channel:
+        return (rows, prod(shape) // rows)
+    return (rows, shape[leaf.layout.index("C")] if leaf.layout and "C" in leaf.layout else 1)

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal
 
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError, UnknownLayerError, escape, suggest
-from layertap.models.selection.hook_points import ATTENTION, SIDES, SITES, HookPoint, Selector, Site, format_path
+from layertap.models.hooks.sites import ATTENTION, SITES, Site
+from layertap.models.selection.hook_points import HookPoint, Selector, format_path
 
 MAX_TEXT = 512
-SHOWN = 5  # names in a hint
-OFFERED = f"use {', '.join(map(repr, SITES[:-1]))} or {SITES[-1]!r}"
+MAX_SHOWN = 5  # names in a hint
+*_SITES, _LAST_SITE = map(repr, SITES)
+SITE_HINT = f"use {', '.join(_SITES)} or {_LAST_SITE}"
 EXAMPLE = "for example 'layer4', 'layer3.*.bn2', 'relu#0', 'encoder[0]:input'"
 
 
 @dataclass(frozen=True)
 class SelectorMatch:
-    """A hook point that a selector named: its leaf in the catalogue and the key it gets in the reply."""
+    """A hook point that a selector named: its tensor in the catalogue and the key it gets in the reply."""
 
     key: str
     point: HookPoint
@@ -67,8 +69,8 @@ def parse_call(text: str) -> int | Literal["*"]:
 def parse_site(text: str) -> Site:
     """A site by its name."""
     if text in SITES:
-        return cast("Site", text)
-    raise SelectorError(f"{escape(text)} is no site", hint=OFFERED)
+        return text
+    raise SelectorError(f"{escape(text)} is no site", hint=SITE_HINT)
 
 
 def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMatch], list[str]]:
@@ -77,19 +79,19 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMat
     A glob passes over layers that never run, and over what has no plain memory. Where nothing is left: SelectorError if
     that is a sparse or nested tensor, else UnknownLayerError, with near matches.
     """
-    layers, skipped = _layers(selector, catalog)
+    layers, skipped = _find_layers(selector, catalog)
     if selector.site in ATTENTION and not any(layer.has_attention for layer in layers):
-        raise _no_attention(selector, catalog)
-    found = [found for layer in layers for found in _in_layer(selector, layer, catalog)]
-    if not found:
-        reasons = (_explain_refusal(selector, layer, call) for layer in layers for call in _calls(selector, layer))
-        raise next(filter(None, reasons), None) or UnknownLayerError(
-            f"{_what(selector)} matches {len(layers)} layers, none of which has such a call, path or site",
+        raise _no_attention_error(selector, catalog)
+    matches = [match for layer in layers for match in _find_in_layer(selector, layer, catalog)]
+    if not matches:
+        errors = (_refused_error(selector, layer, call) for layer in layers for call in _find_calls(selector, layer))
+        raise next(filter(None, errors), None) or UnknownLayerError(
+            f"{_describe_pattern(selector)} matches {len(layers)} layers, none of which has such a call, path or site",
             hint="GET /models/{model}/layers lists calls and paths",
         )
     if selector.alias is not None:
-        found = _apply_alias(selector.alias, found)
-    return found, skipped
+        matches = _apply_alias(selector.alias, matches)
+    return matches, skipped
 
 
 def suggest_type(kind: str | None, catalog: Catalog) -> str:
@@ -102,24 +104,24 @@ def suggest_type(kind: str | None, catalog: Catalog) -> str:
 
 def matches_glob(pattern: str, name: str) -> bool:
     """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
-    at, star, resume = 0, -1, 0
+    place, star, resume = 0, -1, 0
     index = 0
     while index < len(name):
-        if at < len(pattern) and pattern[at] == "*":
-            star, resume, at = at, index, at + 1
-        elif at < len(pattern) and pattern[at] in ("?", name[index]):
-            at, index = at + 1, index + 1
+        if place < len(pattern) and pattern[place] == "*":
+            star, resume, place = place, index, place + 1
+        elif place < len(pattern) and pattern[place] in ("?", name[index]):
+            place, index = place + 1, index + 1
         elif star >= 0:
-            resume, at = resume + 1, star + 1
+            resume, place = resume + 1, star + 1
             index = resume
         else:
             return False
-    return all(char == "*" for char in pattern[at:])
+    return all(char == "*" for char in pattern[place:])
 
 
-def _layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str]]:
+def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str]]:
     if not selector.is_glob:
-        return [_literal(selector.pattern, catalog)], []
+        return [_get_layer(selector.pattern, catalog)], []
     matches = [
         layer
         for name, layer in catalog.layers.items()
@@ -127,11 +129,11 @@ def _layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str
     ]
     running = [layer for layer in matches if layer.calls]
     if not running:
-        raise _no_match(selector, catalog, len(matches))
+        raise _no_match_error(selector, catalog, len(matches))
     return running, [layer.name for layer in matches if not layer.calls]
 
 
-def _literal(name: str, catalog: Catalog) -> Layer:
+def _get_layer(name: str, catalog: Catalog) -> Layer:
     layer = catalog.layers.get(name)
     if layer is None:
         hint = suggest(catalog.suggest_layers(name)) or "GET /models/{model}/layers lists every layer"
@@ -144,42 +146,43 @@ def _literal(name: str, catalog: Catalog) -> Layer:
     return layer
 
 
-def _no_attention(selector: Selector, catalog: Catalog) -> UnknownLayerError:
-    having = [escape(name) for name, layer in catalog.layers.items() if layer.has_attention]
-    what = _what(selector) if selector.is_glob else f"layer {escape(selector.pattern)}"
+def _no_attention_error(selector: Selector, catalog: Catalog) -> UnknownLayerError:
+    names = [escape(name) for name, layer in catalog.layers.items() if layer.has_attention]
+    subject = _describe_pattern(selector) if selector.is_glob else f"layer {escape(selector.pattern)}"
     return UnknownLayerError(
-        f"{what} computes no attention weights of its own",
-        hint=f"layers that do: {', '.join(having[:SHOWN])}" if having else "no layer of this model does",
+        f"{subject} computes no attention weights of its own",
+        hint=f"layers that do: {', '.join(names[:MAX_SHOWN])}" if names else "no layer of this model does",
     )
 
 
-def _what(selector: Selector) -> str:
+def _describe_pattern(selector: Selector) -> str:
     kind = f" with type {escape(selector.type)}" if selector.type is not None else ""
     return f"the pattern {escape(selector.pattern)}{kind}"
 
 
-def _no_match(selector: Selector, catalog: Catalog, silent: int) -> UnknownLayerError:
-    what = _what(selector)
-    if silent:
-        return UnknownLayerError(f"{what} matches {silent} layers, none of which runs in a forward")
+def _no_match_error(selector: Selector, catalog: Catalog, not_run: int) -> UnknownLayerError:
+    pattern = _describe_pattern(selector)
+    if not_run:
+        return UnknownLayerError(f"{pattern} matches {not_run} layers, none of which runs in a forward")
     hint = suggest_type(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
-    return UnknownLayerError(f"{what} matches no layer", hint=hint)
+    return UnknownLayerError(f"{pattern} matches no layer", hint=hint)
 
 
-def _in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
-    for call in _calls(selector, layer):
+def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
+    for call in _find_calls(selector, layer):
         leaves = layer.calls[call].at(selector.site).tensors
-        chosen = [leaf for leaf in leaves if selector.path is None or leaf.path[: len(selector.path)] == selector.path]
-        if not chosen:
+        path = selector.path or ()
+        named = [leaf for leaf in leaves if leaf.path[: len(path)] == path]
+        if not named:
             if selector.is_glob:
                 continue
-            raise _explain_refusal(selector, layer, call) or _no_leaf(selector, layer, leaves, catalog)
-        for leaf in chosen:
+            raise _refused_error(selector, layer, call) or _no_tensor_error(selector, layer, leaves, catalog)
+        for leaf in named:
             point = HookPoint(layer.name, call, leaf.path, selector.site)
-            yield SelectorMatch(_key(selector, layer, point, len(chosen) > 1), point, leaf, layer.type)
+            yield SelectorMatch(_make_key(selector, layer, point, len(named) > 1), point, leaf, layer.type)
 
 
-def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
+def _find_calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
     count = len(layer.calls)
     if selector.call == "*":
         return range(count)
@@ -195,43 +198,48 @@ def _calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
     return (call % count,)
 
 
-def _explain_refusal(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
+def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
     """Why a call has nothing to give at a path, where that is for want of plain memory."""
-    moment, asked = layer.calls[call].at(selector.site), selector.path or ()
-    nearby = (each for each in moment.refused if all(one == other for one, other in zip(each[0], asked, strict=False)))
-    path, kind = next(nearby, ((), None))
+    boundary, wanted = layer.calls[call].at(selector.site), selector.path or ()
+    # Within what is wanted, or around it.
+    refused = (each for each in boundary.refused if all(a == b for a, b in zip(each[0], wanted, strict=False)))
+    path, kind = next(refused, ((), None))
     if kind is None:
         return None
-    where = f"{_side(selector, layer)} at {escape(format_path(path))}" if path else _side(selector, layer)
-    others = [format_path(leaf.path) for leaf in moment.tensors]
+    where = (
+        f"{_describe_side(selector, layer)} at {escape(format_path(path))}" if path else _describe_side(selector, layer)
+    )
+    others = [format_path(leaf.path) for leaf in boundary.tensors]
     return SelectorError(
         f"{where} is {kind}: only dense tensors can be had",
         hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
     )
 
 
-def _side(selector: Selector, layer: Layer) -> str:
-    side = "attention" if selector.site in ATTENTION else SIDES[selector.site]
+def _describe_side(selector: Selector, layer: Layer) -> str:
+    side = "attention" if selector.site in ATTENTION else SITES[selector.site].side
     return f"the {side} of layer {escape(layer.name)}"
 
 
-def _no_leaf(selector: Selector, layer: Layer, leaves: tuple[TensorInfo, ...], catalog: Catalog) -> UnknownLayerError:
-    where = _side(selector, layer)
+def _no_tensor_error(
+    selector: Selector, layer: Layer, leaves: tuple[TensorInfo, ...], catalog: Catalog
+) -> UnknownLayerError:
+    side = _describe_side(selector, layer)
     paths = [format_path(leaf.path) for leaf in leaves]
     if not paths and catalog.start:
         return UnknownLayerError(
-            f"{where} does not follow from the output of {escape(catalog.start)} alone",
+            f"{side} does not follow from the output of {escape(catalog.start)} alone",
             hint="ask for a layer that runs later, or send the model's own inputs",
         )
     if not paths:
-        return UnknownLayerError(f"{where} holds no tensor")
+        return UnknownLayerError(f"{side} holds no tensor")
     if paths == [""]:
-        return UnknownLayerError(f"{where} is a single tensor", hint="leave the path out")
+        return UnknownLayerError(f"{side} is a single tensor", hint="leave the path out")
     wrong = format_path(selector.path or ())
-    return UnknownLayerError(f"{where} has nothing at {escape(wrong)}", hint=f"paths here: {', '.join(paths[:20])}")
+    return UnknownLayerError(f"{side} has nothing at {escape(wrong)}", hint=f"paths here: {', '.join(paths[:20])}")
 
 
-def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> str:
+def _make_key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> str:
     """Literals keep the request's spelling where it names one tensor; everything else gets its canonical name."""
     if not selector.is_glob and not several and selector.call != "*":
         return selector.text
@@ -243,16 +251,17 @@ def _key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> s
     return f"{layer.name}{call}{format_path(point.path)}{site}"
 
 
-def _apply_alias(alias: str, found: list[SelectorMatch]) -> list[SelectorMatch]:
+def _apply_alias(alias: str, matches: list[SelectorMatch]) -> list[SelectorMatch]:
     """A name of the client's own: of the only result, of the only layer, or before the names of several layers."""
-    if len(found) == 1:
-        return [replace(found[0], key=alias)]
-    if len({item.point.layer for item in found}) > 1:
-        return [replace(item, key=f"{alias}.{item.key}") for item in found]
-    several = len({item.point.call for item in found}) > 1
-    calls = [f"#{item.point.call}" if several else "" for item in found]
+    if len(matches) == 1:
+        return [replace(matches[0], key=alias)]
+    if len({match.point.layer for match in matches}) > 1:
+        return [replace(match, key=f"{alias}.{match.key}") for match in matches]
+    several_calls = len({match.point.call for match in matches}) > 1
+    calls = [f"#{match.point.call}" if several_calls else "" for match in matches]
     return [
-        replace(item, key=alias + call + format_path(item.point.path)) for item, call in zip(found, calls, strict=True)
+        replace(match, key=alias + call + format_path(match.point.path))
+        for match, call in zip(matches, calls, strict=True)
     ]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from layertap.models.errors import LayertapError
-from layertap.models.selection.hook_points import Pool, Reduction, Selector
+from layertap.models.selection.hook_points import Reduction, Selector
+from layertap.models.selection.poolings import POOLINGS
 from layertap.service.cli.console import stderr, stdout
 from layertap.service.cli.options import ConfigOption, ModelOption
 from layertap.service.cli.setup import create_configured_engine
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from layertap.service.features import Features
     from layertap.service.formats.reply_format import ReplyFormat
 
-POOLS = ", ".join(get_args(Pool))
+POOLS = ", ".join(POOLINGS)
 
 
 def extract(
@@ -66,9 +67,9 @@ def _choose_format(file: Path | None) -> ReplyFormat:
 def _parse_selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
     from layertap.models.selection.selectors import parse_selector
 
-    if pool not in get_args(Pool):
+    if pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
-    reduction = Reduction(pool=pool, normalize=normalize)  # type: ignore[arg-type]  # checked above
+    reduction = Reduction(pool=pool, normalize=normalize)
     return tuple(replace(parse_selector(name), reduction=reduction) for name in layers.split(",") if name)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.padding import TextLengths, measure_lengths
+from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError

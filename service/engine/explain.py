@@ -11,9 +11,10 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
-from layertap.models.interventions.resolve import resolve_objective
+from layertap.models.gradients.resolve_objective import resolve_objective
+from layertap.models.hooks.sites import GRADIENTS, Site
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.selection.hook_points import GRADIENTS, Explanation, HookPoint, Method, Objective, Selector, Site
+from layertap.models.selection.hook_points import Explanation, HookPoint, Method, Objective, Selector
 from layertap.models.selection.selectors import find_matches
 from layertap.service.engine.engine import Engine, SizeCheck
 from layertap.service.engine.request import ExtractRequest

@@ -9,10 +9,12 @@ from math import prod
 
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.padding import TextLengths
+from layertap.models.catalog.text_lengths import TextLengths
 from layertap.models.errors import RequestError, TooLargeError
-from layertap.models.selection.hook_points import GRADIENTS, Selector
-from layertap.models.selection.plan import Capture, Plan, Result, make_plan
+from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.planner import make_plan
+from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.spec import Shapes
 from layertap.service.engine.request import ExtractRequest
 

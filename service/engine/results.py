@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from layertap.models.capture import batch_slices, statistics
-from layertap.models.selection.hook_points import GRADIENTS, format_path
+from layertap.models.capture import batch_slices
+from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.selection.hook_points import format_path
 from layertap.models.selection.plan import Result
+from layertap.models.selection.statistics import list_columns
 from layertap.service.engine.batch_runner import Results
 from layertap.service.engine.request import Job
 from layertap.service.features import Array, Features, Receipt
@@ -64,7 +66,7 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         normalize=how.normalize,
         fingerprint=job.fingerprints[result.key],
         row_axis=0 if how.is_by_row else leaf.row_axis,
-        stats=statistics.list_columns(how.stats) if how.stats is not None else None,
+        stats=list_columns(how.stats) if how.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.how,
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",

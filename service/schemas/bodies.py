@@ -14,10 +14,10 @@ from layertap.models.selection.hook_points import (
     Intervention,
     Method,
     Objective,
-    Pool,
     ReplyDType,
     Selector,
 )
+from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.schemas.base import StrictBody
 from layertap.service.schemas.faults import read_entries, read_field

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from layertap.models.selection.hook_points import Intervention, Op, Operation, TensorData
+from layertap.models.interventions.operations import Op
+from layertap.models.selection.hook_points import Intervention, Operation, TensorData
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import Index, Indices, Number
 from layertap.service.schemas.inputs import TensorBody

@@ -9,8 +9,10 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import SelectorError
-from layertap.models.selection.hook_points import STATS, Pool, Reduction, ReplyDType, Selector, Stat
+from layertap.models.selection.hook_points import Reduction, ReplyDType, Selector
+from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
+from layertap.models.selection.statistics import STATS
 from layertap.service.schemas.base import Indices, StrictBody
 
 
@@ -25,7 +27,7 @@ CALL_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "*"}]}
 Call = Annotated[int | Literal["*"], PlainValidator(_parse_call), WithJsonSchema(CALL_SCHEMA)]
 
 
-def _parse_stats(value: object) -> tuple[Stat, ...] | None:
+def _parse_stats(value: object) -> tuple[str, ...] | None:
     if value is True:
         return STATS
     if value is None or value is False:
@@ -43,7 +45,7 @@ STATS_SCHEMA = {
         {"type": "array", "items": {"enum": list(STATS)}, "minItems": 1, "uniqueItems": True},
     ]
 }
-Stats = Annotated[tuple[Stat, ...] | None, PlainValidator(_parse_stats), WithJsonSchema(STATS_SCHEMA)]
+Stats = Annotated[tuple[str, ...] | None, PlainValidator(_parse_stats), WithJsonSchema(STATS_SCHEMA)]
 
 
 class PlaceBody(StrictBody):

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from layertap.models.selection.hook_points import Objective, ObjectiveKind
+from layertap.models.gradients.objectives import ObjectiveKind
+from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.schemas.base import Index, Number, StrictBody
 

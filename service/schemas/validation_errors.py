@@ -9,7 +9,11 @@ from typing import Any, get_args
 from pydantic_core import ErrorDetails
 
 from layertap.models.errors import Fault, escape, suggest
-from layertap.models.selection.hook_points import STATS, Method, ObjectiveKind, Op, Pool, ReplyDType
+from layertap.models.gradients.objectives import ObjectiveKind
+from layertap.models.interventions.operations import Op
+from layertap.models.selection.hook_points import Method, ReplyDType
+from layertap.models.selection.poolings import Pool
+from layertap.models.selection.statistics import STATS
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody
 from layertap.service.schemas.inputs import InputBody, TensorBody
 from layertap.service.schemas.interventions import InterventionBody

@@ -18,8 +18,9 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks import attach
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
-from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
 from tests.nets import Chain, Pruned, Structured, Tied, bottlenecks, resnet, swin, vit

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.hooks.attach import ATTACH, OnCall, count_hooks
-from layertap.models.selection import hook_points
-from layertap.models.selection.hook_points import Side
+from layertap.models.hooks.sites import SITES, Side
 from tests.nets import Gate, Recursive, Retries
 
 Seen = list[tuple[int, Any]]
@@ -38,8 +37,7 @@ def _copied(value: Any) -> Any:
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook, that of its side."""
     assert tuple(ATTACH) == (*KINDS, "attention", "unfused")
-    assert tuple(hook_points.SIDES) == hook_points.SITES
-    assert set(hook_points.SIDES.values()) == set(ATTACH)
+    assert {site.side for site in SITES.values()} == set(ATTACH)
 
 
 def put(module: nn.Module, site: Side, changes: dict[tuple[str, ...], Tensor], *args: Any, **kwargs: Any) -> Any:

@@ -17,8 +17,9 @@ from layertap.models.errors import InputError, LoadError
 from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Reduction
-from layertap.models.selection.plan import Capture, Plan, Result, make_plan
+from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec

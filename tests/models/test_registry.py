@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from layertap.models.errors import LoadError, UnknownModelError
+from layertap.models.planner import make_plan
 from layertap.models.registry import Registry
-from layertap.models.selection.plan import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.errors import SelectorError, UnknownLayerError
-from layertap.models.selection.hook_points import SITES, Selector, format_path
+from layertap.models.hooks.sites import SITES
+from layertap.models.selection.hook_points import Selector, format_path
 from layertap.models.selection.selectors import (
     MAX_TEXT,
     SelectorMatch,

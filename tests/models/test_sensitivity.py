@@ -16,7 +16,7 @@ from torchvision.models import convnext_tiny
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import find_last_sensitive
-from layertap.models.interventions.resolve import resolve_objective
+from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import HookPoint, Objective
 from layertap.models.selection.selectors import parse_selector
 from tests.nets import resnet, surveyed, swin, vit

@@ -25,8 +25,9 @@ from layertap.models.errors import LoadError
 from layertap.models.inputs.preprocess import preprocess
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Operation, Reduction
-from layertap.models.selection.plan import Capture, make_plan
+from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.checkpoints import digest_weights

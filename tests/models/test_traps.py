@@ -18,8 +18,9 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.errors import LayerNotReachedError
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Reduction, Selector
-from layertap.models.selection.plan import Capture, make_plan
+from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.models.extraction import extract_plan

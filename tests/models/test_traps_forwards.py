@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
-from layertap.models.selection.plan import make_plan
+from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader

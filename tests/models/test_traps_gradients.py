@@ -14,8 +14,9 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.errors import RequestError
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Objective
-from layertap.models.selection.plan import Plan, make_plan
+from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
 from tests.models.extraction import extract_plan

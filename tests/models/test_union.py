@@ -24,19 +24,21 @@ from layertap.models.capture.batch_slices import (
     find_spans,
     join_parts,
     pack,
-    select_rows,
     select_span_rows,
     unpack,
 )
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.row_view import select_rows
 from layertap.models.errors import InputError, LayerNotReachedError, OutOfMemoryError
 from layertap.models.hooks import attach
+from layertap.models.hooks.sites import Site
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
-from layertap.models.selection.hook_points import HookPoint, Pool, Reduction, ReplyDType, Site
-from layertap.models.selection.plan import AVERAGES, Capture
+from layertap.models.selection.hook_points import HookPoint, Reduction, ReplyDType
+from layertap.models.selection.plan import Capture
+from layertap.models.selection.poolings import POOLINGS, Pool
 from layertap.models.spec import InputSpec
 from tests.conftest import net_spec
 from tests.nets import batch
@@ -44,7 +46,7 @@ from tests.oracle import record
 
 Array = NDArray[Any]
 Net = Callable[..., LoadedModel]
-POOLS: tuple[Pool, ...] = get_args(Pool)
+POOLS: tuple[Pool, ...] = tuple(POOLINGS)
 DTYPES: tuple[ReplyDType, ...] = get_args(ReplyDType)
 # Whole feature maps, tokens, windows folded into the batch, rows on axis 1, structured values, parts that run often.
 NETS = (
@@ -611,7 +613,7 @@ def test_joined(name: str, cuts: tuple[int, ...]) -> None:
         capture = capture_of(leaf, **vars(how))
         found = join_parts(capture, [reduce(part, leaf, how) for part in parts])
         check(found, capture, expected(whole, capture), 4)
-        if how.pool not in AVERAGES and not how.normalize:
+        if not POOLINGS[how.pool].averages and not how.normalize:
             assert bits(found) == bits(reduce(whole, leaf, how))
 
 

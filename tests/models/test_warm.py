@@ -23,8 +23,9 @@ from layertap.models.compiled.prepare import _follow, compile_warm_plans, make_w
 from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
+from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Objective, Reduction, Selector
-from layertap.models.selection.plan import Capture, Plan, make_plan
+from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import WarmSpec
 from tests.conftest import WARM, net_spec

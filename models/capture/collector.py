@@ -1,0 +1,244 @@
+"""Collector: what one forward owes to the requests that share it, and what its hooks do at each call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from layertap.models.capture.batch_slices import RequestSlice, find_spans, select_span_rows
+from layertap.models.capture.call_actions import CallActions, GradientAnchor, group_actions
+from layertap.models.capture.reduction import ReducedTensor, reduce
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.catalog.row_view import Span
+from layertap.models.devices.dtypes import dtype_name
+from layertap.models.errors import InputError, LayerNotReachedError
+from layertap.models.gradients.tape import Key, Tape, compute_objective
+from layertap.models.hooks.attach import Changes, OnCall, StopForward
+from layertap.models.hooks.sites import GRADIENTS, Side
+from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
+from layertap.models.interventions.apply import apply_operation
+from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import Capture, ResolvedIntervention
+
+
+class Collector:
+    """What one forward owes: hooks close over it, nothing of it is stored on the model.
+
+    ``results`` are the captures that are there already, reduced span by span.
+    """
+
+    def __init__(
+        self, slices: tuple[RequestSlice, ...], rows: int, modules: Mapping[str, nn.Module], real: Tensor | None
+    ) -> None:
+        spans = find_spans(slices, rows)
+        self.results: dict[tuple[Capture, Span], ReducedTensor] = {}
+        self._pending = {capture: spans[capture] for capture in spans if capture.point.site not in GRADIENTS}
+        self._gradients = {capture: spans[capture] for capture in spans if capture.point.site in GRADIENTS}
+        self._slices = slices
+        self._objectives = {place: each.objective for place, each in enumerate(slices) if each.objective is not None}
+        self._has_graph = bool(self._objectives)
+        self._rows = rows
+        self._modules = modules
+        self._real = real
+        self._tape = Tape()
+        self._error: InputError | None = None
+        self._actions = group_actions(slices, spans, modules)
+        self._calls_run: dict[tuple[nn.Module, Side], set[int]] = defaultdict(set)
+
+    def set_grad_mode(self) -> AbstractContextManager[object]:
+        """How the forward runs: with a graph only where something is differentiated."""
+        # Not inference mode: what a model keeps of a forward (tables, caches) must be fit for one with a graph.
+        return torch.enable_grad() if self._has_graph else torch.no_grad()
+
+    def callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
+        """One for each module and side, though a tied module may be asked for under several names."""
+        for (module, side), calls in self._actions.items():
+            yield module, side, partial(self._on_call, calls, self._calls_run[module, side])
+
+    def recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
+        """For the backward, in which a model that checkpoints computes again what it did not keep."""
+        for (module, side), calls in self._actions.items():
+            changing = {call: actions for call, actions in calls.items() if actions.interventions or actions.anchors}
+            if changing and self._has_graph:
+                yield module, side, partial(self._on_recompute, changing, self._calls_run[module, side])
+
+    def check(self) -> None:
+        """InputError if a tensor was not as promised, LayerNotReachedError if anything is still pending."""
+        if self._error is not None:
+            raise self._error
+        points = [capture.point for capture in self._pending]
+        for point in [*points, *(objective.point for objective in self._objectives.values())]:
+            raise LayerNotReachedError(f"this input's forward never reached {point.escaped_text}")
+
+    def backward(self) -> None:
+        """Differentiate the objectives, and reduce the gradients that are wanted."""
+        if not self._gradients:
+            return
+        gradients = self._tape.gradients()
+        for capture, spans in self._gradients.items():
+            gradient = gradients.get(self._get_key(capture.point))
+            if gradient is None:
+                raise LayerNotReachedError(f"this input's forward never reached {capture.point.escaped_text}")
+            for span in spans:
+                self._reduce(capture, span, gradient)
+
+    def find_unreached(self) -> set[HookPoint]:
+        """What is differentiated without a graph to the first point where that is wanted: zero may be no answer."""
+        unreached = set()
+        for each in self._slices:
+            anchors = {self._get_key(capture.point) for capture in each.captures if capture.point.site in GRADIENTS}
+            if each.objective is not None and anchors and not self._tape.reaches(each.objective.point, anchors):
+                unreached.add(each.objective.point)
+        return unreached
+
+    def release_graph(self) -> None:
+        """Detach the graph from buffers that the forward wrote to: the model would keep it."""
+        if self._has_graph:
+            for module in set(self._modules.values()):
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.grad_fn is not None:
+                        module._buffers[name] = buffer.detach()
+
+    def _get_key(self, point: HookPoint) -> Key:
+        return self._modules[point.layer], point.side, point.call, point.path
+
+    def _on_call(
+        self, calls: Mapping[int, CallActions], calls_run: set[int], call: int, value: object
+    ) -> Changes | None:
+        """Do what is wanted of a call; gives back what goes on in place of its tensors."""
+        calls_run.add(call)
+        actions = calls.get(call)
+        if actions is None:
+            return None
+        tensors = dict(iterate_tensors(value))
+        changes: dict[Path, Tensor] = {}
+        self._change_tensors(actions, tensors, changes)
+        for path, anchor in actions.anchors.items():
+            if path in tensors:
+                tensors[path] = changes[path] = self._anchor(anchor, tensors[path])
+        for capture in actions.captures:
+            self._capture(capture, tensors)
+        for place in actions.objectives:
+            self._add_objective(place, tensors)
+        if not self._pending and not self._objectives:
+            raise StopForward
+        self._check_containers(value, changes)
+        return changes
+
+    def _on_recompute(
+        self, calls: Mapping[int, CallActions], calls_run: set[int], call: int, value: object
+    ) -> Changes | None:
+        """Change the only call's tensors as they were changed when it ran first; nothing else is wanted of it."""
+        if len(calls_run) > 1:  # segments are computed again last first: nothing tells which call it is
+            point = next(iter(calls.values())).point
+            self._stop(
+                f"the model computes {point.escaped_text} again in its backward, where its calls can't be told apart",
+                "ask for a layer that runs once, or load the model without activation checkpointing",
+            )
+        tensors, changes = dict(iterate_tensors(value)), dict[Path, Tensor]()
+        actions = next((calls[number] for number in calls_run if number in calls), None)
+        if actions is None:
+            return None
+        self._change_tensors(actions, tensors, changes)
+        for path in actions.anchors:
+            if path in tensors:  # the same steps, on a tape that nobody reads
+                changes[path] = Tape().anchor((None, "", 0, path), tensors[path], ())
+        return changes
+
+    def _change_tensors(self, actions: CallActions, tensors: dict[Path, Tensor], changes: dict[Path, Tensor]) -> None:
+        for request_slice, change in actions.interventions:
+            tensor = tensors.get(change.point.path)
+            if tensor is not None:
+                self._check_tensor(tensor, change.leaf, change.point)
+                changed = _apply_intervention(request_slice, change, self._rows, self._real, tensor)
+                tensors[change.point.path] = changes[change.point.path] = changed
+
+    def _anchor(self, anchor: GradientAnchor, tensor: Tensor) -> Tensor:
+        self._check_tensor(tensor, anchor.leaf, anchor.point)
+        self._check_differentiable(anchor.point)
+        changes = [
+            partial(_apply_intervention, *each, self._rows, self._real) for each in reversed(anchor.interventions)
+        ]
+        return self._tape.anchor(self._get_key(anchor.point), tensor, changes)
+
+    def _capture(self, capture: Capture, tensors: Mapping[Path, Tensor]) -> None:
+        tensor = tensors.get(capture.point.path)
+        if tensor is None or capture not in self._pending:
+            return
+        self._check_tensor(tensor, capture.leaf, capture.point)
+        for span in self._pending.pop(capture):
+            self._reduce(capture, span, tensor.detach())
+
+    def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
+        part = select_span_rows(tensor, capture.leaf, span, self._rows)
+        real = _select_real(self._real, span)
+        self.results[capture, span] = reduce(part, capture.leaf, capture.reduction, real, capture.length)
+
+    def _add_objective(self, place: int, tensors: Mapping[Path, Tensor]) -> None:
+        objective = self._objectives.get(place)
+        tensor = tensors.get(objective.point.path) if objective is not None else None
+        if objective is not None and tensor is not None:
+            self._check_tensor(tensor, objective.leaf, objective.point)
+            self._check_differentiable(objective.point)
+            span = self._slices[place].span
+            part, real = select_span_rows(tensor, objective.leaf, span, self._rows), _select_real(self._real, span)
+            self._tape.add(objective.point, compute_objective(part, objective.leaf, objective.objective, real))
+            del self._objectives[place]
+
+    def _check_tensor(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> None:
+        """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
+        shape, expected = tuple(tensor.shape), leaf.shape_for(self._rows)
+        if shape == expected and dtype_name(tensor.dtype) == leaf.dtype:
+            return
+        difference = f"{dtype_name(tensor.dtype)} {list(shape)}, not {leaf.dtype} {list(expected)}"
+        one_row = "its size depends on the input's values: ask for another layer"
+        hint = "send one input at a time" if self._rows > 1 else one_row
+        self._stop(f"with this input {point.escaped_text} is {difference}", hint)
+
+    def _check_differentiable(self, point: HookPoint) -> None:
+        """Leave the forward where the model itself keeps no graph: zero would be no answer."""
+        if not torch.is_grad_enabled():
+            self._stop(
+                f"the model computes {point.escaped_text} without gradients",
+                "ask for one outside the model's own torch.no_grad()",
+            )
+
+    def _check_containers(self, value: object, changes: Changes) -> None:
+        """Leave the forward where tensors can't be put into what holds them."""
+        try:
+            for path, tensor in changes.items() if not isinstance(value, TensorsByPath) else ():
+                replace_tensor(value, path, tensor)
+        except InputError as error:
+            self._error = error
+            raise StopForward from error
+
+    def _stop(self, detail: str, hint: str) -> NoReturn:
+        """Leave the forward; ``check`` then raises the InputError, which a model might catch here."""
+        self._error = InputError(detail, hint=hint)
+        raise StopForward
+
+
+# Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.
+def _apply_intervention(
+    request_slice: RequestSlice, change: ResolvedIntervention, rows: int, real: Tensor | None, value: Tensor
+) -> Tensor:
+    """A tensor of so many rows in which those of one request are changed."""
+    span = request_slice.span
+    part = select_span_rows(value, change.leaf, span, rows)
+    changed = apply_operation(part, change.leaf, change.operation, request_slice.first, _select_real(real, span))
+    if changed.shape == value.shape:
+        return changed
+    axis, entries = change.leaf.row_axis or 0, change.leaf.entries_per_row
+    before = value.narrow(axis, 0, span[0] * entries)
+    after = value.narrow(axis, span[1] * entries, value.shape[axis] - span[1] * entries)
+    return torch.cat([before, changed, after], dim=axis)
+
+
+def _select_real(real: Tensor | None, span: Span) -> Tensor | None:
+    return None if real is None else real[slice(*span)]

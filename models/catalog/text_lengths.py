@@ -1,0 +1,88 @@
+"""How many tokens the texts of a request have, and what follows for the shapes of tensors; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.errors import SelectorError
+from layertap.models.inputs.text import TextSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """How many tokens the texts of a request have: ``fewest`` to ``most`` that the mask keeps.
+
+    ``longest`` counts those of the longest text up to the last that is kept, with what the mask leaves out before it;
+    ``together`` the positions that any text keeps, which are those of a tensor that is the same for all rows.
+    ``known`` is False as long as a text may still have any number between ``fewest`` and ``most``.
+    """
+
+    fewest: int
+    most: int
+    longest: int
+    together: int
+    known: bool = True
+
+    @property
+    def common(self) -> int:
+        """Tokens that every text has, or may have: what a request may number."""
+        return self.fewest if self.known else self.most
+
+    @property
+    def kept(self) -> int:
+        """Positions that a result has, or has at least."""
+        return self.longest if self.known else self.fewest
+
+
+def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
+    """Those of rows as a model takes them, by their mask."""
+    if text.mask is None:
+        tokens = rows[text.ids].shape[1 + text.axis]
+        return TextLengths(tokens, tokens, tokens, tokens)
+    mask = rows[text.mask].bool()
+    kept, places = mask.sum(1), mask.any(0).nonzero()
+    return TextLengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
+
+
+def with_common_length(leaf: TensorInfo, lengths: TextLengths | None) -> TensorInfo:
+    """A tensor with the tokens that every text of a request has."""
+    return leaf if lengths is None else leaf.with_length(lengths.common)
+
+
+def check_shape(
+    what: str, leaf: TensorInfo, lengths: TextLengths | None, part: Callable[[TensorInfo], Shape], given: Shape
+) -> None:
+    """SelectorError where what is sent for a part of every row does not have its shape."""
+    if lengths is None:
+        possible = {part(leaf)}
+    elif lengths.known:
+        most = lengths.most if leaf.row_axis is not None else lengths.together
+        possible = {part(leaf.with_length(tokens)) for tokens in (lengths.fewest, most)}
+    else:
+        possible = {part(leaf.with_length(tokens)) for tokens in (*given, lengths.most) if tokens <= lengths.most}
+    if lengths is not None and lengths.known and len(possible) > 1:
+        sizes = f"have {lengths.fewest} to {lengths.most} tokens"
+        raise SelectorError(
+            f"{what} fits texts of one length, and these "
+            + (sizes if lengths.fewest < lengths.most else "have them at different positions"),
+            hint="send texts of one length in a request",
+        )
+    if given not in possible:
+        raise SelectorError(f"{what} has shape {list(given)}", hint=f"send {_format_shape(leaf, part, lengths)}")
+
+
+def _format_shape(leaf: TensorInfo, part: Callable[[TensorInfo], Shape], lengths: TextLengths | None) -> str:
+    """The shape that is wanted; of a text whose length is not known yet it has T tokens."""
+    if lengths is None or lengths.known:
+        return str(list(part(with_common_length(leaf, lengths))))
+    sizes = zip(part(leaf.with_length(1)), part(leaf.with_length(2)), strict=True)
+    shape = ", ".join(str(size) if size == other else "T" for size, other in sizes)
+    return f"[{shape}]" + (", where T is how many tokens the text has" if "T" in shape else "")

@@ -1,0 +1,116 @@
+"""A request's objective against a catalogue: the tensor that is differentiated, and where gradients are to be had."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+
+from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
+from layertap.models.errors import SelectorError, escape
+from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.selection.hook_points import HookPoint, Objective, format_path
+from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.selection.selectors import SelectorMatch, find_matches
+
+SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
+
+
+def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengths | None = None) -> ResolvedObjective:
+    """What gradients are of. SelectorError where the objective does not fit the model's output, or its layer's."""
+    target = _find_tensor(objective, catalog)
+    if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
+        objective = replace(objective, klass="top")
+    _check_objective(objective, target.leaf, lengths)
+    return ResolvedObjective(target.point, target.leaf, objective)
+
+
+def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, catalog: Catalog) -> None:
+    """SelectorError where there is no gradient at a point: no objective, or none that depends on it row by row."""
+    if objective is None:
+        raise SelectorError(
+            f"site {escape(tensor.point.site)} needs an objective to differentiate",
+            hint='add "objective": {"kind": "logit", "class": "top"}',
+        )
+    name = escape(tensor.point.layer + format_path(tensor.point.path))
+    if not tensor.leaf.is_floating:
+        raise SelectorError(f"{name} is of dtype {tensor.leaf.dtype}, which has no gradient")
+    if tensor.leaf.row_axis is None:
+        raise SelectorError(f"{name} is the same for all rows, so no row has a gradient of its own there")
+    end = catalog.layers[objective.point.layer].calls[objective.point.call].output.order
+    if catalog.layers[tensor.point.layer].calls[tensor.point.call].at(tensor.point.site).order > end:
+        raise SelectorError(
+            f"the objective does not depend on {name}, which runs later",
+            hint="ask for the gradient at a layer before it",
+        )
+
+
+def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
+    """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
+    if objective.selector is not None:
+        matches, _ = find_matches(objective.selector, catalog)
+        floating = [match for match in matches if match.leaf.is_floating and match.point.site == "output"]
+        if len(floating) != 1:
+            raise SelectorError(
+                f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"
+            )
+        return floating[0]
+    whole = catalog.layers["."]
+    of_classes = OBJECTIVES[objective.kind].of_classes
+    outputs = [leaf for leaf in whole.calls[0].output.tensors if leaf.is_floating]
+    if not outputs:
+        raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
+    # Logits by name, then by shape, then the first.
+    leaf = min(outputs, key=lambda leaf: (leaf.path != ("logits",), of_classes and not _is_scores(leaf)))
+    return SelectorMatch("", HookPoint(".", 0, leaf.path, "output"), leaf, whole.type)
+
+
+def _is_scores(leaf: TensorInfo) -> bool:
+    return len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1
+
+
+def _check_objective(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
+    kind, spec = escape(objective.kind), OBJECTIVES[objective.kind]
+    if leaf.row_axis is None:
+        raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
+    if (objective.selector is not None) != spec.of_layer:
+        hint = 'add "layer": "NAME"' if spec.of_layer else 'use "kind": "layer"'
+        raise SelectorError(f"objective {kind} {'needs' if spec.of_layer else 'takes no'} layer", hint=hint)
+    if objective.channel is not None:
+        _check_channel(objective.channel, leaf if spec.of_layer else None, lengths)
+    if spec.of_classes:
+        if not _is_scores(leaf):
+            raise SelectorError(
+                f"objective {kind} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
+                hint='use kind "sum", "mean" or "layer"',
+            )
+        _check_class(objective, leaf, lengths)
+    elif objective.klass is not None or objective.target is not None:
+        raise SelectorError(f"objective {kind} takes neither class nor target", hint="leave them out")
+
+
+def _check_channel(channel: int, leaf: TensorInfo | None, lengths: TextLengths | None) -> None:
+    """``leaf`` is the layer's tensor, None where the objective is of no layer."""
+    size = 0
+    if leaf is not None and leaf.layout and "C" in leaf.layout:
+        size = with_common_length(leaf, lengths).shape[leaf.layout.index("C")]
+    if not 0 <= channel < size:
+        raise SelectorError(
+            f"the objective's channel must be between 0 and {size - 1}" if size else "there is no such channel"
+        )
+
+
+def _check_class(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
+    classes = with_common_length(leaf, lengths).shape[1]
+    if objective.target is not None:
+        if not OBJECTIVES[objective.kind].takes_target or objective.klass is not None:
+            raise SelectorError("'target' is for kind 'kl_div' alone, in place of a class", hint="give one of them")
+        if leaf.token_axes and lengths is not None:  # a class for each token
+            check_shape("'target'", leaf, lengths, lambda part: part.shape[1:], (len(objective.target),))
+        elif len(objective.target) != classes:
+            raise SelectorError(f"'target' has {len(objective.target)} numbers, the model has {classes} classes")
+        total = sum(objective.target)
+        if not (isfinite(total) and min(objective.target) >= 0 and abs(total - 1) <= SPREAD):
+            raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
+    elif isinstance(objective.klass, int) and not 0 <= objective.klass < classes:
+        raise SelectorError(f"class {objective.klass} is out of range", hint=f"use 0 to {classes - 1}, or 'top'")

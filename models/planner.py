@@ -1,0 +1,223 @@
+"""A request's layers, interventions and objective against a catalogue: made into a plan before any forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+
+from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
+from layertap.models.catalog.text_lengths import TextLengths
+from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
+from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
+from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.interventions.resolve import resolve_intervention
+from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Selector, format_path
+from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
+from layertap.models.selection.poolings import POOLINGS
+from layertap.models.selection.selectors import SelectorMatch, find_matches
+
+CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
+MAX_FAULTS = 16  # near matches take time to find
+
+
+def make_plan(
+    selectors: Sequence[Selector],
+    catalog: Catalog,
+    interventions: Sequence[Intervention] = (),
+    objective: Objective | None = None,
+    lengths: TextLengths | None = None,
+) -> Plan:
+    """The plan for a request's selectors, and for what it changes and differentiates; ``lengths`` are of its texts.
+
+    RequestError with a fault for each selector that can't be met, the first few of many (a fault's pointer is
+    ``/layers/INDEX`` or ``/interventions/INDEX``), SelectorError where two results claim one key. Sizes are the
+    caller's to compare with its limits.
+    """
+    if not selectors:
+        raise SelectorError("the request names no layer", hint="name at least one in 'layers'")
+    faults = _Faults()
+    matches: list[_Match] = []
+    changes: list[tuple[ResolvedIntervention, ...]] = []
+    resolved = None
+    if objective is not None:
+        with faults.collect("/objective"):
+            resolved = resolve_objective(objective, catalog, lengths)
+        faults.raise_any()
+    for index, selector in enumerate(selectors):
+        with faults.collect(f"/layers/{index}"):
+            matches.append(_match_selector(selector, resolved, catalog, lengths))
+    for index, intervention in enumerate(interventions):
+        with faults.collect(f"/interventions/{index}"):
+            changes.append(tuple(resolve_intervention(intervention, resolved, catalog, lengths)))
+    faults.raise_any()
+    results = tuple(_collect_results(matches))
+    points = [result.capture.point for result in results]
+    if resolved is not None:
+        if not GRADIENTS & {point.site for point in points}:
+            raise SelectorError(
+                "an objective is given, but no gradient is asked for", hint="add ':grad_output' to a layer"
+            )
+        points.append(resolved.point)
+    last = max(points, key=lambda point: _get_boundary(catalog, point).order)
+    skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
+    return Plan(results, last, _get_boundary(catalog, last).cost, tuple(skipped_names), tuple(changes), resolved)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """What one selector names; ``length``: tokens of the request's longest text."""
+
+    selector: Selector
+    tensors: tuple[SelectorMatch, ...]
+    skipped: tuple[str, ...]
+    length: int | None
+
+    def capture(self, tensor: SelectorMatch) -> Capture:
+        """What is to be taken of one of the tensors."""
+        length = self.length if tensor.leaf.token_axes else None
+        return Capture(tensor.point, tensor.leaf, self.selector.reduction, length)
+
+
+def _match_selector(
+    selector: Selector, objective: ResolvedObjective | None, catalog: Catalog, lengths: TextLengths | None
+) -> _Match:
+    """What a selector names; of several tensors those that have no gradient are passed over, where it asks for one."""
+    tensors, skipped = find_matches(selector, catalog)
+    if selector.site in GRADIENTS:
+        tensors = _select_differentiable(tensors, objective, catalog)
+    for tensor in tensors:
+        _check_reduction(tensor, selector.reduction, lengths)
+    length = lengths.kept if lengths is not None else None
+    return _Match(selector, tuple(tensors), tuple(skipped), length)
+
+
+def _select_differentiable(
+    tensors: Sequence[SelectorMatch], objective: ResolvedObjective | None, catalog: Catalog
+) -> list[SelectorMatch]:
+    """Those that have a gradient; where none has, the first one's SelectorError."""
+    errors: list[SelectorError] = []
+    differentiable = []
+    for tensor in tensors:
+        try:
+            check_gradient(tensor, objective, catalog)
+        except SelectorError as error:
+            errors.append(error)
+        else:
+            differentiable.append(tensor)
+    if not differentiable:
+        raise errors[0]
+    return differentiable
+
+
+def _collect_results(matches: Sequence[_Match]) -> Iterator[Result]:
+    """Each thing once: what a literal name gives is not given again by a glob, whichever came first."""
+    literal = {match.capture(tensor) for match in matches if not match.selector.is_glob for tensor in match.tensors}
+    captures: dict[str, Capture] = {}
+    for match in matches:
+        for tensor in match.tensors:
+            capture = match.capture(tensor)
+            if match.selector.is_glob and match.selector.alias is None and capture in literal:
+                continue
+            if captures.get(tensor.key, capture) != capture:
+                raise SelectorError(
+                    f"two different results would both be called {escape(tensor.key)}",
+                    hint='give one of them another name by \'as\', for example "as": "b"; '
+                    "results of a pattern are then called b.NAME",
+                )
+            if tensor.key not in captures:
+                captures[tensor.key] = capture
+                yield Result(tensor.key, capture, tensor.module)
+
+
+class _Faults:
+    """What is wrong with a request, collected so that all of it is reported at once; the first few of many."""
+
+    def __init__(self) -> None:
+        self._faults: list[Fault] = []
+
+    @contextmanager
+    def collect(self, pointer: str) -> Iterator[None]:
+        """Note what is raised inside as a fault of that place."""
+        try:
+            yield
+        except LayertapError as error:
+            self._faults.append(error.to_fault(pointer))
+            if len(self._faults) == MAX_FAULTS:
+                self.raise_any()
+
+    def raise_any(self) -> None:
+        """RequestError where anything was wrong."""
+        if self._faults:
+            raise RequestError.from_faults(self._faults)
+
+
+def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
+    return catalog.layers[point.layer].calls[point.call].at(point.site)
+
+
+def _check_reduction(tensor: SelectorMatch, reduction: Reduction, lengths: TextLengths | None) -> None:
+    """SelectorError where a tensor can't be reduced that way."""
+    name, leaf = escape(tensor.point.layer + format_path(tensor.point.path)), tensor.leaf
+    if leaf.dtype not in CARRIED and not leaf.is_floating:
+        raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
+    if reduction.stats is not None:
+        _check_stats(name, leaf, reduction)
+    if reduction.normalize and reduction.pool == "none":
+        raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
+    _check_pool(name, leaf, reduction)
+    if reduction.dtype == "int8" and reduction.pool == "none" and leaf.row_axis not in (0, None):
+        raise SelectorError(
+            f"{name} has its rows on axis {leaf.row_axis}, so int8 would scale them all together",
+            hint="add a pool, or ask for 'float16'",
+        )
+    common = leaf if lengths is None else leaf.with_length(lengths.common)
+    _check_indices(name, common, "channels", "C", reduction.channels)
+    _check_indices(name, common, "tokens", "T", reduction.tokens)
+
+
+def _check_pool(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
+    pooling = POOLINGS[reduction.pool]
+    if reduction.pool != "none" and (leaf.row_axis is None or leaf.mixed):
+        raise SelectorError(
+            f"{name} does not hold one entry for each input, so it can't be pooled", hint="use pool 'none'"
+        )
+    if pooling.by_channel and leaf.layout is None:
+        raise SelectorError(
+            f"the axes of {name}, shape {list(leaf.shape)}, are not known, so '{reduction.pool}' is not defined",
+            hint="use pool 'flatten' or 'none'",
+        )
+    if pooling.first_token and leaf.prefix == 0:
+        raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
+
+
+def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
+    default = Reduction()
+    options = [
+        option for option in ("pool", "normalize", "dtype") if getattr(reduction, option) != getattr(default, option)
+    ]
+    if options:
+        raise SelectorError(
+            f"'stats' of {name} contradicts {escape(options[0])}: statistics are float32, in place of the values",
+            hint=f"leave {' and '.join(map(escape, options))} out of this entry, or 'stats'",
+        )
+    if leaf.row_axis is None or leaf.mixed:
+        raise SelectorError(
+            f"{name} does not hold one entry for each input, so it has no statistics of each",
+            hint="leave 'stats' out: pool 'none' gives the whole tensor",
+        )
+    if prod(leaf.shape) == 0:
+        raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
+
+
+def _check_indices(name: str, leaf: TensorInfo, option: str, axis: str, indices: tuple[int, ...] | None) -> None:
+    if indices is None:
+        return
+    if leaf.layout is None or axis not in leaf.layout:
+        raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
+    if len(set(indices)) != len(indices):
+        raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")
+    size = leaf.shape[leaf.layout.index(axis)]
+    if not indices or not all(0 <= index < size for index in indices):
+        raise SelectorError(f"'{option}' of {name} must be between 0 and {size - 1}")

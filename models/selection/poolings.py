@@ -1,0 +1,75 @@
+"""What makes a vector of each row of a captured tensor: one function and one row of a table each; needs no torch.
+
+A function gets the rows and how many prefix tokens to leave out, and uses what a tensor itself offers. ``mean``,
+``max`` and ``gem`` reduce every axis but rows and channels to (N, C); ``mean_all`` is ``mean`` with prefix tokens.
+``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from layertap.models.catalog.row_view import RowView, to_floating
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GEM_P = 3.0  # the exponent of Radenović et al., "Fine-tuning CNN image retrieval with no human annotation", 2018
+GEM_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """A pooling and what follows from it: ``compute`` is None where the tensor stays as it is.
+
+    ``by_channel``: the result is (N, C), so that axes must be known. ``combines``: a number is made of several, so that
+    padding must be left out and neighbours in a batch kept apart. ``averages``: integers become floating numbers.
+    ``skips_prefix``: class and register tokens are left out. ``first_token``: a token is taken by its place.
+    """
+
+    compute: Callable[[RowView, int], Tensor] | None
+    by_channel: bool = True
+    combines: bool = True
+    averages: bool = False
+    skips_prefix: bool = True
+    first_token: bool = False
+
+
+def _mean(rows: RowView, skip: int) -> Tensor:
+    return to_floating(rows.positions(skip)).mean(-1)
+
+
+def _max(rows: RowView, skip: int) -> Tensor:
+    return rows.positions(skip).amax(-1)
+
+
+def _gem(rows: RowView, skip: int) -> Tensor:
+    mean = to_floating(rows.positions(skip)).clamp(min=GEM_EPS).pow(GEM_P).mean(-1)
+    # A root of several numbers at once is rounded otherwise than that of one: in float64 the difference is cut off.
+    return mean.double().pow(1.0 / GEM_P).to(mean.dtype)
+
+
+def _cls(rows: RowView, skip: int) -> Tensor:
+    return rows.positions(0)[:, :, 0]
+
+
+def _flatten(rows: RowView, skip: int) -> Tensor:
+    return rows.values.flatten(1)
+
+
+POOLINGS = {
+    "none": Pooling(None, by_channel=False, combines=False),
+    "mean": Pooling(_mean, averages=True),
+    "mean_all": Pooling(_mean, averages=True, skips_prefix=False),
+    "max": Pooling(_max),
+    "gem": Pooling(_gem, averages=True),
+    "cls": Pooling(_cls, combines=False, first_token=True),
+    "flatten": Pooling(_flatten, by_channel=False, combines=False),
+}
+
+if TYPE_CHECKING:
+    Pool = str
+else:
+    Pool = Literal[tuple(POOLINGS)]
