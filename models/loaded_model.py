@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.model_catalogs import ModelCatalogs
 from layertap.models.catalog.row_view import select_rows
 from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.compiled_plan import CompiledPlan
@@ -22,6 +21,7 @@ from layertap.models.errors import InputError, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
+from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.replica import Replica, call_module
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.hook_points import Selector

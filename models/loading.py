@@ -11,7 +11,6 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.model_catalogs import ModelCatalogs
 from layertap.models.catalog.survey import has_same_calls, make_noise
 from layertap.models.devices import devices
 from layertap.models.devices.dtypes import DTYPES
@@ -20,6 +19,7 @@ from layertap.models.errors import InputError, LoadError, RequestError, label_fa
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import default_embedding, find_embedding
 from layertap.models.selection.hook_points import Selector

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from layertap.models.catalog.catalog import Catalog, Costs
-from layertap.models.catalog.model_catalogs import MAX_CATALOGS
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory, transfer
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU, BatchQueue
 from layertap.service.engine.plan_cache import PlanCache
