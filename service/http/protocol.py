@@ -1,4 +1,8 @@
-"""One HTTP/1.1 connection: uvicorn's own, with the bounds on heads and on slow peers that it lacks."""
+"""One HTTP/1.1 connection: uvicorn's own, with the bounds on heads and on slow peers that it lacks.
+
+Read against ``uvicorn.protocols.http.httptools_impl`` of uvicorn 0.32, 0.34, 0.38, 0.44 and 0.54, whose methods and
+attributes used here are the same.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,16 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from layertap.service.http.middleware import make_context_headers
 from layertap.service.http.problems import make_problem
+from layertap.service.http.write_timer import WriteTimer
 from layertap.service.settings import Settings
 
-MOST_FIELDS = 256  # each costs far more memory and time than its bytes tell
-FIRST_S = 1  # for the first request of a connection, once the server takes no more of them
-LEAVE_S = 0.3  # how long a request that was on its way when the connection ended may arrive
+MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
+FIRST_REQUEST_S = 1  # for the first request of a connection, once the server takes no more of them
+LAST_REQUEST_S = 0.3  # how long a request that was on its way when the connection ended may arrive
 LINGER_S = 5  # how long a peer that still sends is listened to after its reply
-SLOWEST = 1024  # bytes a second that whoever asked for a large reply has to take
 
 
-class Connection(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol):
     """A connection whose requests have heads of bounded size that arrive, and replies that are taken, in bounded time.
 
     httptools keeps a field in memory until it ends, so no more than ``max_head_bytes`` (and one read) may go by that
@@ -34,44 +38,41 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
-        self._silent = 0  # bytes since the last of a body
+        self._bytes_since_body = 0
         self._in_head = False
-        self._asked = False  # whether there has been a request
-        self._deaf = False
-        self._upgrade = False
+        self._ignores_input = False
         self._head_timer: TimerHandle | None = None
-        self._send_timer: TimerHandle | None = None
         self._linger_timer: TimerHandle | None = None
-        self._unsent = 0
-        self._open: deque[RequestResponseCycle] = deque()  # requests that are not answered, oldest first
+        self._unanswered: deque[RequestResponseCycle] = deque()  # oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever."""
         super().connection_made(transport)
-        self._for_cycles = _Transport(transport, self._end)
-        self._expect_head()
+        self._write_timer = WriteTimer(transport, self._settings.send_timeout_s, self.logger)
+        self._cycle_transport = _CycleTransport(transport, self._end_after_reply)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
-        self._head_came()
-        self._all_sent()
+        """End every timer, and every request; uvicorn tells the last one only, and keeps its timer after an error."""
+        self._stop_head_timer()
+        self._write_timer.stop()
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         self._unset_keepalive_if_required()
-        self._for_cycles.close = self.transport.close  # nothing waits for the garbage collector
-        for cycle in self._open:  # uvicorn tells the last one only
+        self._cycle_transport.close = self.transport.close  # nothing waits for the garbage collector
+        for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Read on, within the bounds."""
-        if self._deaf or self.transport.is_closing():
+        if self._ignores_input or self.transport.is_closing():
             return
-        self._silent += len(data)
+        self._bytes_since_body += len(data)
         self._unset_keepalive_if_required()
         self._parse(data)
-        self._parsed()
+        self._check_bounds()
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -79,62 +80,60 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """A head is whole: its request begins, unless it is too large."""
+        """A head is whole: its request begins, unless it is too large, or has to be read again without its upgrade."""
         size = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
-        if size > self._settings.max_head_bytes or len(self.headers) > MOST_FIELDS:
-            self._refuse_head()
-            raise _TooLargeHead
-        if self.parser.get_method() == b"CONNECT":
-            raise _NoProxyError
-        self._upgrade = self.parser.should_upgrade()
-        if self._upgrade:
+        if size > self._settings.max_head_bytes or len(self.headers) > MAX_FIELDS:
+            self._refuse_large_head()
+            raise _StopParsing
+        if self.parser.get_method() == b"CONNECT":  # all that follows would be taken for another protocol
+            raise _StopParsing
+        if self.parser.should_upgrade():
             return
         self._in_head = False
-        self._asked = True
-        self._head_came()
+        self._stop_head_timer()
         super().on_headers_complete()
-        self.cycle.transport = self._for_cycles  # type: ignore[assignment]
-        self._open.append(self.cycle)
+        self.cycle.transport = self._cycle_transport  # type: ignore[assignment]
+        self._unanswered.append(self.cycle)
         self.headers = []  # what comes as a trailer is none of the request's headers
 
     def on_body(self, body: bytes) -> None:
         """A piece of a body."""
-        self._silent = 0
+        self._bytes_since_body = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A request is whole."""
-        self._silent = 0
-        if not self._upgrade:
+        self._bytes_since_body = 0
+        if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
-        self._open.popleft()
+        self._unanswered.popleft()
         super().on_response_complete()
-        self._expect_end()
+        self._write_timer.start_for_last_reply()
 
     def pause_writing(self) -> None:
         """More of a reply waits to be sent than the system takes: look whether the peer reads."""
         super().pause_writing()
-        self._expect_sent()
+        self._write_timer.start()
 
     def resume_writing(self) -> None:
         """The peer reads."""
-        self._all_sent()
+        self._write_timer.stop()
         super().resume_writing()
-        self._expect_end()
+        self._write_timer.start_for_last_reply()
 
     def shutdown(self) -> None:
         """The server ends: what is asked for here already is answered, and nothing more."""
-        if self._open:
+        if self._unanswered:
             super().shutdown()
-        elif self._in_head or self._deaf or self.transport.is_closing():
+        elif self._in_head or self._ignores_input or self.transport.is_closing():
             return  # its request is answered, or refused, and then it is closed
-        elif not self._asked:  # just accepted
-            self.loop.call_later(FIRST_S, self._end_unasked)
+        elif not self.cycle:  # just accepted
+            self.loop.call_later(FIRST_REQUEST_S, self._end_without_request)
         else:
-            self._say_end(LEAVE_S)
+            self._end_writing(LAST_REQUEST_S)
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing was asked for long; whoever has not even read the last reply does not get the rest."""
@@ -144,26 +143,17 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         try:
-            left = self._fed(data)
-            while left is not None:
-                again = self._without_upgrade()
+            rest = self._feed(data)
+            while rest is not None:
+                head = self._format_head_without_upgrade()
                 self.parser = HttpRequestParser(self)  # the old one takes no more where the client wants it closed
-                self.parser.feed_data(again)
-                left = self._fed(left)
+                self.parser.feed_data(head)
+                rest = self._feed(rest)
         except HttpParserError:
-            if not self._deaf:
+            if not self._ignores_input:
                 self._refuse(400, "bad-request", "this is no HTTP/1.1 request", "let a client library write it")
 
-    def _parsed(self) -> None:
-        """What was read is within the bounds, or refused."""
-        if self._deaf:
-            return
-        if self._silent > self._settings.max_head_bytes:
-            self._refuse_head()
-        elif self._head_timer is None and (self._in_head or not self._open) and not self.transport.is_closing():
-            self._expect_head()
-
-    def _fed(self, data: bytes | memoryview) -> memoryview | None:
+    def _feed(self, data: bytes | memoryview) -> memoryview | None:
         """What is left after a head that offers an upgrade, be it empty; None where there is no such head."""
         try:
             self.parser.feed_data(data)
@@ -171,7 +161,7 @@ class Connection(HttpToolsProtocol):
             return memoryview(data)[upgrade.args[0] :]
         return None
 
-    def _without_upgrade(self) -> bytes:
+    def _format_head_without_upgrade(self) -> bytes:
         """The head again, for who offers another protocol: clients that would rather speak HTTP/2 expect HTTP/1.1 then.
 
         The parser takes no body of a request that is to be upgraded, so it must not see that it was.
@@ -180,101 +170,86 @@ class Connection(HttpToolsProtocol):
         fields = (b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade")
         return b"".join((first, *fields, b"\r\n"))
 
-    def _expect_head(self) -> None:
-        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._late)
+    def _check_bounds(self) -> None:
+        """Refuse a head that is too large, and wait for the next one."""
+        if self._ignores_input:
+            return
+        if self._bytes_since_body > self._settings.max_head_bytes:
+            self._refuse_large_head()
+        elif self._head_timer is None and (self._in_head or not self._unanswered) and not self.transport.is_closing():
+            self._start_head_timer()
 
-    def _head_came(self) -> None:
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._end_without_head)
+
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _late(self) -> None:
+    def _end_without_head(self) -> None:
         self._head_timer = None
         if self.pipeline:  # it is not read before earlier requests are answered
-            self._expect_head()
+            self._start_head_timer()
         elif self._in_head:
             seconds = self._settings.head_timeout_s
             self._refuse(408, "head-timeout", f"the request's head did not arrive within {seconds:g} s")
         else:
-            self._end()
+            self._end_after_reply()
 
-    def _end(self) -> None:
+    def _end_without_request(self) -> None:
+        if not (self.cycle or self._in_head or self._ignores_input or self.transport.is_closing()):
+            self._end_writing(LAST_REQUEST_S)
+
+    def _end_after_reply(self) -> None:
         """Close after a reply; where more may still arrive, say no more but listen for a while.
 
         A system that gets bytes nobody reads tells the peer so, and the peer throws away what it has not read yet.
         """
-        if self.pipeline or not self._arriving():
+        more_may_arrive = self._ignores_input or self._in_head or (self.cycle is not None and self.cycle.more_body)
+        if self.pipeline or not more_may_arrive:
             self._close()
-            return
-        self._say_end(LINGER_S)
+        else:
+            self._end_writing(LINGER_S)
 
-    def _end_unasked(self) -> None:
-        if not (self._asked or self._in_head or self._deaf or self.transport.is_closing()):
-            self._say_end(LEAVE_S)
-
-    def _say_end(self, seconds: float) -> None:
+    def _end_writing(self, seconds: float) -> None:
         """Say no more, and close when the peer has had time to hear of it: what it sends until then resets nothing."""
-        self._deaf = True
-        self._head_came()
+        self._ignores_input = True
+        self._stop_head_timer()
         self.transport.write_eof()
         self._linger_timer = self.loop.call_later(seconds, self._close)
 
-    def _arriving(self) -> bool:
-        """Whether the peer may be sending: what was refused, a head, or a body."""
-        return self._deaf or self._in_head or (self.cycle is not None and self.cycle.more_body)
-
     def _close(self) -> None:
         self.transport.close()
-        self._expect_end()
+        self._write_timer.start_for_last_reply()
 
-    def _expect_end(self) -> None:
-        """What is left of the last reply is not kept for a peer that does not read it."""
-        if self.transport.is_closing() and self.transport.get_write_buffer_size() and self._send_timer is None:
-            self._expect_sent()
-
-    def _expect_sent(self) -> None:
-        self._unsent = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(self._settings.send_timeout_s, self._slow)
-
-    def _all_sent(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
-
-    def _slow(self) -> None:
-        taken = self._unsent - self.transport.get_write_buffer_size()
-        if taken < SLOWEST * self._settings.send_timeout_s:
-            self.logger.warning("a reply was not read")
-            self.transport.abort()
-        else:
-            self._expect_sent()
-
-    def _refuse_head(self) -> None:
-        most = self._settings.max_head_bytes
-        detail = f"the request has more than {most} bytes or {MOST_FIELDS} header fields beside its body"
+    def _refuse_large_head(self) -> None:
+        limit = self._settings.max_head_bytes
+        detail = f"the request has more than {limit} bytes or {MAX_FIELDS} header fields beside its body"
         self._refuse(431, "head-too-large", detail, "send what is long in the body")
 
     def _refuse(self, status: int, kind: str, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
-        self._deaf = True
+        self._ignores_input = True
         request_id = uuid.uuid4().hex
         self.logger.warning("refused with %d: %s", status, detail, extra={"fields": {"request_id": request_id}})
-        if len(self._open) > 1 and self._open[-1].more_body:  # it has not begun, and will not be whole
-            self._open.pop()
+        if len(self._unanswered) > 1 and self._unanswered[-1].more_body:  # it has not begun, and will not be whole
+            self._unanswered.pop()
             self.pipeline.popleft()
-        last = self._open[-1] if self._open else None
+        last = self._unanswered[-1] if self._unanswered else None
         if last is not None and not last.more_body:
             last.keep_alive = False
         elif last is not None and last.response_started:
             self._close()
         else:
-            self.transport.write(self._written(status, kind, detail, hint, request_id))
+            self.transport.write(self._format_refusal(status, kind, detail, hint, request_id))
             if last is not None:  # it waits for the rest of its body
                 last.disconnected = True
                 last.message_event.set()
-            self._end()
+            self._end_after_reply()
 
-    def _written(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
+    def _format_refusal(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
+        """The bytes of a reply that no request of uvicorn's stands behind."""
         reply = make_problem(status, kind, detail, request_id, hint=hint)
         headers = [
             *self.server_state.default_headers,
@@ -286,7 +261,7 @@ class Connection(HttpToolsProtocol):
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))
 
 
-class _Transport:
+class _CycleTransport:
     """A transport as uvicorn's cycles use it, closed in another way."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
@@ -295,9 +270,5 @@ class _Transport:
         self.close = close
 
 
-class _TooLargeHead(Exception):  # noqa: N818  (it only gets out of the parser)
-    """The parser is to stop."""
-
-
-class _NoProxyError(Exception):
-    """The parser is to stop: it would take all that follows for another protocol."""
+class _StopParsing(Exception):  # noqa: N818  (it only gets out of the parser)
+    """The parser is to stop: the head is refused."""

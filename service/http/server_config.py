@@ -46,10 +46,10 @@ def make_server_config(app: ASGIApp, settings: Settings, **options: Any) -> uvic
 def _choose_protocol(settings: Settings) -> Any:
     if sys.platform == "win32":
         return "h11"
-    from layertap.service.http.protocol import Connection
+    from layertap.service.http.protocol import BoundedHttpProtocol
 
-    _require_methods(Connection.__mro__[1], PROTOCOL_METHODS)
-    return partial(Connection, settings=settings)
+    _require_methods(BoundedHttpProtocol.__mro__[1], PROTOCOL_METHODS)
+    return partial(BoundedHttpProtocol, settings=settings)
 
 
 def _require_methods(parent: type, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from layertap.service.http import protocol
-from layertap.service.http.protocol import MOST_FIELDS
+from layertap.service.http.protocol import MAX_FIELDS
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import connect, encode_request, parse_response, read_to_end, wait_until
@@ -82,11 +82,11 @@ def test_too_large(live: Live, control: Control, name: str) -> None:
 def test_within_limits(live: Live) -> None:
     """A head of nearly the limit, or of as many fields as there may be, is taken; so is the next one."""
     large = GET + b"Host: x\r\nX: " + b"a" * 65_000 + b"\r\n\r\n"
-    many = GET + b"a:\r\n" * (MOST_FIELDS - 2) + END
+    many = GET + b"a:\r\n" * (MAX_FIELDS - 2) + END
     reply = exchanged(live, large, many)
     assert reply.status_code == 200
     assert reply.text.count("HTTP/1.1 200") == 1  # the second reply
-    problem(exchanged(live, GET + b"a:\r\n" * (MOST_FIELDS - 1) + END), 431)
+    problem(exchanged(live, GET + b"a:\r\n" * (MAX_FIELDS - 1) + END), 431)
 
 
 @pytest.mark.parametrize("name", NO_HTTP)
@@ -254,7 +254,7 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
     """A connection that is over, however it ended, does not wait for the garbage collector or a timer."""
 
     def left() -> int:
-        return sum(isinstance(each, protocol.Connection) for each in gc.get_objects())
+        return sum(isinstance(each, protocol.BoundedHttpProtocol) for each in gc.get_objects())
 
     upload = b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
     with serve() as live:
