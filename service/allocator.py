@@ -7,7 +7,7 @@ import sys
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # parameters of glibc's mallopt(3)
 MIB = 2**20
-WISHES = {MMAP_THRESHOLD: 32 * MIB, TRIM_THRESHOLD: 512 * MIB, TOP_PAD: 16 * MIB}
+MALLOC_PARAMETERS = {MMAP_THRESHOLD: 32 * MIB, TRIM_THRESHOLD: 512 * MIB, TOP_PAD: 16 * MIB}
 
 
 def keep_large_blocks() -> None:
@@ -19,5 +19,5 @@ def keep_large_blocks() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        for parameter, value in WISHES.items():
+        for parameter, value in MALLOC_PARAMETERS.items():
             mallopt(parameter, value)

@@ -39,7 +39,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine.manager.start()
-        report = asyncio.create_task(_report(engine.manager, on_settled)) if on_settled else None
+        report = asyncio.create_task(_report_settled(engine.manager, on_settled)) if on_settled else None
         yield
         if report:
             report.cancel()
@@ -88,10 +88,10 @@ def create_engine(
         settings,
         figures,
     )
-    figures.watch(fleet.snapshot)
+    figures.register_gauges(fleet.snapshot)
     return Engine(fleet, fetcher or Fetcher(settings), settings, figures)
 
 
-async def _report(fleet: ModelManager, on_settled: Callable[[ModelManager], None]) -> None:
-    await fleet.wait_until_loaded()
-    on_settled(fleet)
+async def _report_settled(manager: ModelManager, on_settled: Callable[[ModelManager], None]) -> None:
+    await manager.wait_until_loaded()
+    on_settled(manager)

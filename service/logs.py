@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **_fields(record),
+            **_get_fields(record),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -45,12 +45,16 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The time of day here and what is said; an exception stands in lines of its own."""
         level = record.levelname
-        text = _sentence(record) if record.levelno < logging.WARNING else f"{level.lower()}: {_sentence(record)}"
+        text = (
+            _format_sentence(record)
+            if record.levelno < logging.WARNING
+            else f"{level.lower()}: {_format_sentence(record)}"
+        )
         if self._colours and level in COLOURS:
             text = f"\x1b[{COLOURS[level]}m{text}\x1b[0m"
         lines = [f"{self.formatTime(record, '%H:%M:%S')}  {text}"]
         if record.exc_info:
-            lines += map(printable, self.formatException(record.exc_info).splitlines())
+            lines += map(escape_unprintable, self.formatException(record.exc_info).splitlines())
         return "\n".join(lines)
 
 
@@ -69,21 +73,21 @@ def configure(level: str, text: bool) -> None:
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """A text of one line that no terminal takes for more than letters."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
 
 
-def _sentence(record: logging.LogRecord) -> str:
-    message, fields = record.getMessage(), _fields(record)
+def _format_sentence(record: logging.LogRecord) -> str:
+    message, fields = record.getMessage(), _get_fields(record)
     sentence = SENTENCES.get((record.name, message))
     if sentence is None or not fields:
         details = ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
-        return printable(f"{message} ({details})" if details else message)
-    return printable(sentence.format_map(fields))
+        return escape_unprintable(f"{message} ({details})" if details else message)
+    return escape_unprintable(sentence.format_map(fields))
 
 
-def _fields(record: logging.LogRecord) -> dict[str, object]:
+def _get_fields(record: logging.LogRecord) -> dict[str, object]:
     """What our own records carry beside their message; others may call something else so."""
     fields = getattr(record, "fields", None)
     return fields if isinstance(fields, dict) else {}

@@ -39,15 +39,15 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        self._registry = _Registry()
-        self._families = _Families(self._registry)
-        self._routes: dict[str, _Route] = {}
+        self._registry = _SeriesRegistry()
+        self._families = _MetricFamilies(self._registry)
+        self._routes: dict[str, _RouteMetrics] = {}
         self._statuses: dict[tuple[str, int], Counter] = {}
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _ModelMetrics] = {}
         self._steps = {step: self._families.step_seconds.labels(step) for step in STEPS}
         self._refused = {reason: self._families.refused.labels(reason) for reason in get_args(Reason)}
 
-    def request(
+    def observe_request(
         self, route: str, status: int, seconds: float, steps: Mapping[str, float], body_bytes: int, reply_bytes: int
     ) -> None:
         """A request that has ended.
@@ -56,18 +56,18 @@ class Metrics:
         of which those that are not in ``STEPS`` are left out.
         """
         key = (route, status)
-        answered = self._statuses.get(key) or self._statuses.setdefault(key, self._families.requests.labels(*key))
-        answered.inc()
-        of = self._routes.get(route) or self._routes.setdefault(route, _Route.of(self._families, route))
-        of.seconds.observe(seconds)
-        of.body_bytes.inc(body_bytes)
-        of.reply_bytes.inc(reply_bytes)
-        for step, observed in self._steps.items():
+        requests = self._statuses.get(key) or self._statuses.setdefault(key, self._families.requests.labels(*key))
+        requests.inc()
+        metrics = self._get_route(route)
+        metrics.seconds.observe(seconds)
+        metrics.body_bytes.inc(body_bytes)
+        metrics.reply_bytes.inc(reply_bytes)
+        for step, histogram in self._steps.items():
             milliseconds = steps.get(step)
             if milliseconds is not None:
-                observed.observe(milliseconds / 1000)
+                histogram.observe(milliseconds / 1000)
 
-    def batch(
+    def observe_batch(
         self, model: str, rows: int, ceiling: int, requests: int, depth: float, seconds: float, why: BatchReason
     ) -> None:
         """A batch that has ended: its rows, the most that it might have had (at least 1), how many requests'.
@@ -75,51 +75,58 @@ class Metrics:
         ``depth`` is the share of the model's cost before it stopped, 0 to 1; ``why`` tells why just these requests
         shared a forward.
         """
-        of = self._of(model)
-        of.batches[why].inc()
-        of.rows.observe(rows)
-        of.fill.observe(rows / ceiling)
-        of.requests.observe(requests)
-        of.depth.observe(depth)
-        of.seconds.observe(seconds)
+        metrics = self._get_model(model)
+        metrics.batches[why].inc()
+        metrics.rows.observe(rows)
+        metrics.fill.observe(rows / ceiling)
+        metrics.requests.observe(requests)
+        metrics.depth.observe(depth)
+        metrics.seconds.observe(seconds)
 
-    def answered(self, model: str, rows: int) -> None:
+    def count_answered(self, model: str, rows: int) -> None:
         """Rows whose features were handed back: each once, however many forwards it took part in."""
-        self._of(model).answered.inc(rows)
+        self._get_model(model).answered.inc(rows)
 
-    def refused(self, reason: Reason) -> None:
+    def count_refused(self, reason: Reason) -> None:
         """A request that found no place in the queue."""
         self._refused[reason].inc()
 
-    def expired(self, model: str) -> None:
+    def count_expired(self, model: str) -> None:
         """A request whose deadline passed while it was in the queue."""
-        self._of(model).expired.inc()
+        self._get_model(model).expired.inc()
 
-    def cancelled(self, model: str) -> None:
+    def count_cancelled(self, model: str) -> None:
         """A request whose client went away while it was in the queue."""
-        self._of(model).cancelled.inc()
+        self._get_model(model).cancelled.inc()
 
-    def split(self, model: str, cause: Cause) -> None:
+    def count_split(self, model: str, cause: Cause) -> None:
         """A batch that was run again in parts."""
-        self._of(model).split[cause].inc()
+        self._get_model(model).split[cause].inc()
 
-    def out_of_memory(self, model: str) -> None:
+    def count_out_of_memory(self, model: str) -> None:
         """A forward that the device had no memory for."""
-        self._of(model).out_of_memory.inc()
+        self._get_model(model).out_of_memory.inc()
 
-    def watch(self, read: Callable[[], Snapshot]) -> None:
+    def register_gauges(self, read: Callable[[], Snapshot]) -> None:
         """Have the gauges read at every scrape, in the thread that renders; ValueError the second time."""
-        self._registry.register(_Watched(read))
+        self._registry.register(_GaugeCollector(read))
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format, of type ``CONTENT_TYPE``; computes, so it belongs in a thread."""
         return generate_latest(self._registry)
 
-    def _of(self, model: str) -> _Model:
-        return self._models.get(model) or self._models.setdefault(model, _Model.of(self._families, model))
+    def _get_route(self, route: str) -> _RouteMetrics:
+        return self._routes.get(route) or self._routes.setdefault(
+            route, _RouteMetrics.from_families(self._families, route)
+        )
+
+    def _get_model(self, model: str) -> _ModelMetrics:
+        return self._models.get(model) or self._models.setdefault(
+            model, _ModelMetrics.from_families(self._families, model)
+        )
 
 
-class _Registry(CollectorRegistry):
+class _SeriesRegistry(CollectorRegistry):
     """Leaves out when each series began: the library writes that as one more series each."""
 
     def collect(self) -> Iterator[Metric]:
@@ -128,41 +135,45 @@ class _Registry(CollectorRegistry):
             yield metric
 
 
-class _Watched(Collector):
+class _GaugeCollector(Collector):
     """Gauges that are read only when somebody asks for them."""
 
     def __init__(self, read: Callable[[], Snapshot]) -> None:
-        self._read = read
+        self._read_snapshot = read
 
     def describe(self) -> Iterable[Metric]:
-        return _gauges(Snapshot())
+        return _make_gauges(Snapshot())
 
     def collect(self) -> Iterable[Metric]:
-        return _gauges(self._read())
+        return _make_gauges(self._read_snapshot())
 
 
-def _gauges(now: Snapshot) -> list[Metric]:
+def _make_gauges(snapshot: Snapshot) -> list[Metric]:
     states = GaugeMetricFamily("layertap_model_state", "1 for the state that a model is in.", labels=("model", "state"))
-    for model, state in now.states.items():
+    for model, state in snapshot.states.items():
         states.add_metric((model, state), 1)
     return [
-        GaugeMetricFamily("layertap_queue_rows", "Rows that wait for a forward.", now.queue_rows),
-        GaugeMetricFamily("layertap_queue_bytes", "Bytes of bodies, rows, expected replies.", now.queue_bytes),
-        GaugeMetricFamily("layertap_running_rows", "Rows in decoding or in a forward.", now.running_rows),
+        GaugeMetricFamily("layertap_queue_rows", "Rows that wait for a forward.", snapshot.queue_rows),
+        GaugeMetricFamily(
+            "layertap_queue_bytes", "Bytes that requests hold: bodies, rows, expected replies.", snapshot.queue_bytes
+        ),
+        GaugeMetricFamily("layertap_running_rows", "Rows in decoding or in a forward.", snapshot.running_rows),
         states,
-        _by_model("layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", now.hooks),
-        _by_model("layertap_batch_ceiling_rows", "Rows that a forward may have at most.", now.ceilings),
+        _make_gauge_by_model(
+            "layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", snapshot.hooks
+        ),
+        _make_gauge_by_model("layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.ceilings),
     ]
 
 
-def _by_model(name: str, documentation: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+def _make_gauge_by_model(name: str, documentation: str, values: Mapping[str, int]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(name, documentation, labels=("model",))
     for model, value in values.items():
         family.add_metric((model,), value)
     return family
 
 
-class _Families:
+class _MetricFamilies:
     """Each name with its labels and buckets."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -172,17 +183,23 @@ class _Families:
         def histogram(name: str, documentation: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
             return Histogram(f"layertap_{name}", documentation, labels, registry=registry, buckets=buckets)
 
-        self.requests = counter("requests_total", "Requests.", "route", "status")
-        self.request_seconds = histogram("request_seconds", "From a request's head to its end.", SECONDS, "route")
-        self.step_seconds = histogram("step_seconds", "What a request spent in each step.", SECONDS, "step")
+        self.requests = counter("requests_total", "Requests that have ended.", "route", "status")
+        self.request_seconds = histogram(
+            "request_seconds", "Seconds from a request's head to its end.", SECONDS, "route"
+        )
+        self.step_seconds = histogram("step_seconds", "Seconds that a request spent in each step.", SECONDS, "step")
         self.body_bytes = counter("request_bytes_total", "Bytes of bodies that were read.", "route")
         self.reply_bytes = counter("reply_bytes_total", "Bytes of bodies that were sent.", "route")
         self.batches = counter("batches_total", "Batches, by why just these requests shared one.", "model", "why")
         self.batch_rows = histogram("batch_rows", "Rows of a batch.", COUNTS, "model")
-        self.batch_fill = histogram("batch_fill_ratio", "Rows of a batch by its ceiling.", RATIOS, "model")
+        self.batch_fill = histogram(
+            "batch_fill_ratio", "Rows of a batch divided by the most it may have.", RATIOS, "model"
+        )
         self.batch_requests = histogram("batch_requests", "Requests that share a batch.", COUNTS, "model")
-        self.stop_depth = histogram("stop_depth_ratio", "Share of the cost before the stop.", RATIOS, "model")
-        self.forward_seconds = histogram("forward_seconds", "How long a batch took in its thread.", SECONDS, "model")
+        self.stop_depth = histogram("stop_depth_ratio", "Share of a forward's cost before it stopped.", RATIOS, "model")
+        self.forward_seconds = histogram(
+            "forward_seconds", "Seconds that a batch took in its thread.", SECONDS, "model"
+        )
         self.answered = counter("rows_total", "Rows whose features were handed back.", "model")
         self.refused = counter("refused_total", "Requests that found no place in the queue.", "reason")
         self.expired = counter("expired_total", "Requests whose deadline passed in the queue.", "model")
@@ -196,13 +213,13 @@ class _Families:
 
 
 @dataclass(frozen=True)
-class _Route:
+class _RouteMetrics:
     seconds: Histogram
     body_bytes: Counter
     reply_bytes: Counter
 
     @classmethod
-    def of(cls, families: _Families, route: str) -> _Route:
+    def from_families(cls, families: _MetricFamilies, route: str) -> _RouteMetrics:
         return cls(
             families.request_seconds.labels(route),
             families.body_bytes.labels(route),
@@ -211,7 +228,7 @@ class _Route:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ModelMetrics:
     batches: dict[BatchReason, Counter]
     rows: Histogram
     fill: Histogram
@@ -225,7 +242,7 @@ class _Model:
     out_of_memory: Counter
 
     @classmethod
-    def of(cls, families: _Families, model: str) -> _Model:
+    def from_families(cls, families: _MetricFamilies, model: str) -> _ModelMetrics:
         return cls(
             batches={why: families.batches.labels(model, why) for why in get_args(BatchReason)},
             rows=families.batch_rows.labels(model),

@@ -18,7 +18,7 @@ from typing import NoReturn
 import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
-from layertap.service.http.sockets import stop_connecting, url
+from layertap.service.http.sockets import format_url, stop_connecting
 
 log = logging.getLogger("layertap")
 EXIT_FAILED = 70  # as sysexits.h has it: an error of the software
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         """Begin to serve, and say where."""
         await super().startup(sockets)
         for listener in sockets or ():
-            log.info("listening on %s", url(listener.getsockname()))
+            log.info("listening on %s", format_url(listener.getsockname()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Go on as long as others may not know of it, then stop accepting, and wait for what was accepted."""

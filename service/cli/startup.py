@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from layertap.service.cli.console import format_list
 from layertap.service.config.configuration import Configuration
-from layertap.service.http.sockets import Address, url
-from layertap.service.logs import printable
+from layertap.service.http.sockets import Address, format_url
+from layertap.service.logs import escape_unprintable
 from layertap.service.version import version
 
 if TYPE_CHECKING:  # the first lines are printed before torch is imported
@@ -60,7 +60,7 @@ class StartupSummary:
             ("docs", [escape(f"{self.local_url}/docs")]),
             ("end", ["Ctrl+C"]),
         ]
-        _print(self.console, "", f"  [bold]layertap {version()} {state} on {escape(url(self.address))}[/]", "")
+        _print(self.console, "", f"  [bold]layertap {version()} {state} on {escape(format_url(self.address))}[/]", "")
         for name, lines in rows:
             for number, line in enumerate(lines):
                 _print(self.console, f"  [cyan]{'' if number else name:<8}[/]{line}")
@@ -71,7 +71,7 @@ class StartupSummary:
         """The server's address for a client on this machine."""
         host = ip_address(str(self.address[0]).partition("%")[0])
         loopback = "127.0.0.1" if host.version == 4 else "::1"
-        return url((loopback, self.address[1]) if host.is_unspecified else self.address)
+        return format_url((loopback, self.address[1]) if host.is_unspecified else self.address)
 
     def _describe_keys(self) -> str:
         if self.requires_key:
@@ -128,7 +128,7 @@ def _make_example_input(model: LoadedModel) -> dict[str, object] | None:
 
 def _escape(text: str) -> str:
     """A text that neither rich nor a terminal takes for more than that."""
-    return escape(printable(text))
+    return escape(escape_unprintable(text))
 
 
 def _print(console: Console, *lines: str) -> None:

@@ -37,7 +37,7 @@ class Budget:
                 detail = f"the request needs {taken + size} bytes, the queue holds {self._limit}"
                 raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
             if self.used + size > self._limit:
-                self._metrics.refused("queue_bytes")
+                self._metrics.count_refused("queue_bytes")
                 detail = f"the queue holds {self.used} bytes of {self._limit}"
                 raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(self._wait()), 1))
             taken += size

@@ -136,7 +136,7 @@ class Engine:
     async def run(self, job: Job) -> Features:
         """Run a job with others that take the same shape; DeadlineError, LayerNotReachedError."""
         parts = await self.manager.scheduler.run(self._work(job), job)
-        self.metrics.answered(job.model.spec.name, job.rows)
+        self.metrics.count_answered(job.model.spec.name, job.rows)
         if len(parts) == 1:
             return collect_features(job, parts)
         return await self.run_in_thread(lambda: collect_features(job, parts), job.deadline)

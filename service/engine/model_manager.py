@@ -211,13 +211,13 @@ class ModelManager:
             raise TooLargeError(detail, hint=f"send at most {limit} at once")
         wait = self._wait(resident, others)
         if others + rows > limit:
-            self._metrics.refused("queue_rows")
+            self._metrics.count_refused("queue_rows")
             detail, room = f"the queue holds {others} rows of {limit}", limit - others
             fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
             raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=max(math.ceil(wait), 1))
         needed = MARGIN * (wait + rows * resident.seconds_per_row)
         if others and needed > deadline - time.monotonic():
-            self._metrics.refused("deadline")
+            self._metrics.count_refused("deadline")
             raise QueueTooLongError(
                 f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
                 retry_after=max(math.ceil(wait), 1),

@@ -335,20 +335,20 @@ class Scheduler:
     def _report(self, batch: Batch, execution: BatchRunner, seconds: float) -> None:
         model, lane = batch.queue.model, batch.queue
         requests = len({part.request for part in batch.slices})
-        self._metrics.batch(
+        self._metrics.observe_batch(
             model, batch.rows, max(lane.max_rows, batch.rows), requests, min(batch.depth, 1.0), seconds, batch.reason
         )
         for _ in range(execution.failures.out_of_memory):
-            self._metrics.out_of_memory(model)
+            self._metrics.count_out_of_memory(model)
         for _ in range(execution.failures.memory):
-            self._metrics.split(model, "memory")
+            self._metrics.count_split(model, "memory")
         for _ in range(execution.failures.error):
-            self._metrics.split(model, "error")
+            self._metrics.count_split(model, "error")
 
     def _unserved(self, work: QueuedRequest) -> None:
         """Count a request that never came to a forward."""
         late = time.monotonic() >= work.deadline - EARLY_S
-        (self._metrics.expired if late else self._metrics.cancelled)(work.queue.model)
+        (self._metrics.count_expired if late else self._metrics.count_cancelled)(work.queue.model)
 
     def _called(self, crew: ReplicaThreads, run: Callable[[LoadedModel], T], future: Future[T]) -> None:
         if future.set_running_or_notify_cancel():

@@ -64,7 +64,7 @@ class RequestContextMiddleware:
         finally:
             until_sent.close()
             seconds = exchange.seconds
-            self.metrics.request(
+            self.metrics.observe_request(
                 _find_template(app_scope),
                 exchange.status,
                 seconds,

@@ -15,7 +15,7 @@ from typing import Any
 from layertap.models.errors import LayertapError, escape
 
 log = logging.getLogger("layertap")
-TRIES = 8  # a port that is free for one address of a host may be taken for the next
+BIND_TRIES = 8  # a port that is free for one address of a host may be taken for the next
 BACKLOG = 2048  # connections that wait to be served, as uvicorn has it
 ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # a name may have an address of a family that is off
 REFUSALS = {  # why nobody listens there, and what to type instead
@@ -35,7 +35,7 @@ NO_SYN = (  # a program of Berkeley packet filters: code, steps to go where true
 Address = tuple[Any, ...]
 
 
-class _TakenError(LayertapError):
+class _PortTakenError(LayertapError):
     """Somebody else has the port."""
 
 
@@ -45,15 +45,15 @@ def bind(host: str, port: int) -> list[socket.socket]:
     LayertapError where the host can't be resolved, or an address is taken or not to be had.
     """
     addresses = _resolve(host)
-    for _ in range(TRIES if port == 0 else 1):
+    for _ in range(BIND_TRIES if port == 0 else 1):
         try:
-            return _bind(host, addresses, port)
-        except _TakenError as error:
+            return _bind_all(host, addresses, port)
+        except _PortTakenError as error:
             refusal = error
     raise refusal
 
 
-def _bind(host: str, addresses: Iterable[tuple[socket.AddressFamily, Address]], port: int) -> list[socket.socket]:
+def _bind_all(host: str, addresses: Iterable[tuple[socket.AddressFamily, Address]], port: int) -> list[socket.socket]:
     refusal = LayertapError(f"the host {escape(host)} has no address")
     with ExitStack() as opened:
         listeners: list[socket.socket] = []
@@ -62,7 +62,7 @@ def _bind(host: str, addresses: Iterable[tuple[socket.AddressFamily, Address]], 
             try:
                 listener = opened.enter_context(socket.create_server(place, family=family, backlog=BACKLOG))
             except OSError as error:
-                refusal = _refusal(place, error)
+                refusal = _explain_refusal(place, error)
                 if error.errno not in ABSENT:
                     raise refusal from None
             else:
@@ -87,11 +87,11 @@ def stop_connecting(listener: socket.socket) -> None:
     try:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
     except OSError as error:  # of a sandbox that has no filters
-        reason = {"address": url(listener.getsockname()), "reason": error.strerror}
+        reason = {"address": format_url(listener.getsockname()), "reason": error.strerror}
         log.warning("a connection that begins now may be reset", extra={"fields": reason})
 
 
-def url(address: Address) -> str:
+def format_url(address: Address) -> str:
     """What a client types to reach a socket of this address."""
     host, port = address[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -100,15 +100,15 @@ def url(address: Address) -> str:
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, Address]]:
     """The addresses of a host, each once; without a name those of all interfaces."""
     try:
-        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "this is no name"
         hint = "use --host with an address of this machine: 127.0.0.1"
         raise LayertapError(f"the host {escape(host)} can't be resolved: {reason}", hint=hint) from None
-    return list(dict.fromkeys((family, address) for family, *_, address in found))
+    return list(dict.fromkeys((family, address) for family, *_, address in infos))
 
 
-def _refusal(place: Address, error: OSError) -> LayertapError:
+def _explain_refusal(place: Address, error: OSError) -> LayertapError:
     reason, hint = REFUSALS.get(error.errno or 0, (f"can't be listened on: {error.strerror}", ""))
-    kind = _TakenError if error.errno == errno.EADDRINUSE else LayertapError
-    return kind(f"{url(place)} {reason}", hint=hint)
+    kind = _PortTakenError if error.errno == errno.EADDRINUSE else LayertapError
+    return kind(f"{format_url(place)} {reason}", hint=hint)

@@ -215,9 +215,9 @@ def test_documented() -> None:
 def everything() -> Metrics:
     """Figures where every series has begun."""
     metrics = Metrics()
-    metrics.request("/extract", 200, 0.0, {}, 0, 0)
-    metrics.answered("digits", 1)
-    metrics.watch(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}))
+    metrics.observe_request("/extract", 200, 0.0, {}, 0, 0)
+    metrics.count_answered("digits", 1)
+    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}))
     return metrics
 
 
@@ -230,7 +230,7 @@ def test_not_in_the_interface(server: Live) -> None:
 def test_request() -> None:
     """Each figure of a request; steps come in milliseconds, and those that are not known are left out."""
     metrics = Metrics()
-    metrics.request("/extract", 200, 0.25, {"parse": 2.0, "queue": 500.0, "total": 9.0, "zzz": 9.0}, 100, 1000)
+    metrics.observe_request("/extract", 200, 0.25, {"parse": 2.0, "queue": 500.0, "total": 9.0, "zzz": 9.0}, 100, 1000)
     found = nonzero(metrics)
     assert {key: value for key, value in found.items() if "_bucket" not in key} == {
         "layertap_requests_total{route=/extract,status=200}": 1,
@@ -257,7 +257,7 @@ def edges(found: Figures, name: str, label: str) -> list[float]:
 def test_batch() -> None:
     """Each figure of a forward, with the buckets it falls into."""
     metrics = Metrics()
-    metrics.batch("digits", rows=8, ceiling=32, requests=3, depth=0.5, seconds=0.02, why="same_depth")
+    metrics.observe_batch("digits", rows=8, ceiling=32, requests=3, depth=0.5, seconds=0.02, why="same_depth")
     found = nonzero(metrics)
     of = "{model=digits}"
     assert {key: value for key, value in found.items() if "_bucket" not in key} == {
@@ -283,7 +283,7 @@ def test_batch() -> None:
 def test_whole_range() -> None:
     """One row alone and a full batch fall into the outermost finite buckets."""
     metrics = Metrics()
-    metrics.batch("digits", rows=1, ceiling=1, requests=1, depth=1.0, seconds=0.0, why="isolated")
+    metrics.observe_batch("digits", rows=1, ceiling=1, requests=1, depth=1.0, seconds=0.0, why="isolated")
     found = nonzero(metrics)
     assert edges(found, "layertap_batch_rows", "model=digits") == [1, 2, 4, 8, 16, 32, 64, 128]
     assert edges(found, "layertap_batch_fill_ratio", "model=digits") == [1]
@@ -293,15 +293,15 @@ def test_whole_range() -> None:
 def test_counters() -> None:
     """Each event counts once, where it belongs."""
     metrics = Metrics()
-    metrics.answered("digits", 5)
-    metrics.answered("digits", 2)
-    metrics.expired("digits")
-    metrics.cancelled("gated")
-    metrics.out_of_memory("gated")
+    metrics.count_answered("digits", 5)
+    metrics.count_answered("digits", 2)
+    metrics.count_expired("digits")
+    metrics.count_cancelled("gated")
+    metrics.count_out_of_memory("gated")
     for cause in get_args(Cause):
-        metrics.split("gated", cause)
+        metrics.count_split("gated", cause)
     for reason in get_args(Reason):
-        metrics.refused(reason)
+        metrics.count_refused(reason)
     assert nonzero(metrics) == {
         "layertap_rows_total{model=digits}": 7,
         "layertap_expired_total{model=digits}": 1,
@@ -320,7 +320,7 @@ def test_series_begin_at_zero() -> None:
     metrics = Metrics()
     empty = figures(metrics.render().decode())
     assert {f"layertap_refused_total{{reason={reason}}}" for reason in get_args(Reason)} <= set(empty)
-    metrics.answered("digits", 1)
+    metrics.count_answered("digits", 1)
     found = figures(metrics.render().decode())
     assert {f"layertap_batches_total{{model=digits,why={why}}}" for why in get_args(BatchReason)} <= set(found)
     assert {f"layertap_split_total{{cause={cause},model=digits}}" for cause in get_args(Cause)} <= set(found)
@@ -331,7 +331,7 @@ def test_gauges() -> None:
     """Gauges are read at each scrape and at no other time; only one may give them."""
     metrics = Metrics()
     queued = iter((1, 7))
-    metrics.watch(
+    metrics.register_gauges(
         lambda: Snapshot(next(queued), 2, 3, {"digits": "ready", "gated": "loading"}, {"digits": 4}, {"digits": 32})
     )
     rest = {
@@ -345,7 +345,7 @@ def test_gauges() -> None:
     assert nonzero(metrics) == rest | {"layertap_queue_rows": 1}
     assert nonzero(metrics) == rest | {"layertap_queue_rows": 7}
     with pytest.raises(ValueError, match="layertap_queue_rows"):
-        metrics.watch(Snapshot)
+        metrics.register_gauges(Snapshot)
 
 
 def test_threads() -> None:
@@ -356,8 +356,8 @@ def test_threads() -> None:
     def count(_: int) -> None:
         start.wait()
         for number in range(times):
-            metrics.batch(f"model-{number % 4}", 2, 4, 1, 0.5, 0.25, "single")
-            metrics.request("/extract", 200, 0.25, {"queue": 250.0}, 1, 2)
+            metrics.observe_batch(f"model-{number % 4}", 2, 4, 1, 0.5, 0.25, "single")
+            metrics.observe_request("/extract", 200, 0.25, {"queue": 250.0}, 1, 2)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(count, range(threads)))

@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 
 from layertap.service.cli.startup import StartupSummary
-from layertap.service.http.sockets import Address, bind, url
+from layertap.service.http.sockets import Address, bind, format_url
 from tests.conftest import WARM
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
@@ -139,7 +139,7 @@ def test_bind(host: str, families: int) -> None:
         listeners = bind(host, port)
         assert 1 <= len(listeners) <= families
         (port,) = {listener.getsockname()[1] for listener in listeners}
-        assert url(listeners[0].getsockname()).endswith(f":{port}")
+        assert format_url(listeners[0].getsockname()).endswith(f":{port}")
         with socket.create_connection((host, port)) as client:
             accepted = [listener.accept()[0] for listener in listeners if select([listener], [], [], 0)[0]]
             assert len(accepted) == 1

@@ -52,20 +52,22 @@ def install(app: FastAPI, package: str = PACKAGE) -> None:
         data = {name: (files(package) / name).read_bytes() for name in SWAGGER_UI}
     except (ModuleNotFoundError, OSError) as error:
         log.warning("there is no page at /docs", extra={"fields": {"reason": f"{type(error).__name__}: {error}"}})
-        app.add_route("/docs", _absent, include_in_schema=False)
+        app.add_route("/docs", _reply_not_installed, include_in_schema=False)
         return
-    _serve(app, "/docs", PAGE, "text/html", POLICY)
-    _serve(app, "/docs/start.js", START, "text/javascript")
+    _add_file_route(app, "/docs", PAGE, "text/html", POLICY)
+    _add_file_route(app, "/docs/start.js", START, "text/javascript")
     for name, media_type in SWAGGER_UI.items():
-        _serve(app, f"/docs/{name}", data[name], media_type)
+        _add_file_route(app, f"/docs/{name}", data[name], media_type)
 
 
-async def _absent(request: Request) -> Response:
+async def _reply_not_installed(request: Request) -> Response:
     detail = "the files of this page are not installed"
     return make_problem(404, "http", detail, get_request_id(request), hint="GET /openapi.json lists the routes")
 
 
-def _serve(app: FastAPI, path: str, data: bytes, media_type: str, headers: dict[str, str] | None = None) -> None:
+def _add_file_route(
+    app: FastAPI, path: str, data: bytes, media_type: str, headers: dict[str, str] | None = None
+) -> None:
     async def serve(request: Request) -> Response:
         return Response(data, media_type=media_type, headers=headers)
 
