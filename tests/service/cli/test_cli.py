@@ -20,7 +20,7 @@ from layertap.service.cli.main import main
 from tests.server import Live
 from tests.service.support import Array, Json, picture
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG = """
 models:
   - name: touchy
