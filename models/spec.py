@@ -9,14 +9,13 @@ from typing import Literal
 
 from layertap.models.selection.hook_points import ReplyDType
 from layertap.models.selection.poolings import Pool
+from layertap.models.sources.table import SOURCES
 
 Device = str
 Shapes = tuple[tuple[int, ...], ...]  # of one row, input by input
 DType = Literal["float32", "bfloat16", "float16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
-DIRECTORIES = ("transformers",)  # kinds of source whose name is a path
-PUBLISHED = ("torchvision", "timm")  # kinds of source whose weights are on the network
 Decode = Literal["exact", "fast", "device"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
@@ -148,12 +147,13 @@ class ModelSpec:
     @property
     def downloads(self) -> bool:
         """Whether its weights come from the network, the first time."""
-        kind = self.source.partition(":")[0]
+        source = SOURCES.get(self.source.partition(":")[0])
         local = self.weights.startswith("random:") or bool(PureWindowsPath(self.weights).suffix)
-        return kind in PUBLISHED and not local
+        return source is not None and source.downloads and not local
 
     @property
     def shown_source(self) -> str:
         """``source`` as it may be shown to anyone: of a directory only the last part."""
         kind, _, ident = self.source.partition(":")
-        return f"{kind}:{PureWindowsPath(ident).name}" if kind in DIRECTORIES else self.source
+        source = SOURCES.get(kind)
+        return f"{kind}:{PureWindowsPath(ident).name}" if source is not None and source.is_path else self.source

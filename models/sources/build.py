@@ -1,17 +1,18 @@
-"""Where architectures come from: torchvision, timm, a directory of transformers, or a factory in a Python module."""
+"""Modules built by the source that a configuration names, and what all sources share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 from torch import nn
 
 from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
-from layertap.models.sources.grammar import unknown_source_error
+from layertap.models.sources.table import parse_source
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 
 
@@ -41,10 +42,9 @@ def build_model(spec: ModelSpec) -> BuiltModel:
 
     Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
     """
-    kind, _, ident = spec.source.partition(":")
-    if not ident or kind not in SOURCES:
-        raise unknown_source_error(kind, ident)
-    built = _apply_configuration(SOURCES[kind](ident, spec), spec)
+    source, ident = parse_source(spec.source)
+    # A name of the table: nothing of a configuration, or of a request, is imported here.
+    built = _apply_configuration(import_module(source.module).build(ident, spec), spec)
     built.module.cpu().eval().requires_grad_(False)
     return built
 
@@ -110,35 +110,5 @@ def _is_network(error: Exception) -> bool:
     return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
 
 
-def _torchvision(ident: str, spec: ModelSpec) -> BuiltModel:
-    from layertap.models.sources import torchvision
-
-    return torchvision.build(ident, spec)
-
-
-def _timm(ident: str, spec: ModelSpec) -> BuiltModel:
-    from layertap.models.sources import timm
-
-    return timm.build(ident, spec)
-
-
-def _transformers(ident: str, spec: ModelSpec) -> BuiltModel:
-    from layertap.models.sources import transformers
-
-    return transformers.build(ident, spec)
-
-
-def _python(ident: str, spec: ModelSpec) -> BuiltModel:
-    from layertap.models.sources import python
-
-    return python.build(ident, spec)
-
-
 BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"
-SOURCES: dict[str, Callable[[str, ModelSpec], BuiltModel]] = {
-    "torchvision": _torchvision,
-    "timm": _timm,
-    "transformers": _transformers,
-    "python": _python,
-}

@@ -1,4 +1,4 @@
-"""How a configuration writes sources, weights and devices: text to what it means; no torch."""
+"""How a configuration writes weights, devices and factories: text to what it means; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from pathlib import Path, PureWindowsPath
 
 from layertap.models.errors import LoadError, escape, label_failures, suggest
 
-KINDS = ("torchvision", "timm", "transformers", "python")
 CHECKPOINTS = (".safetensors", ".pth", ".pt")
-SOURCE_HINT = "type torchvision:ARCH, timm:ARCH, transformers:PATH or python:package.module:factory"
 CHECKPOINT_HINT = (
     "give a .safetensors file, or a .pth or .pt file that torch.save(module.state_dict(), …) wrote, or random:SEED"
 )
-OPTIONAL = ("timm", "transformers")  # libraries that are installed with an extra of their name
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,6 @@ def parse_factory(ident: str) -> tuple[str, str]:
 def get_base_name(text: str) -> str:
     """The last part of a path of either kind, or the text itself."""
     return PureWindowsPath(text).name
-
-
-def unknown_source_error(kind: str, ident: str) -> LoadError:
-    """The refusal of a source that is not KIND:NAME with a kind that there is."""
-    if not ident:
-        shown = escape(get_base_name(kind))
-        return LoadError(f"source {shown} has no KIND: in front of a name", hint=SOURCE_HINT)
-    matches = tuple(f"{name}:{get_base_name(ident)}" for name in difflib.get_close_matches(kind, KINDS, n=1))
-    return LoadError(
-        f"sources of kind {escape(get_base_name(kind))} are not known", hint=suggest(matches) or SOURCE_HINT
-    )
 
 
 def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError:

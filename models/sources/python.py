@@ -15,7 +15,8 @@ from layertap.models.errors import IN_THE_LOG, LoadError, escape, label_failures
 from layertap.models.sources import transformers_switches
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
-from layertap.models.sources.grammar import KINDS, parse_factory, parse_weights
+from layertap.models.sources.grammar import parse_factory, parse_weights
+from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import load_into, read_checkpoint
 
@@ -70,7 +71,7 @@ class _Finder:
 
     def add(self, package: str) -> None:
         """Let a package be found, unless something else of that name is at work already."""
-        if package not in sys.modules and package not in sys.stdlib_module_names and package not in KINDS:
+        if package not in sys.modules and package not in sys.stdlib_module_names and package not in SOURCES:
             self._names.add(package)
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)

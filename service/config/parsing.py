@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from layertap.models.spec import DIRECTORIES, ModelSpec
+from layertap.models.sources.table import SOURCES
+from layertap.models.spec import ModelSpec
 from layertap.service.config.checks import check_specs
 from layertap.service.config.document import Document, Mistake
 from layertap.service.config.schema import SPEC_ADAPTER, ConfigFile
@@ -82,7 +83,7 @@ def _parse_entry(entry: object, refused: set[object]) -> ModelSpec | None:
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with relative paths of its source and weights taken from the file's folder."""
     kind, _, ident = spec.source.partition(":")
-    if kind in DIRECTORIES and ident:
+    if kind in SOURCES and SOURCES[kind].is_path and ident:
         spec = replace(spec, source=f"{kind}:{folder / ident}")  # an absolute one stays as it is
     if Path(spec.weights).suffix and not spec.weights.startswith("random:") and not Path(spec.weights).is_absolute():
         weights = folder / spec.weights

@@ -344,9 +344,9 @@ def test_timm_without_network(tmp_path: Path) -> None:
     """Weights of timm that can't be downloaded raise LoadError that says what to give instead."""
     code = (
         "from layertap.models.errors import LoadError\n"
-        "from layertap.models.sources.build import build\n"
+        "from layertap.models.sources.build import build_model\n"
         "from layertap.models.spec import ModelSpec\n"
-        "try:\n    build(ModelSpec('m', 'timm:test_vit'))\n"
+        "try:\n    build_model(ModelSpec('m', 'timm:test_vit'))\n"
         "except LoadError as error:\n    print(error.detail, '|', error.hint)\n"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}

@@ -1,0 +1,89 @@
+"""What can be seen of a source before torch is imported: architectures in a library's files, directories, packages.
+
+Nothing is refused that would load: where a look from outside can't tell, a check says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from layertap.models.errors import LoadError, escape
+from layertap.models.sources.grammar import parse_factory, unknown_name_error
+
+MIN_ARCHITECTURES = 10  # a library whose files name fewer has them elsewhere
+NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
+DECORATED = re.compile(r"^@register_model\b(?:.*\n)+?def (\w+)", re.MULTILINE)
+RENAMED = re.compile(r"^register_model_deprecations\(__name__, \{(.*?)^\}", re.MULTILINE | re.DOTALL)
+OLD_NAME = re.compile(r"['\"](\w+)['\"]\s*:")
+
+
+class AbsentError(LoadError):
+    """Something that may be elsewhere, or later: no mistake where a model is not required."""
+
+
+@dataclass(frozen=True)
+class CheckContext:
+    """What a source is checked beside.
+
+    ``folders`` are those in which factories are looked for. ``registers``: whether a factory of the configuration may
+    register architectures of a library, which can't be told from outside.
+    """
+
+    folders: tuple[Path, ...]
+    registers: bool
+
+
+@cache
+def list_architectures(library: str) -> frozenset[str]:
+    """The architectures that a library's files register, read without importing it; none where that can't be told."""
+    package = find_spec(library)
+    if package is None or package.origin is None:
+        return frozenset()
+    names: set[str] = set()
+    for file in (Path(package.origin).parent / "models").rglob("*.py"):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        names.update(NAMED.findall(text), DECORATED.findall(text))
+        names.update(name for block in RENAMED.findall(text) for name in OLD_NAME.findall(block))
+    return frozenset(names) if len(names) >= MIN_ARCHITECTURES else frozenset()
+
+
+def is_importable(package: str, folders: Sequence[Path]) -> bool:
+    """Whether a package is installed, or lies in one of the folders."""
+    if package in sys.modules or PathFinder.find_spec(package, [str(folder) for folder in folders]) is not None:
+        return True
+    return find_spec(package) is not None
+
+
+def check_torchvision_architecture(ident: str, context: CheckContext) -> None:
+    """LoadError where torchvision has no architecture of that name."""
+    names = frozenset[str]() if context.registers else list_architectures("torchvision")
+    if names and ident not in names:
+        raise unknown_name_error("torchvision", ident, sorted(names))
+
+
+def check_timm_architecture(ident: str, context: CheckContext) -> None:
+    """LoadError where timm has no architecture of that name, a tag aside."""
+    names = frozenset[str]() if context.registers else list_architectures("timm")
+    if names and ident.partition(".")[0] not in names:
+        raise unknown_name_error("timm", ident, sorted(names))
+
+
+def check_directory(ident: str, context: CheckContext) -> None:
+    """AbsentError where there is no directory that transformers has written."""
+    if not (Path(ident) / "config.json").is_file():
+        raise AbsentError(f"there is no directory with a config.json at {ident}")
+
+
+def check_factory(ident: str, context: CheckContext) -> None:
+    """LoadError where a factory is not written as one, AbsentError where there is no such package."""
+    package = parse_factory(ident)[0].partition(".")[0]
+    if not is_importable(package, context.folders):
+        places = ", ".join(dict.fromkeys(map(str, context.folders)))
+        raise AbsentError(f"there is no Python module {escape(package)} in {places}, nor is it installed")

@@ -1,0 +1,68 @@
+"""The kinds of source that a model may come from: one row for each; needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from layertap.models.errors import LoadError, escape, suggest
+from layertap.models.sources.grammar import get_base_name
+from layertap.models.sources.source_checks import (
+    CheckContext,
+    check_directory,
+    check_factory,
+    check_timm_architecture,
+    check_torchvision_architecture,
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """One kind of source, which a configuration writes in front of a colon.
+
+    ``example`` shows how it is written. ``module`` has ``build(ident, spec)``, which gives a BuiltModel, and is
+    imported when it is first used. ``check`` refuses, with a LoadError, what can be seen to be wrong without torch.
+    ``extra`` is the library, and the extra of this package, that it needs. ``is_path``: what follows the colon is a
+    directory. ``downloads``: weights that are neither a file nor a seed come from the network.
+    """
+
+    example: str
+    module: str
+    check: Callable[[str, CheckContext], None] | None = None
+    extra: str | None = None
+    is_path: bool = False
+    downloads: bool = False
+
+
+def parse_source(text: str) -> tuple[ModelSource, str]:
+    """A source's row and what follows the colon; LoadError where it is not KIND:NAME with a kind that there is."""
+    kind, _, ident = text.partition(":")
+    source = SOURCES.get(kind)
+    if source is not None and ident:
+        return source, ident
+    *examples, last = (row.example for row in SOURCES.values())
+    hint = f"type {', '.join(examples)} or {last}"
+    shown = escape(get_base_name(kind))
+    if not ident:
+        raise LoadError(f"source {shown} has no KIND: in front of a name", hint=hint)
+    matches = tuple(f"{name}:{get_base_name(ident)}" for name in difflib.get_close_matches(kind, SOURCES, n=1))
+    raise LoadError(f"sources of kind {shown} are not known", hint=suggest(matches) or hint)
+
+
+SOURCES: dict[str, ModelSource] = {
+    "torchvision": ModelSource(
+        "torchvision:ARCH", "layertap.models.sources.torchvision", check_torchvision_architecture, downloads=True
+    ),
+    "timm": ModelSource(
+        "timm:ARCH", "layertap.models.sources.timm", check_timm_architecture, extra="timm", downloads=True
+    ),
+    "transformers": ModelSource(
+        "transformers:PATH",
+        "layertap.models.sources.transformers",
+        check_directory,
+        extra="transformers",
+        is_path=True,
+    ),
+    "python": ModelSource("python:package.module:factory", "layertap.models.sources.python", check_factory),
+}
