@@ -25,7 +25,7 @@ from layertap.models.selection.embedding import default_embedding, find_embeddin
 from layertap.models.selection.hook_points import Selector
 from layertap.models.sources import build
 from layertap.models.spec import ModelSpec
-from layertap.models.weights import checkpoints
+from layertap.models.weights.digest import digest_weights
 
 TURN_TIMEOUT_S = 30.0  # a model that is loaded before may have to download its weights
 _turn = Lock()
@@ -51,7 +51,7 @@ def _load(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedM
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
     built = build.build_model(spec)
-    digest = checkpoints.digest_weights(built.module)
+    digest = digest_weights(built.module)
     structure = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
     tokenizer = built.text.digest if built.text else ""
     identity = fingerprint.digest_model(

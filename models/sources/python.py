@@ -18,7 +18,8 @@ from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import parse_factory, parse_weights
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
-from layertap.models.weights.checkpoints import load_into, read_checkpoint
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.state_dict import load_state_dict
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -37,7 +38,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     state = read_checkpoint(weights.path) if weights.path else None
     module = _call_factory(ident, weights.seed)
     if state is not None:
-        load_into(module, state, weights.label)
+        load_state_dict(module, state, weights.label)
     return BuiltModel(
         module=module,
         inputs=spec.inputs,

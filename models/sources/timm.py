@@ -12,7 +12,8 @@ from layertap.models.sources.build import BITS, WEIGHTS_HINT, BuiltModel, wrap_b
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.checkpoints import load_into, read_checkpoint
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.state_dict import load_state_dict
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -72,5 +73,5 @@ def _with_weights(timm: Any, ident: str, weights: WeightsSource) -> Any:
     with wrap_build_errors(f"timm:{ident}"), isolate_construction(weights.seed):
         module = timm.create_model(ident, pretrained=False)
     if state is not None:
-        load_into(module, state, weights.label, BITS)
+        load_state_dict(module, state, weights.label, BITS)
     return module

@@ -20,7 +20,8 @@ from layertap.models.sources.build import BITS, BuiltModel, wrap_build_errors, w
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.checkpoints import load_into, read_checkpoint
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.state_dict import load_state_dict
 
 FRAMES = 16
 State = Mapping[str, Tensor] | None
@@ -41,7 +42,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         module = get_model(ident, weights=None, **_options(ident, kind, state, released))
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     if state is not None:
-        load_into(module, state, label, BITS)
+        load_state_dict(module, state, label, BITS)
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
     shape, preset = _fitted(module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms()))

@@ -26,7 +26,8 @@ from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, get_base_name, not_installed_error, parse_weights
 from layertap.models.sources.tokenizer import Tokenizer, load_tokenizer
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.checkpoints import check_equal, format_names, has_same_values, load_into, read_checkpoint
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.state_dict import format_names, has_same_values, load_state_dict, raise_for_different
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
@@ -94,7 +95,7 @@ def _with_weights(library: Any, folder: Path, config: Any, weights: WeightsSourc
         made = _class(library, config)
         module = made(config) if made else library.AutoModel.from_config(config, trust_remote_code=False)
     if state is not None:
-        load_into(module, state, weights.label)
+        load_state_dict(module, state, weights.label)
     return module
 
 
@@ -116,7 +117,7 @@ def _saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
     if said:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {said}", hint=FIT_HINT)
     _detach(module)
-    check_equal(_differing(module, folder), shown)
+    raise_for_different(_differing(module, folder), shown)
     return module
 
 

@@ -12,7 +12,7 @@ import torch
 from layertap.models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
 from layertap.models.digits.train import CARD, augmented, correct, splits, train
 from layertap.models.sources.build import BuiltModel, build_model
-from layertap.models.weights.checkpoints import digest_weights
+from layertap.models.weights.digest import digest_weights
 
 
 @pytest.fixture(scope="module")

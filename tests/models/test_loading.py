@@ -13,7 +13,7 @@ from layertap.models.errors import LoadError
 from layertap.models.loading import load_model
 from layertap.models.registry import Registry
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.checkpoints import digest_weights
+from layertap.models.weights.digest import digest_weights
 
 ROW = (InputSpec("x", (4,)),)
 HERE = "python:tests.models.test_loading"

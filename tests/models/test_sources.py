@@ -17,7 +17,7 @@ from layertap.models.errors import LoadError
 from layertap.models.inputs.preprocess import from_torchvision
 from layertap.models.sources.build import BuiltModel, build_model, list_default_architectures
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.checkpoints import digest_weights
+from layertap.models.weights.digest import digest_weights
 
 VECTOR = (InputSpec("x", (4,)),)
 

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torchvision.models import mnasnet0_5
 
 from layertap.models.errors import LoadError
-from layertap.models.weights.checkpoints import digest_weights, load_into, parse_weights, read_checkpoint
+from layertap.models.sources.grammar import parse_weights
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import load_state_dict
 
 
 class Mixed(nn.Module):
@@ -67,7 +70,7 @@ def test_nesting_and_prefix_are_taken_off(tmp_path: Path, key: str) -> None:
     torch.save({key: state, "epoch": 3}, tmp_path / "run.pth")
     loaded = read_checkpoint(tmp_path / "run.pth")
     assert list(loaded) == list(Mixed().state_dict())
-    load_into(Mixed(), loaded, "run.pth")
+    load_state_dict(Mixed(), loaded, "run.pth")
 
 
 def test_prefix_stays_where_not_every_name_has_it(tmp_path: Path) -> None:
@@ -144,7 +147,7 @@ def test_misfit_names_what_differs() -> None:
     """A state dict that does not fit names a few missing, unexpected and mis-shaped tensors, and counts the rest."""
     state = {f"layer{index}": torch.zeros(1) for index in range(5)} | {"linear.weight": torch.zeros(7, 3)}
     with pytest.raises(LoadError) as caught:
-        load_into(Mixed(), state, "x.pth")
+        load_state_dict(Mixed(), state, "x.pth")
     for part in (
         "'x.pth'",
         "missing: 'narrow', 'index', 'mask' and 8 more",
@@ -162,7 +165,7 @@ def test_module_keeps_its_dtypes() -> None:
         name: value.half() if value.dtype == torch.float32 else value for name, value in source.state_dict().items()
     }
     state["norm.num_batches_tracked"] = torch.tensor(2**40 + 1)
-    load_into(target, state, "x.pth")
+    load_state_dict(target, state, "x.pth")
     assert {name: value.dtype for name, value in target.state_dict().items()} == {
         name: value.dtype for name, value in source.state_dict().items()
     }
@@ -174,7 +177,7 @@ def test_class_that_insists_on_its_version_loads_from_safetensors(tmp_path: Path
     module = mnasnet0_5()
     save_file(module.state_dict(), tmp_path / "m.safetensors")
     other = mnasnet0_5()
-    load_into(other, read_checkpoint(tmp_path / "m.safetensors"), "m.safetensors")
+    load_state_dict(other, read_checkpoint(tmp_path / "m.safetensors"), "m.safetensors")
     assert digest_weights(other) == digest_weights(module)
 
 
@@ -186,7 +189,7 @@ def test_digest_is_of_the_weights_not_of_the_way_there(tmp_path: Path) -> None:
     for name in ("a.safetensors", "a.pth"):
         other = Mixed()
         assert digest_weights(other) != digest_weights(module)
-        load_into(other, read_checkpoint(tmp_path / name), name)
+        load_state_dict(other, read_checkpoint(tmp_path / name), name)
         assert digest_weights(other) == digest_weights(module)
     conv = nn.Conv2d(3, 4, 3)
     assert digest_weights(copy.deepcopy(conv).to(memory_format=torch.channels_last)) == digest_weights(conv)
@@ -270,7 +273,7 @@ def test_shared_weights_that_were_saved_once(tmp_path: Path, kind: str) -> None:
         save_file(once, file)
     else:
         save_model(nn.ModuleDict({"module": saved}) if kind == "parallel" else saved, str(file))
-    load_into(module, read_checkpoint(file), "w")
+    load_state_dict(module, read_checkpoint(file), "w")
     assert digest_weights(module) == digest_weights(saved)
 
 
@@ -279,7 +282,7 @@ def test_shared_weights_that_only_the_file_tells_of(tmp_path: Path) -> None:
     saved, module = Tied(), Tied()
     module.again, module.head = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
     save_model(saved, str(tmp_path / "tied.safetensors"))
-    load_into(module, read_checkpoint(tmp_path / "tied.safetensors"), "w")
+    load_state_dict(module, read_checkpoint(tmp_path / "tied.safetensors"), "w")
     assert digest_weights(module) == digest_weights(saved)
 
 
@@ -289,16 +292,16 @@ def test_a_weight_that_no_name_of_a_file_has(tmp_path: Path, missing: str) -> No
     once = {name: value for name, value in Tied().named_parameters() if not name.startswith(missing)}
     save_file(once, tmp_path / "tied.safetensors", {"last.weight": "none", "first.weight": "head.weight"})
     with pytest.raises(LoadError, match=f"missing: .*{missing}"):
-        load_into(Tied(), read_checkpoint(tmp_path / "tied.safetensors"), "w")
+        load_state_dict(Tied(), read_checkpoint(tmp_path / "tied.safetensors"), "w")
 
 
 def test_two_tensors_for_one() -> None:
     """A file with different tensors for what the module shares is refused by the names of both; equal ones do."""
     state = {name: value.clone() for name, value in Tied().state_dict().items()}
-    load_into(Tied(), state, "w")
+    load_state_dict(Tied(), state, "w")
     state["head.weight"] += 1
     with pytest.raises(LoadError, match=r"one tensor for '\w+\.weight' and '\w+\.weight', 'w' has two") as caught:
-        load_into(Tied(), state, "w")
+        load_state_dict(Tied(), state, "w")
     assert "again" not in caught.value.hint
 
 
@@ -320,7 +323,7 @@ def test_what_has_no_values_to_compare(make: Any) -> None:
     if isinstance(make(), nn.LazyLinear):
         state.pop("0._extra_state")
     module = nn.Sequential(make())
-    load_into(module, state, "w")
+    load_state_dict(module, state, "w")
     assert torch.equal(module.state_dict()["0.weight"], saved.state_dict()["0.weight"])
 
 
@@ -335,12 +338,12 @@ def test_values_that_did_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that does not hold a file's values, or only rounded ones, is refused; one that changes them is not."""
     state = nn.Linear(3, 2).state_dict()
     state["bias"][0] = math.nan  # equal to itself here
-    load_into(nn.Linear(3, 2), state, "w", bits=32)
-    load_into(nn.Linear(3, 2).bfloat16(), state, "w")
+    load_state_dict(nn.Linear(3, 2), state, "w", min_bits=32)
+    load_state_dict(nn.Linear(3, 2).bfloat16(), state, "w")
     with pytest.raises(LoadError, match=r"does not hold the weights of 'w': 'bias', 'weight'"):
-        load_into(nn.Linear(3, 2).bfloat16(), state, "w", bits=32)
+        load_state_dict(nn.Linear(3, 2).bfloat16(), state, "w", min_bits=32)
     doubling = nn.Sequential(Doubling(3, 2))
-    load_into(doubling, {f"0.{name}": value for name, value in state.items()}, "w")
+    load_state_dict(doubling, {f"0.{name}": value for name, value in state.items()}, "w")
     assert torch.equal(doubling[0].weight, 2 * state["weight"])
     usual = nn.Module.load_state_dict
 
@@ -352,4 +355,4 @@ def test_values_that_did_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     load.__module__ = usual.__module__
     monkeypatch.setattr(nn.Module, "load_state_dict", load)
     with pytest.raises(LoadError, match="does not hold the weights"):
-        load_into(nn.Linear(3, 2), state, "w")
+        load_state_dict(nn.Linear(3, 2), state, "w")

@@ -1,0 +1,143 @@
+"""State dicts loaded into modules, and what a module then holds compared with them, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.weights.checkpoints import PREFIX
+from layertap.models.weights.digest import view_bytes
+
+MAX_SHOWN_NAMES = 3
+FIT_HINT = "for another number of classes or another variant, write a factory and type python:package.module:factory"
+TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
+
+
+@label_failures("weights")
+def load_state_dict(module: nn.Module, state: Mapping[str, Tensor], label: str, min_bits: int = 0) -> None:
+    """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
+
+    Of tensors that share their values one is enough. What the module holds then is compared with what was given.
+    LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``.
+    """
+    state = _add_shared_tensors(module, state)
+    try:
+        _load(module, state)
+    except (RuntimeError, ValueError) as error:
+        detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
+        raise LoadError(detail, hint=FIT_HINT) from error
+    converted = tuple(_list_converting_prefixes(module))
+    held = {
+        name: value
+        for name, value in module.state_dict().items()
+        if name in state and isinstance(value, Tensor) and not name.startswith(converted)
+    }
+    wrong = sorted(
+        name for name, value in held.items() if _count_bits(value) < min_bits or not has_same_values(value, state[name])
+    )
+    for name, other in _pair_tied_names(held, wrong):
+        if not has_same_values(state[name], state[other]):
+            detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
+            raise LoadError(detail, hint=TIE_HINT)
+    raise_for_different(wrong, escape(label))
+
+
+def raise_for_different(names: list[str], shown: str) -> None:
+    """LoadError where there are names of tensors that are not as the file has them."""
+    if names:
+        detail = f"the model does not hold the weights of {shown}: {format_names([escape(name) for name in names])}"
+        raise LoadError(detail, hint="load it again")
+
+
+def has_same_values(held: Tensor, given: Tensor) -> bool:
+    """Whether a tensor has exactly the values that were given for it, in its own dtype."""
+    cast = given.to(held.device, held.dtype)
+    return held.shape == cast.shape and torch.equal(view_bytes(held), view_bytes(cast))
+
+
+def _count_bits(value: Tensor) -> float:
+    return torch.finfo(value.dtype).bits if value.is_floating_point() else math.inf
+
+
+def _add_shared_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A state dict with the names that were left out because another tensor is the same one.
+
+    The file says which (as safetensors' ``save_model`` has it), or it is so in the module.
+    """
+    tensors, shared_names = module.state_dict(keep_vars=True), getattr(state, "shared_names", {})
+    names = {_get_identity(value): name for name, value in tensors.items() if name in state}
+    missing = {}
+    for name in tensors.keys() - state.keys():
+        # Names in the file may have a prefix that came off.
+        written = shared_names.get(name) or shared_names.get(PREFIX + name, "").removeprefix(PREFIX)
+        source = written if written in state else names.get(_get_identity(tensors[name]))
+        if source is not None:
+            missing[name] = state[source]
+    if not missing:
+        return state
+    complete: Any = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        complete._metadata = state._metadata
+    complete.update(missing)
+    return complete  # type: ignore[no-any-return]
+
+
+def _get_identity(value: object) -> object:
+    """What two tensors have in common where they are the same."""
+    if isinstance(value, Tensor) and not is_lazy(value) and not value.is_meta and value.numel():
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    return id(value)
+
+
+def _pair_tied_names(held: Mapping[str, Tensor], names: list[str]) -> Iterator[tuple[str, str]]:
+    """Each of these names with every other of the same tensor."""
+    for name in names:
+        identity = _get_identity(held[name])
+        yield from ((name, other) for other in held if other != name and _get_identity(held[other]) == identity)
+
+
+def _list_converting_prefixes(module: nn.Module) -> Iterator[str]:
+    """How names of those parts begin that do something of their own with what is loaded into them."""
+    for name, part in module.named_modules(remove_duplicate=False):
+        methods = (type(part)._load_from_state_dict, type(part).load_state_dict)
+        overridden = not all(method.__module__.startswith("torch.") for method in methods)
+        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks or overridden:
+            yield f"{name}." if name else ""
+
+
+def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    try:
+        module.load_state_dict(state)
+    except ValueError:
+        # torchvision's MNASNet refuses tensors without the version of its class, and safetensors has no place for it.
+        versioned: Any = OrderedDict(state)
+        versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+        module.load_state_dict(versioned)
+
+
+def _describe_differences(module: nn.Module, state: Mapping[str, Tensor]) -> str:
+    tensors = module.state_dict()
+    shapes = [
+        f"{escape(name)} is {tuple(state[name].shape)}, not {tuple(tensors[name].shape)}"
+        for name in tensors
+        if name in state and state[name].shape != tensors[name].shape
+    ]
+    kinds = {
+        "missing": [escape(name) for name in tensors if name not in state],
+        "unexpected": [escape(name) for name in state if name not in tensors],
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds.items() if names)
+
+
+def format_names(names: list[str]) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(names) - MAX_SHOWN_NAMES
+    return ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
