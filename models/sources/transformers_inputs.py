@@ -1,0 +1,115 @@
+"""What a model of the transformers library takes: tokens, pictures, or both, as its class and its directory tell."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from layertap.models.errors import LoadError
+from layertap.models.inputs.preprocess import compute_output_size, from_transformers
+from layertap.models.inputs.text import TextSpec
+from layertap.models.sources.build import wrap_build_errors
+from layertap.models.sources.tokenizer import Tokenizer
+from layertap.models.sources.transformers_weights import LOCAL
+from layertap.models.spec import InputSpec, PreprocessSpec
+
+Modality = Literal["pictures", "text", "both", "other"]
+IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
+FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
+TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
+DEFAULT_MAX_TOKENS = 512  # of a model that names no limit
+INPUTS_HINT = "add inputs: name, shape and dtype of each"
+
+
+def _list_arguments(module: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(module.forward).parameters)
+
+
+def find_modality(module: Any) -> Modality:
+    """What a model's class takes."""
+    names, main = _list_arguments(module), module.main_input_name
+    if names & FURTHER or hasattr(module.config, "num_frames"):
+        return "other"
+    pictures = PIXELS in names and (main == PIXELS or hasattr(module.config, "vision_config"))
+    if main == IDS and IDS in names:
+        return "both" if pictures else "text"
+    if pictures:
+        return "both" if IDS in names else "pictures"
+    return "other"
+
+
+def make_text_spec(module: Any, tokenizer: Tokenizer | None) -> TextSpec:
+    """How a model takes text, with the tokenizer where there is one."""
+    vocabulary = _count_ids(module)
+    config = module.config.get_text_config()
+    pads = (tokenizer.pad if tokenizer else None, getattr(config, "pad_token_id", None))
+    max_tokens = min(_count_positions(module, config), tokenizer.max_tokens if tokenizer else DEFAULT_MAX_TOKENS)
+    return TextSpec(
+        ids=IDS,
+        mask=MASK if MASK in _list_arguments(module) else None,
+        max_tokens=max_tokens,
+        pad=next((pad for pad in pads if isinstance(pad, int) and 0 <= pad < vocabulary), 0),
+        vocabulary=vocabulary,
+        encode=tokenizer.encode if tokenizer else None,
+        digest=tokenizer.digest if tokenizer else "",
+    )
+
+
+def _count_ids(module: Any) -> int:
+    try:
+        return int(module.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):  # of two towers, or a table of another kind
+        return int(module.config.get_text_config().vocab_size)
+
+
+def _count_positions(module: nn.Module, config: Any) -> int:
+    """How many tokens there are positions for: some tables begin after the padding's."""
+    size = getattr(config, "max_position_embeddings", None)
+    sizes = [size] if isinstance(size, int) and size > 0 else [DEFAULT_MAX_TOKENS]
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            sizes.append(part.num_embeddings - part.padding_idx - 1)
+    return min(sizes)
+
+
+def make_input_specs(module: Any, preset: PreprocessSpec | None, shown: str) -> tuple[InputSpec, ...]:
+    """The inputs of a model of pictures, or of pictures and tokens; LoadError where its class does not tell."""
+    modality = find_modality(module)
+    if modality not in ("pictures", "both"):
+        detail = f"what {type(module).__name__} of {shown} takes can't be told from its class"
+        raise LoadError(detail, hint=INPUTS_HINT)
+    picture = InputSpec(PIXELS, _get_picture_shape(module.config, preset, shown))
+    return (*make_text_spec(module, None).inputs(), picture) if modality == "both" else (picture,)
+
+
+def _get_picture_shape(config: Any, preset: PreprocessSpec | None, shown: str) -> tuple[int, ...]:
+    configs = (getattr(config, "vision_config", None), config)
+    vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
+    side = compute_output_size(preset) if preset else None
+    side = side or (vision.image_size if vision is not None else None)
+    if isinstance(side, int):
+        side = (side, side)
+    if not isinstance(side, (list, tuple)) or len(side) != 2:
+        raise LoadError(f"config.json of {shown} has no image_size", hint=INPUTS_HINT)
+    return (int(getattr(vision, "num_channels", 3) or 3), int(side[0]), int(side[1]))
+
+
+def read_preset(library: Any, folder: Path, shown: str) -> PreprocessSpec | None:
+    """The preprocessing that a directory has saved; None where it has none, LoadError where it can't be read."""
+    if not (folder / "preprocessor_config.json").is_file():
+        return None
+    with wrap_build_errors(f"the preprocessing of {shown}"):
+        return from_transformers(library.AutoImageProcessor.from_pretrained(str(folder), **LOCAL))
+
+
+def count_class_tokens(module: nn.Module) -> int:
+    """Class, distillation and register tokens, by the names of their parameters."""
+    counts: dict[str, int] = {}
+    for name, value in module.named_parameters():
+        last = name.rpartition(".")[2]
+        if last in TOKENS:
+            counts.setdefault(last, value.shape[-2] if value.ndim > 1 else 1)
+    return sum(counts.values())

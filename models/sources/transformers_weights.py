@@ -1,0 +1,121 @@
+"""Modules of the transformers library with their weights, compared with what their directory holds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from layertap.models.errors import LoadError, escape
+from layertap.models.sources.build import wrap_build_errors
+from layertap.models.sources.construction import isolate_construction
+from layertap.models.sources.grammar import WeightsSource
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.state_dict import format_names, has_same_values, load_state_dict, raise_for_different
+
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+FILES = ("model.safetensors", "model.safetensors.index.json")
+FLOAT_BYTES = 4
+WEIGHTS_HINT = "save it with save_pretrained, or give weights: PATH.safetensors or random:SEED"
+FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"
+
+
+def build_module(library: Any, folder: Path, config: Any, weights: WeightsSource, shown: str) -> Any:
+    """The module of a configuration with the weights of its directory, of a file or of a seed; LoadError."""
+    named = weights.seed is None and weights.path is None
+    if named and weights.label != "DEFAULT":
+        hint = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
+        raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
+    if named:
+        return _load_saved(library, folder, config, shown)
+    state = read_checkpoint(weights.path) if weights.path else None
+    with wrap_build_errors(shown), isolate_construction(weights.seed):
+        architecture = _find_architecture(library, config)
+        if architecture is not None:
+            module = architecture(config)
+        else:
+            module = library.AutoModel.from_config(config, trust_remote_code=False)
+    if state is not None:
+        load_state_dict(module, state, weights.label)
+    return module
+
+
+def _load_saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
+    """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
+    if not any((folder / name).is_file() for name in FILES):
+        raise LoadError(f"{shown} holds no model.safetensors", hint=WEIGHTS_HINT)
+    architecture = _find_architecture(library, config) or library.AutoModel
+    options = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with wrap_build_errors(shown), isolate_construction(None):
+        module, info = architecture.from_pretrained(str(folder), config=config, **options, **LOCAL)
+    tied = _get_tied_weights(module)
+    wrong = {
+        "missing": [escape(name) for name in sorted(info["missing_keys"]) if name not in tied],
+        "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
+        "unreadable": [escape(str(entry)) for entry in info["error_msgs"]],
+    }
+    differences = "; ".join(f"{kind}: {format_names(names)}" for kind, names in wrong.items() if names)
+    if differences:
+        raise LoadError(f"the weights of {shown} do not fit its config.json: {differences}", hint=FIT_HINT)
+    _copy_mapped_weights(module)
+    raise_for_different(_list_different(module, folder), shown)
+    return module
+
+
+def _copy_mapped_weights(module: Any) -> None:
+    """Copy what from_pretrained maps from the file: a write to the file would change the model, or end the process."""
+    for value in (*module.parameters(), *module.buffers()):
+        value.data = value.data.clone()
+
+
+def _list_different(module: Any, folder: Path) -> list[str]:
+    """Names of the directory's tensors whose values the module does not hold, as far as they are its own.
+
+    They are compared as the module would be saved: some models merge, split or rename what is in the file.
+    """
+    state = module.state_dict()
+    with suppress(Exception):  # what a model does with them may be of a kind that is not undone
+        state = importlib.import_module("transformers.core_model_loading").revert_weight_conversion(module, state)
+    prefix, tied = f"{module.base_model_prefix}.", _get_tied_weights(module)
+    wrong = []
+    for key, given in _read_tensors(folder):
+        # A head's file may be read for its base, and the base's for its head.
+        name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
+        if name is not None and name not in tied and not _is_unchanged(state[name], given, module.config.dtype):
+            wrong.append(key)
+    return wrong
+
+
+def _is_unchanged(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a tensor has a file's values, rounded no further than to its model's dtype."""
+    rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
+    return not held.is_meta and not rounded and has_same_values(held, given)
+
+
+def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    whole, index = (folder / name for name in FILES)
+    names = {whole.name} if whole.is_file() else set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+    for name in sorted(names):
+        with safe_open(folder / name, framework="pt") as file:
+            yield from ((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118 - it is no dictionary
+
+
+def _find_architecture(library: Any, config: Any) -> Any | None:
+    """The class that wrote the directory, where it is one of the library's own models."""
+    for name in (config.architectures or ())[:1]:
+        architecture = getattr(library, name, None) if isinstance(name, str) and name.isidentifier() else None
+        if isinstance(architecture, type) and issubclass(architecture, library.PreTrainedModel):
+            return architecture
+    return None
+
+
+def _get_tied_weights(module: Any) -> dict[str, str]:
+    """Parameters that the architecture itself declares to be others, by name."""
+    return dict(getattr(module, "all_tied_weights_keys", None) or {})
