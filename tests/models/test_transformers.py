@@ -82,7 +82,7 @@ def everything(model: LoadedModel, rows: Rows) -> dict[Key, Tensor]:
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in SITES
-        for leaf in call.at(site).leaves  # type: ignore[arg-type]
+        for leaf in call.at(site).tensors  # type: ignore[arg-type]
     }
     share = RequestSlice(0, len(next(iter(rows.values()))), frozenset(captures.values()))
     taken = model.run(model.replicas[0], [rows], [share]).select(share)
