@@ -1,4 +1,4 @@
-"""The documents point to what is there: files, headings, settings and options of the command line."""
+"""The documents point to what is there: files, headings, classes, settings, commands and their options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer.main
+
+from layertap.service.cli.main import app
+from layertap.service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -21,6 +25,9 @@ IN_CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 ELSEWHERE = ("https://", "http://", "mailto:")
+PAST = ROOT / "CHANGELOG.md"  # tells of files that were
+FILE = re.compile(r"`((?:models|service|tests|bench|fuzz|examples|docs)/[\w./-]+\.\w+)`")
+NOUN = re.compile(r"^\| (`\w+`(?:, `\w+`)*) \|.*\| `([\w/]+\.py)` \|$", re.MULTILINE)
 
 
 @cache
@@ -65,3 +72,41 @@ def test_documents_are_found() -> None:
     """The documents that the test of links reads are those of the project."""
     names = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS}
     assert {"README.md", "docs/reference/http.md", "examples/README.md", "bench/README.md"} <= names
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_files(path: Path) -> None:
+    """Every file that a document names, from the top of the project, is there."""
+    named = FILE.findall(prose(path)) if path != PAST else []
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_words() -> None:
+    """Each class that the architecture names as one of its words stands in the file that it names."""
+    words = NOUN.findall(prose(ROOT / "docs/explanation/architecture.md"))
+    assert len(words) >= 10
+    for names, file in words:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        for name in names.replace("`", "").split(", "):
+            assert re.search(rf"^class {name}\b", text, re.MULTILINE), (name, file)
+
+
+def test_settings() -> None:
+    """The configuration's reference has a row for each setting, and no others."""
+    text = prose(ROOT / "docs/reference/configuration.md")
+    rows = re.findall(r"^\| ((?:`[A-Z_]+`(?:, )?)+) \|", text, re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall("[A-Z_]+", row)) == sorted(
+        name.upper() for name in Settings.model_fields
+    )
+
+
+def test_commands() -> None:
+    """The reference of the command line names every command, and the options of those that have a section."""
+    text = prose(ROOT / "docs/reference/command-line.md")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert set(re.findall(r"^\| `layertap (\w+)", text, re.MULTILINE)) == set(commands)
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert {"serve", "extract"} <= sections.keys()
+    for name in ("serve", "extract"):
+        options = {each.opts[0] for each in commands[name].params if each.opts[0].startswith("--")} - {"--help"}
+        assert set(re.findall(r"^\| `(--[\w-]+)`", sections[name], re.MULTILINE)) == options

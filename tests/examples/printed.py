@@ -54,9 +54,17 @@ def read_blocks(path: Path) -> list[Block]:
     return blocks
 
 
+def read_diffs(path: Path) -> list[str]:
+    """The diffs of a document in their order."""
+    return [text for language, text in FENCED.findall(path.read_text(encoding="utf-8")) if language == "diff"]
+
+
 @dataclass
 class Project:
-    """A folder that looks like the project's own to a reader: the examples, ``.venv`` and, once started, a server."""
+    """A folder that looks like the project's own to a reader: the examples, ``.venv`` and, once started, a server.
+
+    Where the folder has sources of its own, commands run these.
+    """
 
     path: Path
     _server: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -76,7 +84,7 @@ class Project:
         run = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command.replace(PRINTED_URL, self.url)],
             cwd=self.path,
-            env=environment(LAYERTAP_URL=self.url),
+            env=environment(LAYERTAP_URL=self.url, PYTHONPATH=str(self.path / "src")),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
