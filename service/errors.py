@@ -8,9 +8,9 @@ LayertapError
 ├── BodyTimeoutError           the body came too slowly                          408
 ├── UnsupportedMediaError      the body's type is not taken                      415
 ├── RetryLaterError            carries seconds for Retry-After
-│   ├── QueueFullError                                                            429
+│   ├── QueueFullError         no room for the request                           429
 │   │   └── QueueTooLongError  the deadline would pass                            429
-│   ├── KeyRateError       a key is over its rate                                 429
+│   ├── KeyRateError           a key is over its rate                            429
 │   ├── UnavailableError       model loading or failed, server draining          503
 │   └── DeadlineError          time ran out                                      504
 └── ClientGoneError            nobody is there to be answered                    499

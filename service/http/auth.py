@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 
 from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
+from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.token_bucket import TokenBucket
 from layertap.service.settings import LOOPBACK, Settings
 
@@ -77,12 +78,12 @@ class Keyring:
         return blake2b(key, key=self._salt, digest_size=32).digest()
 
 
-async def require_admin(request: Request) -> None:
+async def require_admin(request: Request, engine: EngineDependency) -> None:
     """A dependency of routes: ForbiddenError unless the caller is an administrator."""
     if not request.scope["state"]["admin"]:
         raise ForbiddenError("this key may not load or unload models", hint="use a key from LAYERTAP_ADMIN_KEYS")
     # Browsers that say no more than where a page is from.
-    if not request.app.state.engine.settings.requires_key and _is_foreign(request.headers.get("origin")):
+    if not engine.settings.requires_key and _is_foreign(request.headers.get("origin")):
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
 
 
