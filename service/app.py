@@ -80,16 +80,13 @@ def create_engine(
     if configuration is None:
         configuration = read_configuration(settings.config) if settings.config else make_default_configuration()
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
-    figures = Metrics()
+    metrics = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
-    fleet = ModelManager(
-        Registry(configuration.models, settings.replicas, settings.cpu_threads, plans, settings.gpu_streams),
-        configuration.default,
-        settings,
-        figures,
-    )
-    figures.register_gauges(fleet.snapshot)
-    return Engine(fleet, fetcher or Fetcher(settings), settings, figures)
+    registry = Registry(configuration.models, settings.replicas, settings.cpu_threads, plans, settings.gpu_streams)
+    manager = ModelManager(registry, configuration.default, settings, metrics)
+    engine = Engine(manager, fetcher or Fetcher(settings), settings, metrics)
+    metrics.register_gauges(engine.take_snapshot)
+    return engine
 
 
 async def _report_settled(manager: ModelManager, on_settled: Callable[[ModelManager], None]) -> None:

@@ -12,13 +12,11 @@ from rich.progress import Progress
 
 from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.plan import Plan
 from layertap.service.cli.console import show_status, stderr
-from layertap.service.engine.decoder import get_preprocessing
-from layertap.service.engine.engine import Engine, SizeCheck
-from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.picture_rows import get_preprocessing
+from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.features import Features, join_features
-from layertap.service.formats.reply_format import check_names
 from layertap.service.inputs.items import ImageItem
 
 MAX_BATCH_FILES = 32
@@ -36,25 +34,20 @@ async def extract_files(
 
     The engine is closed. No result may have one of the names in ``reserved``. LayertapError where no picture is left.
     """
-
-    def check_reply(plan: Plan, rows: int) -> None:
-        """A file may be as large as the disk holds."""
-        check_names((result.key for result in plan.results), reserved)
-
     limits = engine.settings
     size = min(MAX_BATCH_FILES, limits.max_inputs, limits.max_queue_rows)
     parts: list[Features] = []
     faults: list[Fault] = []
     try:
         with show_status("loading the model"):
-            loaded = await engine.manager.get_model(model, float("inf"))
-            get_preprocessing(loaded.model_inputs)
+            worker = await engine.manager.get_worker(model, float("inf"))
+            get_preprocessing(worker.model.model_inputs)
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             bar = progress.add_task("extracting", total=len(files))
             for start in range(0, len(files), size):
                 places = range(start, min(start + size, len(files)))
-                request = _make_request(files, places, selectors, model)
-                part, batch_faults = await _extract_batch(engine, request, check_reply, parts[0] if parts else None)
+                request = _make_request(files, places, selectors, model, reserved)
+                part, batch_faults = await _extract_batch(engine, request, parts[0] if parts else None)
                 parts += [part] if part else []
                 faults += batch_faults
                 for fault in batch_faults:
@@ -71,7 +64,11 @@ async def extract_files(
 
 
 def _make_request(
-    files: Sequence[Path], places: Iterable[int], selectors: tuple[Selector, ...], model: str | None
+    files: Sequence[Path],
+    places: Iterable[int],
+    selectors: tuple[Selector, ...],
+    model: str | None,
+    reserved: frozenset[str],
 ) -> ExtractRequest:
     """A request for the pictures at some places; it carries the faults of files that can't be read."""
     items, faults = [], []
@@ -81,18 +78,18 @@ def _make_request(
         except OSError as error:
             faults.append(Fault(error.strerror or "can't be read", pointer=f"/inputs/{place}", input=place))
     return ExtractRequest(
-        model,
-        tuple(items),
-        selectors,
-        time.monotonic() + DEADLINE_S,
+        model=model,
+        items=tuple(items),
+        selectors=selectors,
         on_error="skip",
         faults=tuple(faults),
         isolated=True,  # the same bits every time
+        reply=ReplyOptions(reserved=reserved),  # a file may be as large as the disk holds
     )
 
 
 async def _extract_batch(
-    engine: Engine, request: ExtractRequest, check_reply: SizeCheck, first: Features | None
+    engine: Engine, request: ExtractRequest, first: Features | None
 ) -> tuple[Features | None, tuple[Fault, ...]]:
     """The features of a batch, None where not one of its pictures can be used, and the faults of those that can't.
 
@@ -101,7 +98,8 @@ async def _extract_batch(
     if not request.items:
         return None, request.faults
     try:
-        part = await engine.extract(request, check_reply)
+        with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
+            part = await engine.extract(request, admission)
     except RequestError as error:
         if not error.faults or any(fault.input is None for fault in error.faults):
             raise

@@ -1,49 +1,133 @@
-"""Memory that requests hold while they are in the server, and its bound."""
+"""What may come in: bytes in memory, rows in a model's queue, and whether they can be answered in time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from layertap.models.errors import TooLargeError
-from layertap.service.errors import QueueFullError
+from layertap.service.engine.model_worker import ModelWorker, unloading_error
+from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
+from layertap.service.settings import Settings
+
+WAIT_MARGIN = 1.25  # what is expected may take so many times as long
 
 
-class Budget:
-    """Counts bytes: of bodies as they arrive, of rows, of the replies that are expected. For the event loop only.
+class AdmissionControl:
+    """What is admitted now. For the event loop only.
 
-    ``wait`` tells in how many seconds what holds them now should be done.
+    ``workers`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
+    counts bodies as they arrive, rows, and the replies that are expected.
     """
 
-    def __init__(self, limit: int, wait: Callable[[], float], metrics: Metrics) -> None:
-        self.used = 0
-        self._wait = wait
-        self._limit = limit
+    def __init__(self, workers: Mapping[str, ModelWorker], settings: Settings, metrics: Metrics) -> None:
+        self.used_bytes = 0
+        self._workers = workers
+        self._settings = settings
         self._metrics = metrics
 
     @contextmanager
-    def held(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes so many bytes more, all of them given back at the end of the block.
-
-        It raises QueueFullError where they are not to be had now, TooLargeError where they never are.
-        """
-        taken = 0
-
-        def take(size: int) -> None:
-            nonlocal taken
-            if taken + size > self._limit:
-                detail = f"the request needs {taken + size} bytes, the queue holds {self._limit}"
-                raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
-            if self.used + size > self._limit:
-                self._metrics.count_refused("queue_bytes")
-                detail = f"the queue holds {self.used} bytes of {self._limit}"
-                raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(self._wait()), 1))
-            taken += size
-            self.used += size
-
+    def admit(self, deadline: float) -> Iterator[Admission]:
+        """A place for a request that is over at a moment on the monotonic clock; given back after the block."""
+        admission = Admission(self, deadline)
         try:
-            yield take
+            yield admission
         finally:
-            self.used -= taken
+            admission.release()
+
+    def estimate_wait(self, worker: ModelWorker, rows: int) -> float:
+        """Seconds until so many rows of a model are done: others on its device get as much time if they want it."""
+        seconds = rows * worker.seconds_per_row
+        others = [each for each in self._workers.values() if each is not worker and each.device == worker.device]
+        return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
+
+    def check_bytes(self, size: int, held: int) -> None:
+        """QueueFullError where a request that holds some bytes can't have so many more now, TooLargeError never."""
+        limit = self._settings.max_queue_bytes
+        if held + size > limit:
+            detail = f"the request needs {held + size} bytes, the queue holds {limit}"
+            raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
+        if self.used_bytes + size > limit:
+            self._metrics.count_refused("queue_bytes")
+            detail = f"the queue holds {self.used_bytes} bytes of {limit}"
+            waits = (self.estimate_wait(each, each.rows) for each in self._workers.values())
+            raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(max(waits, default=0)), 1))
+
+    def check_rows(self, worker: ModelWorker, rows: int, held: int, deadline: float) -> None:
+        """Whether a request that holds some rows may have so many in all.
+
+        QueueFullError where the queue is full or so long that the deadline would pass, TooLargeError where it could
+        never hold as many.
+        """
+        limit, others = self._settings.max_queue_rows, worker.rows - held
+        if rows > limit:
+            detail = f"{rows} inputs are more than the queue holds, {limit}"
+            raise TooLargeError(detail, hint=f"send at most {limit} at once")
+        wait = self.estimate_wait(worker, others)
+        if others + rows > limit:
+            self._metrics.count_refused("queue_rows")
+            detail, room = f"the queue holds {others} rows of {limit}", limit - others
+            fewer = f", or send at most {room} input{'s' if room > 1 else ''} now" if room > 0 else ""
+            raise QueueFullError(detail, hint=f"come again later{fewer}", retry_after=max(math.ceil(wait), 1))
+        needed = WAIT_MARGIN * (wait + rows * worker.seconds_per_row)
+        if others and needed > deadline - time.monotonic():
+            self._metrics.count_refused("deadline")
+            raise QueueTooLongError(
+                f"{others} rows wait already, which takes about {wait:.1f} s: the deadline would pass",
+                retry_after=max(math.ceil(wait), 1),
+                needed_s=needed,
+            )
+
+
+class Admission:
+    """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline."""
+
+    def __init__(self, control: AdmissionControl, deadline: float) -> None:
+        self.deadline = deadline
+        self._control = control
+        self._worker: ModelWorker | None = None
+        self._bytes = 0
+        self._rows = 0
+
+    def reserve_bytes(self, size: int) -> None:
+        """Hold so many bytes more; QueueFullError, TooLargeError."""
+        self._control.check_bytes(size, self._bytes)
+        self._control.used_bytes += size
+        self._bytes += size
+
+    @contextmanager
+    def queue_rows(self, worker: ModelWorker, rows: int) -> Iterator[None]:
+        """Hold so many rows of a model's queue until the block ends; as ``resize``, UnavailableError."""
+        if worker.stopping:
+            raise unloading_error(worker.name)
+        self._worker = worker
+        try:
+            self.resize(rows)
+            yield
+        finally:
+            self._release_rows()
+
+    def resize(self, rows: int) -> None:
+        """Hold another number of rows, where any are held; QueueFullError, QueueTooLongError, TooLargeError."""
+        if self._worker is None:
+            return
+        if rows > self._rows:  # who has a place keeps it, whoever came later
+            self._control.check_rows(self._worker, rows, self._rows, self.deadline)
+        self._worker.rows += rows - self._rows
+        self._rows = rows
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._release_rows()
+        self._control.used_bytes -= self._bytes
+        self._bytes = 0
+
+    def _release_rows(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.rows -= self._rows
+            self._rows = 0
+            worker.notify_if_empty()

@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
+from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.service.engine.admission import Admission
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.decoder import Fetched, Items, get_preprocessing
+from layertap.service.engine.picture_rows import get_preprocessing
+from layertap.service.engine.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.rows import Fetched, Items
 from layertap.service.fetch.download_budget import DownloadBudget
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.fetch.urls import FetchTarget
 from layertap.service.inputs.items import ImageItem, InputItem, UrlItem
 
-SIDE_BY_SIDE = 8  # fetches of one request, so that none takes all that the server may have under way
+MAX_PARALLEL = 8  # fetches of one request, so that none takes all that the server may have under way
 
 
-async def fetch_inputs(
-    ask: ExtractRequest, inputs: ModelInputs, fetcher: Fetcher, hold: Callable[[int], None]
-) -> Items:
+async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, admission: Admission) -> Items:
     """The items of a request with their places, a picture in place of each URL, or why it can't be had.
 
-    While they are fetched the request keeps a single place in the queue: ``hold`` gives back the others.
-    RequestError, TooLargeError where the request wants all or nothing; QueueFullError, DeadlineError.
+    While they are fetched the request keeps a single place in the queue. RequestError, TooLargeError where it wants all
+    or nothing; QueueFullError, DeadlineError.
     """
-    places, items = [place for place, _ in ask.items], [_checked(item, inputs, fetcher) for _, item in ask.items]
-    if any(isinstance(item, FetchTarget) for item in items):
-        _raise_if_all_are_wanted(ask, places, items)
-        hold(1)
-        with ask.timings.step("fetch"):
-            found = await wait_until(ask.deadline, _all(items, fetcher, fetcher.create_budget(ask.reserve)))
-        hold(len(items))
-    else:
-        found = [item for item in items if not isinstance(item, FetchTarget)]
-    _raise_if_all_are_wanted(ask, places, found)
-    return list(zip(places, found, strict=True))
+    request = planned.request
+    places = [place for place, _ in request.items]
+    targets = [_find_target(item, planned.inputs, fetcher) for _, item in request.items]
+    items = [target for target in targets if not isinstance(target, FetchTarget)]
+    if len(items) < len(targets):
+        _check_all_are_good(request, places, targets)
+        admission.resize(1)
+        with request.timings.step("fetch"):
+            fetching = _fetch_all(targets, fetcher, fetcher.create_budget(admission.reserve_bytes))
+            items = await wait_until(admission.deadline, fetching)
+        admission.resize(len(items))
+    _check_all_are_good(request, places, items)
+    return list(zip(places, items, strict=True))
 
 
-def _checked(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched | FetchTarget:
+def _find_target(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched | FetchTarget:
     if not isinstance(item, UrlItem):
         return item
     try:
@@ -49,33 +52,35 @@ def _checked(item: InputItem, inputs: ModelInputs, fetcher: Fetcher) -> Fetched 
         return error
 
 
-async def _all(items: Sequence[Fetched | FetchTarget], fetcher: Fetcher, allowance: DownloadBudget) -> list[Fetched]:
-    few = asyncio.Semaphore(SIDE_BY_SIDE)
+async def _fetch_all(
+    targets: Sequence[Fetched | FetchTarget], fetcher: Fetcher, budget: DownloadBudget
+) -> list[Fetched]:
+    limit = asyncio.Semaphore(MAX_PARALLEL)
 
-    async def one(item: Fetched | FetchTarget) -> Fetched:
-        if not isinstance(item, FetchTarget):
-            return item
-        async with few:
+    async def fetch(target: Fetched | FetchTarget) -> Fetched:
+        if not isinstance(target, FetchTarget):
+            return target
+        async with limit:
             try:
-                return ImageItem(await fetcher.fetch(item, allowance))
+                return ImageItem(await fetcher.fetch(target, budget))
             except (InputError, TooLargeError) as error:
                 return error
 
     try:
         async with asyncio.TaskGroup() as group:  # where one ends the request, the others end as well
-            tasks = [group.create_task(one(item)) for item in items]
+            tasks = [group.create_task(fetch(target)) for target in targets]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-def _raise_if_all_are_wanted(
-    ask: ExtractRequest, places: Sequence[int], items: Sequence[Fetched | FetchTarget]
-) -> None:
-    found = [(place, error) for place, error in zip(places, items, strict=True) if isinstance(error, LayertapError)]
-    if ask.on_error == "skip" or not found:
+def _check_all_are_good(request: ExtractRequest, places: Sequence[int], items: Sequence[Fetched | FetchTarget]) -> None:
+    """RequestError, TooLargeError where some are not, and the request leaves none out."""
+    errors = [(place, item) for place, item in zip(places, items, strict=True) if isinstance(item, LayertapError)]
+    if request.on_error == "skip" or not errors:
         return
-    faults = tuple(Fault(error.detail, error.hint, f"/inputs/{place}", place) for place, error in found)
-    large = [error for _, error in found if isinstance(error, TooLargeError)]
-    kind, first = (TooLargeError, large[0]) if large else (RequestError, found[0][1])
+    too_large = [error for _, error in errors if isinstance(error, TooLargeError)]
+    first = too_large[0] if too_large else errors[0][1]
+    faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in errors)
+    kind = TooLargeError if too_large else RequestError
     raise kind(first.detail, hint=first.hint, faults=faults)

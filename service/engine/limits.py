@@ -9,6 +9,8 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import BatchQueue
+from layertap.service.engine.request import ReplyOptions
+from layertap.service.formats.reply_format import check_names
 from layertap.service.settings import Settings
 
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
@@ -19,6 +21,30 @@ def check_count(inputs: int, settings: Settings) -> None:
     if inputs > settings.max_inputs:
         raise TooLargeError(
             f"the request has {inputs} inputs, the limit is {settings.max_inputs}", hint="send them in several requests"
+        )
+
+
+def check_results(results: int, limit: int) -> None:
+    """TooLargeError for more results than a request may have."""
+    if results > limit:
+        raise TooLargeError(
+            f"the request names {results} results, the limit is {limit}", hint="ask for fewer layers at once"
+        )
+
+
+def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
+    """TooLargeError where the reply to a plan for so many rows would be over its limit; RequestError for a name.
+
+    Called before any forward, with what the plan predicts.
+    """
+    check_names((result.key for result in plan.results), reply.reserved)
+    if reply.max_bytes is None:
+        return
+    size = reply.format.estimate_bytes(reply.encoding, plan.count_numbers(rows), plan.nbytes(rows))
+    if size > reply.max_bytes:
+        raise TooLargeError(
+            f"the reply would have about {size} bytes, the limit is {reply.max_bytes}",
+            hint="pool the layers, or ask for fewer" + (", or send fewer inputs at once" if rows > 1 else ""),
         )
 
 

@@ -1,71 +1,89 @@
-"""A model that lives in this process, or is on its way in: its threads, its lanes, what is admitted for it."""
+"""The owner of a model: its threads, from loading to the end, and how quick it is. Nothing else runs it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from typing import Any, TypeVar
 
-import torch
-
-from layertap.models.catalog.catalog import Catalog, Costs
-from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.devices import memory, transfer
+from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.devices import transfer
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
+from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.model_catalogs import MAX_CATALOGS
+from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import Shapes
-from layertap.service.engine.batch import CPU, BatchQueue
+from layertap.service.engine.batch import CPU, Batch
+from layertap.service.engine.batch_queues import BatchQueues
+from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.plan_cache import PlanCache
-from layertap.service.engine.scheduler import ReplicaThreads, Scheduler
-from layertap.service.engine.worker_thread import WorkerThread
+from layertap.service.engine.scheduler import Scheduler
+from layertap.service.engine.threads import publish_name, start_single_threaded
+from layertap.service.errors import UnavailableError
 from layertap.service.settings import Settings
 
+T = TypeVar("T")
 log = logging.getLogger("layertap")
-MAX_LANES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
-SHARE = {"cpu": 0.25, "cuda": 0.8}  # of the memory that is free when a model is loaded: what its forwards may take
+SMOOTHING = 0.2  # the newest batch's part in a mean
 
 
 class ModelWorker:
-    """One model in memory. ``loaded`` tells when it is there, or why it is not.
+    """One model, from its loading on; each of its replicas has a thread.
 
-    ``rows`` are admitted and not answered; it and ``last_used`` are touched by the event loop only. ``stopping``: from
-    now on it takes nothing.
+    ``loaded`` tells when it is there, or why it is not; ``settled`` the same without the reason. ``rows`` are admitted
+    and not answered; they, ``last_used`` and ``stopping`` (from now on it takes nothing) belong to the event loop.
+    ``idle_replicas``, ``calls`` (which want the first replica for themselves) and ``drained`` belong to the scheduler,
+    under its lock. ``requires_isolation``: every request must have its forwards for itself, so that its bits are always
+    the same.
     """
 
     def __init__(
         self,
         name: str,
         load: Callable[[], LoadedModel],
-        fail: Callable[[str, Failure], None],
+        on_failure: Callable[[str, Failure], None],
         scheduler: Scheduler,
         settings: Settings,
     ) -> None:
-        self._fail = fail
+        self.name = name
         self.loaded: Future[LoadedModel] = Future()
-        self.settled: Future[None] = Future()  # as ``loaded``, but tells no reason
+        self.settled: Future[None] = Future()
         self.rows = 0
         self.last_used = 0.0
         self.stopping = False
-        self._name = name
+        self.requires_isolation = False
+        self.plans = PlanCache()
+        self.queues: BatchQueues
+        self.idle_replicas: list[int] = []
+        self.calls: deque[tuple[Callable[[LoadedModel], Any], Future[Any]]] = deque()
+        self.drained: Future[None] | None = None
+        self._on_failure = on_failure
         self._scheduler = scheduler
         self._settings = settings
-        self._budget = 0
         self._empty: asyncio.Event | None = None
-        self.plans = PlanCache()
-        self._moves = False  # whether a row's bits depend on its place in a batch; looked at only where it matters
-        self._queues: dict[tuple[Shapes, bool, str, CompiledPlan | None, bool], tuple[Catalog, BatchQueue]] = {}
-        self._workers = [self._worker(f"load-{name}")]
+        self._forward_seconds_per_row = 0.0
+        self._decode_seconds_per_row = 0.0
+        self._threads = [ThreadPoolExecutor(1, f"load-{name}", initializer=publish_name)]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
-        self._workers[0].post(partial(self._load, load))
+        self.submit(0, partial(self._load, load))
 
     @property
-    def is_dead(self) -> bool:
-        """Whether a thread ended though nobody stopped it."""
-        return any(worker.is_dead for worker in self._workers)
+    def model(self) -> LoadedModel:
+        """The model; raises what its loading did, waits for its end."""
+        return self.loaded.result()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether its model is loaded and not about to go."""
+        return self.loaded.done() and not self.failed and self.drained is None
 
     @property
     def failed(self) -> bool:
@@ -73,130 +91,148 @@ class ModelWorker:
         return self.loaded.done() and self.loaded.exception() is not None
 
     @property
-    def seconds_per_row(self) -> float:
-        """Seconds that a row takes its device, as of late."""
-        crew = self._scheduler.get_threads(self._name)
-        return crew.seconds_per_row if crew else 0.0
-
-    @property
     def device(self) -> str | None:
         """Where its model is, None where it is not loaded."""
-        crew = self._scheduler.get_threads(self._name)
-        return str(crew.model.device) if crew else None
+        return str(self.model.device) if self.is_active else None
 
     @property
-    def requires_isolation(self) -> bool:
-        """Whether every request must have its forwards for itself, so that its bits are always the same."""
-        return self._moves
+    def seconds_per_row(self) -> float:
+        """Seconds that a row takes its device, as of late."""
+        return self._forward_seconds_per_row + self._decode_seconds_per_row if self.is_active else 0.0
 
-    def get_queue(
-        self,
-        catalog: Catalog,
-        shapes: Shapes,
-        graph: bool,
-        compiled: CompiledPlan | None = None,
-        together: bool = False,
-    ) -> BatchQueue:
-        """What rows of a shape wait in.
-
-        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
-        each other and run ``together``.
-        """
-        key = shapes, graph, catalog.start, compiled, together
-        known = self._queues.get(key)
-        if known is not None and known[0] is catalog:
-            return known[1]
-        while len(self._queues) >= MAX_LANES:
-            del self._queues[next(iter(self._queues))]
-        costs = compiled.costs if compiled else catalog.graph_costs if graph else catalog.costs
-        lane = self._new_lane(self.loaded.result(), catalog, costs, together)
-        self._queues[key] = catalog, lane
-        return lane
-
+    @property
     def max_batch_rows(self) -> int:
-        """The most rows of a forward, of the shape that was new last."""
-        return next((lane.max_rows for _, lane in reversed(list(self._queues.values()))), 0)
+        """The most rows of a forward, of the shape that was used last; 0 where none was."""
+        return self.queues.max_rows if self.is_active else 0
 
-    async def stop(self, patience: float | None) -> None:
-        """Finish what was given, then end the threads; wait for that at most so many seconds."""
-        self.stopping = True
-        try:
-            async with asyncio.timeout(patience):
-                await asyncio.wait((asyncio.wrap_future(self.settled),))
-                self._empty = self._empty or asyncio.Event()
-                self.left()
-                await self._empty.wait()
-                if not self.failed:
-                    await asyncio.shield(asyncio.wrap_future(self._scheduler.remove_model(self._name)))
-                for worker in self._workers:
-                    await asyncio.to_thread(worker.join, None)
-        except TimeoutError:
-            return
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of its threads has anything to do; under the scheduler's lock."""
+        return len(self.idle_replicas) == len(self._threads) and not self.calls
 
-    def left(self) -> None:
+    async def survey(self, shapes: Shapes, deadline: float) -> Catalog:
+        """What the model does with rows of a shape; InputError where it does not take them, DeadlineError."""
+        return await self._call(lambda model: model.catalogs.survey(shapes), deadline)
+
+    async def verify_resumption(
+        self, point: HookPoint, tensor: TensorInfo, shapes: Shapes, deadline: float
+    ) -> Resumption:
+        """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
+        return await self._call(lambda model: model.catalogs.verify_resumption(point, tensor, shapes), deadline)
+
+    async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
+        """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
+        return await self._call(lambda model: model.catalogs.find_grad_cam_layer(objective), deadline)
+
+    async def _call(self, function: Callable[[LoadedModel], T], deadline: float) -> T:
+        """Run a function in the first replica's thread, when that does nothing else; raises what it does."""
+        return await wait_until(deadline, asyncio.wrap_future(self._scheduler.call(self, function)))
+
+    def run(self, function: Callable[[LoadedModel], T]) -> T:
+        """Run a function in the calling thread, one of its own, until the device has done it."""
+        result = function(self.model)
+        if self.model.device.type == "cuda":
+            transfer.synchronize_stream(self.model.device)  # threads with other streams may use the result
+        return result
+
+    def submit(self, thread: int, task: Callable[[], None]) -> None:
+        """Run a task in one of its threads, after all that was submitted before."""
+        self._threads[thread].submit(self._guard, task)
+
+    def add_forward_time(self, batch: Batch, seconds: float, parallel: int) -> None:
+        """Note how long a batch took, beside as many others as the device computes at the same time."""
+        beside = min(parallel, len(self._threads))
+        # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
+        weight = batch.queue.costs.per_row / self.model.catalog.costs.per_row
+        spent = seconds / beside / batch.rows / weight
+        self._forward_seconds_per_row += SMOOTHING * (spent - self._forward_seconds_per_row)
+
+    def add_decode_time(self, seconds: float, rows: int) -> None:
+        """Note how long all slots of the CPU took to decode so many rows."""
+        if rows:
+            self._decode_seconds_per_row += SMOOTHING * (seconds / rows - self._decode_seconds_per_row)
+
+    def notify_if_empty(self) -> None:
         """Some rows were answered, or given up; called on the event loop."""
         if self._empty is not None and not self.rows:
             self._empty.set()
 
-    def _worker(self, name: str) -> WorkerThread:
-        return WorkerThread(name, lambda: self._scheduler.fail_permanently(f"a thread of model {self._name} died"))
+    async def stop(self, limit_s: float | None) -> None:
+        """Finish what was given, then end the threads; wait for that at most ``limit_s`` seconds."""
+        self.stopping = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await asyncio.wait((asyncio.wrap_future(self.settled),))
+                self._empty = self._empty or asyncio.Event()
+                self.notify_if_empty()
+                await self._empty.wait()
+                if not self.failed:
+                    await asyncio.shield(asyncio.wrap_future(self._scheduler.remove_model(self)))
+                for thread in self._threads:
+                    await asyncio.to_thread(thread.shutdown)
+
+    def end_threads(self) -> None:
+        """Have all threads end after what was submitted."""
+        for thread in self._threads:
+            thread.shutdown(wait=False)
+
+    def _guard(self, task: Callable[[], None]) -> None:
+        """Run a task that tells itself what goes wrong: where it raises all the same, nothing here can be relied on."""
+        try:
+            task()
+        except BaseException:
+            log.critical("a thread failed", exc_info=True, extra={"fields": {"model": self.name}})
+            self._scheduler.fail_permanently(f"a thread of model {self.name} failed")
 
     def _load(self, load: Callable[[], LoadedModel]) -> None:
-        begun = time.monotonic()
-        fixed: int | None = None
+        started = time.monotonic()
+        doing = "loading"
         try:
             model = load()
             if model.device.type == "cuda":
                 transfer.synchronize_device(model.device)
-            self._budget = self._measured(model)
-            fixed = self._new_lane(model, model.catalog, model.catalog.costs).padded_rows
-            self._moves = fixed is not None and not model.is_batch_invariant(fixed)
+            self.queues = BatchQueues(model, self._settings)
+            padded_rows = self.queues.create(model.catalog, model.catalog.costs).padded_rows
+            if padded_rows is not None:
+                doing = f"a forward of {padded_rows} rows"
+                self.requires_isolation = not model.is_batch_invariant(padded_rows)
             if model.device.type == "cuda":
                 transfer.synchronize_device(model.device)
         except LayertapError as error:
-            self._workers[0].stop()
+            self.end_threads()
             self.loaded.set_exception(error)
             return
         except BaseException as error:  # a third party's forward may raise anything, SystemExit too
-            self._workers[0].stop()
-            reason = f"{f'a forward of {fixed} rows' if fixed else 'loading'} ended in {type(error).__name__}"
-            log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self._name}})
-            self._fail(f"{reason}; {IN_THE_LOG}", "forward" if fixed else "other")
+            self.end_threads()
+            reason = f"{doing} ended in {type(error).__name__}"
+            log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self.name}})
+            self._on_failure(f"{reason}; {IN_THE_LOG}", "other" if doing == "loading" else "forward")
             self.loaded.set_exception(LoadError(reason, hint=IN_THE_LOG))
             return
-        if self._moves:
-            log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self._name}})
-        # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of
-        # these than cores, which makes every other model's rows on all cores slower.
-        self._workers[0].stop()
-        self._workers = [self._worker(f"model-{number}-{self._name}") for number in range(len(model.replicas))]
-        for worker in self._workers:
-            worker.post(partial(torch.set_num_threads, 1))
-            if model.device.type == "cuda":
-                worker.post(partial(transfer.use_own_stream, model.device))
-        sides = len(model.replicas) if model.device.type == "cpu" else 1  # on a GPU they only overlap
-        self._scheduler.add_model(self._name, ReplicaThreads(model, self._workers, model.catalog.seconds / sides))
+        if self.requires_isolation:
+            log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
+        self._start_replicas(model)
+        self._scheduler.add_model(self, str(model.device))
         self.loaded.set_result(model)
-        fields = {"model": self._name, "device": str(model.device), "seconds": round(time.monotonic() - begun, 1)}
+        fields = {"model": self.name, "device": str(model.device), "seconds": round(time.monotonic() - started, 1)}
         log.info("a model is loaded", extra={"fields": fields})
 
-    def _measured(self, model: LoadedModel) -> int:
-        """Bytes that one forward may take."""
-        if self._settings.batch_memory_bytes is not None:
-            return self._settings.batch_memory_bytes
-        free = memory.measure_available_bytes(model.device) * SHARE[model.device.type]
-        return int(free / len(model.replicas))
+    def _start_replicas(self, model: LoadedModel) -> None:
+        # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of
+        # these than cores, which makes every other model's rows on all cores slower.
+        self.end_threads()
+        self._threads = [
+            ThreadPoolExecutor(1, f"model-{number}-{self.name}", initializer=start_single_threaded)
+            for number in range(len(model.replicas))
+        ]
+        if model.device.type == "cuda":
+            for thread in range(len(self._threads)):
+                self.submit(thread, partial(transfer.use_own_stream, model.device))
+        self.idle_replicas = list(range(len(self._threads)))
+        # On a GPU forwards only overlap.
+        self._forward_seconds_per_row = model.catalog.seconds / (len(model.replicas) if model.device.type == CPU else 1)
 
-    def _new_lane(self, model: LoadedModel, catalog: Catalog, costs: Costs, together: bool = False) -> BatchQueue:
-        settings = self._settings
-        most = settings.fixed_batch_rows or settings.max_batch_rows
-        fitting = max(self._budget // max(costs.row_bytes, 1), 1)
-        return BatchQueue(
-            model=self._name,
-            device=CPU if model.device.type == "cpu" else str(model.device),
-            costs=costs,
-            max_rows=min(most, fitting) if catalog.rowwise or together else 1,
-            max_bytes=self._budget,
-            padded_rows=min(most, fitting) if settings.fixed_batch_rows and catalog.rowwise else None,
-            slots=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,
-        )
+
+def unloading_error(name: str) -> UnavailableError:
+    """The answer where a model is about to go."""
+    return UnavailableError(f"model {name} is being unloaded", retry_after=1.0)

@@ -1,9 +1,9 @@
-"""A request's way through the engine: what is asked, what was made ready, how long each step took."""
+"""What a request asks for, what it becomes once it is ready to run, and how long each step takes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,11 +14,13 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.errors import Fault
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.hook_points import Embedding, Intervention, Objective, Selector
+from layertap.models.selection.hook_points import Embedding, Explanation, Intervention, Objective, Selector
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import Preprocessed
+from layertap.service.engine.batch import QueuedRequest
+from layertap.service.formats.reply_format import Encoding, ReplyFormat
+from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import InputItem
 from layertap.service.types import Priority
 
@@ -33,68 +35,77 @@ class Timings:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """Add the time spent inside to a step."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - begun)
+            self.add(name, time.perf_counter() - started)
 
     def add(self, name: str, seconds: float) -> None:
         """Add to a step."""
         self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
 
 
-def _anything(size: int) -> None:
-    """No bound."""
-
-
 @dataclass(frozen=True)
-class ExtractRequest:
-    """What a request wants, whatever dialect it came in.
+class ReplyOptions:
+    """How the reply is written, and at most how many bytes it may have; None is any number.
 
-    ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``deadline`` is
-    on the monotonic clock; ``resume`` names the layer whose outputs the items are, if they are not the model's inputs;
-    ``embedding`` is asked for in place of ``selectors``; ``isolated`` shares a forward with no other request;
-    ``verify`` puts outputs back in one;
-    ``reserve`` is told of bytes that it will hold in memory, and raises QueueFullError where there is no room for them.
+    ``reserved`` names are those that no result may have.
+    """
+
+    format: ReplyFormat = FORMATS["json"]
+    encoding: Encoding = "list"
+    max_bytes: int | None = None
+    reserved: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractRequest:
+    """What a request asks for, parsed and validated, whatever it was sent as.
+
+    ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``resume`` names
+    the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for in place of
+    ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
+    ``verify`` puts outputs back in one; ``dry_run`` runs none.
     """
 
     model: str | None
     items: tuple[tuple[int, InputItem], ...]
-    selectors: tuple[Selector, ...]
-    deadline: float
+    selectors: tuple[Selector, ...] = ()
     interventions: tuple[Intervention, ...] = ()
     objective: Objective | None = None
     resume: Selector | None = None
-    on_error: Literal["fail", "skip"] = "fail"
+    embedding: Embedding | None = None
+    explanation: Explanation | None = None
     faults: tuple[Fault, ...] = ()
-    timings: Timings = field(default_factory=Timings)
+    on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     verify: bool = False
-    embedding: Embedding | None = None
+    dry_run: bool = False
     priority: Priority = "interactive"
-    reserve: Callable[[int], None] = _anything
+    reply: ReplyOptions = ReplyOptions()
+    timings: Timings = field(default_factory=Timings)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
 
-    ``fingerprints`` holds that of each result by its key. ``together``: its rows affect each other, and are one batch.
-    ``preprocessed`` tells by whom its rows were.
+    ``queued`` is what the batcher sees of it. ``fingerprints`` holds that of each result by its key. ``mask`` names the
+    input that tells tokens from padding. ``together``: its rows affect each other, and are one batch. ``preprocessed``
+    tells by whom its rows were.
     """
 
-    model: LoadedModel
+    model: str
     catalog: Catalog
     plan: Plan
-    inputs: dict[str, Tensor]
+    inputs: Mapping[str, Tensor]
     rows: int
-    deadline: float
+    queued: QueuedRequest
     faults: tuple[Fault, ...]
     timings: Timings
     fingerprints: Mapping[str, str]
-    isolated: bool = False
-    priority: Priority = "interactive"
+    mask: str | None = None
     verify: bool = False
     resumption: Resumption | None = None
     compiled: CompiledPlan | None = None

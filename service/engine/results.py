@@ -26,7 +26,7 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
             scales[result.key] = whole.scale.numpy()
     classes = _classes(job, parts)
     return Features(
-        model=job.model.spec.name,
+        model=job.model,
         fingerprint=job.fingerprint,
         rows=job.rows,
         arrays=arrays,
@@ -44,7 +44,7 @@ def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     if scores is None:
         return None
     values = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
-    mask = job.inputs.get(job.model.text.mask) if job.model.text and job.model.text.mask else None
+    mask = job.inputs.get(job.mask) if job.mask else None
     if mask is not None and scores.leaf.token_axes:  # a class for each token: what pads a text is none
         classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
         return tuple((mask.bool().cumsum(1).gather(1, classes)[:, 0] - 1).tolist())

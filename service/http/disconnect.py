@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from fastapi import Request
+from starlette.requests import Request
 
 from layertap.service.errors import ClientGoneError
 
-T = TypeVar("T")
 
-
-async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await work, and cancel it as soon as the client is gone: ClientGoneError then.
+@asynccontextmanager
+async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
+    """Cancel the block as soon as the client is gone: ClientGoneError then.
 
     The body must have been read: all that is received after it is the end of the connection.
     """
     task, disconnected = asyncio.current_task(), False
     assert task is not None  # noqa: S101  (a coroutine that runs is some task's)
 
-    async def cancel_on_disconnect() -> None:
+    async def watch() -> None:
         nonlocal disconnected
         await _wait_for_disconnect(request)
         disconnected = True
         task.cancel()
 
-    watcher = asyncio.ensure_future(cancel_on_disconnect())
+    watcher = asyncio.ensure_future(watch())
     try:
-        return await work
+        yield
     except asyncio.CancelledError:
         # As asyncio.timeout does it: whoever else cancelled the task is heard.
         if disconnected and not task.uncancel():

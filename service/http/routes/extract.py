@@ -13,10 +13,10 @@ from layertap.service.engine.request import Job
 from layertap.service.http.parsing import COMMON, EndpointSpec
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.problems import format_fault
-from layertap.service.http.request_handler import ParsedRequest, encode_response, handle_request, make_headers
+from layertap.service.http.request_handler import encode_response, make_headers, receive
 from layertap.service.schemas.bodies import ExtractBody
 
-DIALECT = EndpointSpec(
+SPEC = EndpointSpec(
     ExtractBody,
     COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume"},
     "add some, or ask for ?dry_run=true",
@@ -26,13 +26,11 @@ DIALECT = EndpointSpec(
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
-
-    async def cook(order: ParsedRequest) -> Response:
-        if order.wish.dry:
-            return _estimate(await engine.prepare(order.ask, order.fits))
-        return await encode_response(engine, await engine.extract(order.ask, order.fits), order)
-
-    return await handle_request(request, DIALECT, cook)
+    async with receive(request, engine, SPEC) as (parsed, admission):
+        if parsed.dry_run:
+            return _estimate(await engine.dry_run(parsed, admission))
+        features = await engine.extract(parsed, admission)
+        return await encode_response(features, parsed, engine, admission.deadline)
 
 
 ROUTE = PlainRoute("/extract", extract, methods=["POST"])
@@ -42,7 +40,7 @@ def _estimate(job: Job) -> Response:
     """What a request would get, with no forward."""
     plan, rows, catalog = job.plan, job.rows, job.catalog
     body: dict[str, Any] = {
-        "model": job.model.spec.name,
+        "model": job.model,
         "fingerprint": job.fingerprint,
         "rows": rows,
         "features": {

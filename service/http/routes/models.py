@@ -17,7 +17,7 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.selectors import matches_glob, suggest_type
 from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
-from layertap.service.http import parsing
+from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
@@ -95,12 +95,13 @@ async def list_layers(
 ) -> Response:
     """Every layer in execution order; shapes are those of one row."""
     listing_format = negotiate(request.headers.get("accept"), None, LISTING_FORMATS)
-    parsing.Query.parse(request.scope["query_string"]).check(FILTERS)
+    query.Query.parse(request.scope["query_string"]).check(FILTERS)
     timeout = Timeout.from_settings(engine.settings)
-    model = await engine.manager.get_model(name, timeout.deadline)
+    model = (await engine.manager.get_worker(name, timeout.deadline)).model
     try:
         data = await engine.run_in_thread(
-            lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf)), timeout.deadline
+            lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf)),
+            timeout.deadline,
         )
     except DeadlineError as error:
         timeout.explain(error, otherwise="come again later")

@@ -1,0 +1,78 @@
+"""What rows of a model wait in, by their shape and by what is computed of them."""
+
+from __future__ import annotations
+
+from layertap.models.catalog.catalog import Catalog, Costs
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.devices import memory
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.lru_cache import LRUCache
+from layertap.models.model_catalogs import MAX_CATALOGS
+from layertap.models.spec import Shapes
+from layertap.service.engine.batch import CPU, BatchQueue
+from layertap.service.settings import Settings
+
+MAX_QUEUES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free when a model is loaded: what its forwards may take
+
+
+class BatchQueues:
+    """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        self._model = model
+        self._settings = settings
+        self._max_bytes = _measure_max_bytes(model, settings)
+        self._queues = LRUCache[tuple[Shapes, bool, str, CompiledPlan | None, bool], tuple[Catalog, BatchQueue]](
+            MAX_QUEUES
+        )
+
+    def get(
+        self,
+        catalog: Catalog,
+        shapes: Shapes,
+        has_graph: bool,
+        compiled: CompiledPlan | None = None,
+        together: bool = False,
+    ) -> BatchQueue:
+        """What rows of a shape wait in.
+
+        Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
+        each other and run ``together``.
+        """
+        key = shapes, has_graph, catalog.start, compiled, together
+        known = self._queues.get(key)
+        if known is not None and known[0] is catalog:
+            return known[1]
+        costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
+        queue = self.create(catalog, costs, together)
+        self._queues.put(key, (catalog, queue))
+        return queue
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a forward, of the shape that was used last; 0 before any was."""
+        return next((queue.max_rows for _, queue in reversed(self._queues.values())), 0)
+
+    def create(self, catalog: Catalog, costs: Costs, together: bool = False) -> BatchQueue:
+        """A queue of its own."""
+        model, settings = self._model, self._settings
+        limit = settings.fixed_batch_rows or settings.max_batch_rows
+        max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
+        return BatchQueue(
+            model=model.spec.name,
+            device=CPU if model.device.type == "cpu" else str(model.device),
+            costs=costs,
+            max_rows=max_rows if catalog.rowwise or together else 1,
+            max_bytes=self._max_bytes,
+            padded_rows=max_rows if settings.fixed_batch_rows and catalog.rowwise else None,
+            slots=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,
+        )
+
+
+def _measure_max_bytes(model: LoadedModel, settings: Settings) -> int:
+    """Bytes that one forward may take."""
+    if settings.batch_memory_bytes is not None:
+        return settings.batch_memory_bytes
+    free = memory.measure_available_bytes(model.device) * MEMORY_SHARE[model.device.type]
+    return int(free / len(model.replicas))

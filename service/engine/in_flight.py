@@ -1,0 +1,89 @@
+"""A request from its admission to its answer, as the scheduler sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from layertap.models.errors import LayertapError
+from layertap.service.engine.batch import Batch, DecodeTask
+from layertap.service.engine.batch_runner import Interval, Results, SliceResult
+from layertap.service.engine.request import Job
+from layertap.service.engine.rows import Attempt
+
+if TYPE_CHECKING:
+    from layertap.service.engine.model_worker import ModelWorker
+
+
+@dataclass(eq=False)
+class InFlight:
+    """What is decoded, waits for its forward, or runs.
+
+    ``answer`` belongs to the event loop, all else to the scheduler, under its lock. ``job`` is there once the rows are;
+    ``started``: a batch with some of them has begun. ``missing`` counts rows without results, ``parts`` are the others'
+    by their first row.
+    """
+
+    answer: asyncio.Future[Any]
+    submitted: float = field(default_factory=time.perf_counter)
+    decoded: float | None = None
+    job: Job | None = None
+    started: bool = False
+    missing: int = 0
+    parts: dict[int, Results] = field(default_factory=dict)
+    forwards: list[Interval] = field(default_factory=list)
+    copies: list[Interval] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def add(self, batch: Batch, result: SliceResult) -> list[Results] | LayertapError | RuntimeError | None:
+        """Keep what became of some rows; the answer where that is it: an error, or all results in order."""
+        self.forwards.append(result.forward)
+        self.copies.append(result.copy)
+        self.notes["fill"] = f"{result.rows}/{batch.queue.max_rows}"
+        self.notes["depth"] = f"{batch.depth:.4g}"
+        if isinstance(result.results, Exception):
+            return result.results
+        self.parts[result.row_slice.start] = result.results
+        self.missing -= result.row_slice.stop - result.row_slice.start
+        return None if self.missing else [self.parts[start] for start in sorted(self.parts)]
+
+    def record(self) -> None:
+        """Tell the request how long each step took, each second once though parts ran side by side."""
+        if self.job is None:
+            return
+        timings, queued = self.job.timings, self.submitted
+        if self.decoded is not None:
+            timings.add("decode", self.decoded - self.submitted)
+            queued = self.decoded
+        if self.forwards:
+            forward = _count_covered(self.forwards)
+            busy = _count_covered([*self.forwards, *self.copies])
+            end = max(end for _, end in self.copies)
+            timings.add("queue", max(end - queued - busy, 0.0))
+            timings.add("forward", forward)
+            timings.add("copy", busy - forward)
+        timings.notes.update(self.notes)
+
+
+@dataclass(eq=False, kw_only=True)
+class PendingDecode(DecodeTask):
+    """Something to decode: what does it, for which model, and who waits.
+
+    It gives rows, or a job that is ready to run.
+    """
+
+    worker: ModelWorker
+    decode: Callable[[], Sequence[Attempt] | Job]
+    flight: InFlight
+
+
+def _count_covered(intervals: list[Interval]) -> float:
+    """Seconds that lie in at least one of them."""
+    seconds, reached = 0.0, 0.0
+    for begin, end in sorted(intervals):
+        seconds += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return seconds

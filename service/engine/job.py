@@ -1,0 +1,85 @@
+"""A planned request and its rows made into a job: all that its forward needs, and what the batcher sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from layertap.models import fingerprint
+from layertap.models.capture import verification
+from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
+from layertap.models.errors import Fault
+from layertap.models.loaded_model import check_rows_fit
+from layertap.service.engine.batch import BatchQueue, QueuedRequest
+from layertap.service.engine.limits import check_batch, check_graph
+from layertap.service.engine.planner import PlannedRequest
+from layertap.service.engine.request import Job
+
+
+def make_job(
+    planned: PlannedRequest, inputs: Mapping[str, Tensor], faults: tuple[Fault, ...] = (), *, deadline: float
+) -> Job:
+    """The job of a request whose rows are there, or, for a dry run, are not; any thread may make it.
+
+    TooLargeError, InputError where the rows that must share a forward are more than one may have.
+    """
+    request, plan, catalog, worker = planned.request, planned.plan, planned.catalog, planned.worker
+    together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
+    compiled = _find_compiled(planned) if inputs else None
+    queue = worker.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
+    if inputs:
+        check_graph(plan, queue)
+        if together:
+            check_batch(planned.rows, queue)
+        else:
+            check_rows_fit(plan, catalog, planned.rows, queue.max_rows)
+    fingerprints = planned.fingerprints
+    if together:
+        fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
+    text = worker.model.text
+    return Job(
+        model=worker.name,
+        catalog=catalog,
+        plan=plan,
+        inputs=inputs,
+        rows=planned.rows,
+        queued=_make_queued(planned, queue, compiled, together, deadline),
+        faults=faults,
+        timings=request.timings,
+        fingerprints=fingerprints,
+        mask=text.mask if text else None,
+        verify=request.verify,
+        resumption=planned.resumption,
+        compiled=compiled,
+        together=together,
+        preprocessed=planned.preprocessed,
+    )
+
+
+def _make_queued(
+    planned: PlannedRequest, queue: BatchQueue, compiled: CompiledPlan | None, together: bool, deadline: float
+) -> QueuedRequest:
+    request, plan = planned.request, planned.plan
+    extra = verification.list_extra_captures(plan, planned.catalog) if request.verify else ()
+    captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
+    captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
+    isolated = request.isolated or request.verify or planned.worker.requires_isolation
+    return QueuedRequest(
+        queue=queue,
+        rows=planned.rows,
+        depth=1.0 if request.verify or compiled else plan.cost,
+        row_bytes=captured_bytes + 2 * sum(capture.nbytes(1) for capture in extra),
+        priority=request.priority,
+        deadline=deadline,
+        requires_isolation=isolated or not plan.may_share,
+        unsplittable=together or not plan.may_split,
+    )
+
+
+def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
+    """The graph that answers a request, where one does."""
+    model = planned.worker.model
+    if planned.request.verify or planned.request.resume is not None or planned.shapes != model.shapes:
+        return None
+    return find_compiled_plan(model.compiled, planned.plan)

@@ -1,0 +1,63 @@
+"""Pictures made into rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+
+from torch import Tensor
+
+from layertap.models.errors import InputError, TooLargeError
+from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.preprocess import compute_least_size, compute_resized_size, preprocess
+from layertap.models.spec import Decode, PreprocessSpec
+from layertap.service.engine import text_rows
+from layertap.service.inputs.images import Picture, decode_image, decode_reduced, get_plain_jpeg_size
+from layertap.service.inputs.items import ImageItem
+from layertap.service.settings import Settings
+
+
+def get_preprocessing(inputs: ModelInputs) -> PreprocessSpec:
+    """How pictures become a model's rows; InputError where it takes none."""
+    if inputs.preprocess is None or len(inputs.specs) != 1:
+        if inputs.text is not None and inputs.text.is_read:
+            raise InputError(f"model {inputs.model} takes text, not pictures", hint=text_rows.format_hint(inputs.text))
+        raise InputError(
+            f"model {inputs.model} takes tensors, not pictures", hint=f"send {text_rows.describe_inputs(inputs)}"
+        )
+    return inputs.preprocess
+
+
+def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor:
+    """A picture as a row; InputError, TooLargeError."""
+    spec = get_preprocessing(inputs)
+    row = _decode_on_device(item.data, inputs.decoder, spec, settings) if inputs.decoder else None
+    if row is None:
+        picture = _decode(item.data, settings, spec, inputs.decode)
+        row = preprocess(picture.image, spec, picture.size, picture.box)
+    return row.unsqueeze(0)
+
+
+def _decode_on_device(data: bytes, decoder: DeviceDecoder, spec: PreprocessSpec, settings: Settings) -> Tensor | None:
+    """A picture's row made on the model's GPU; None where it is to be made here, or refused here."""
+    size = get_plain_jpeg_size(data, settings.max_pixels, partial(_check_resized, spec, settings.max_resized_pixels))
+    return None if size is None else decoder.decode_row(data, size)
+
+
+def _decode(data: bytes, settings: Settings, spec: PreprocessSpec, decode: Decode) -> Picture:
+    check = partial(_check_resized, spec, settings.max_resized_pixels)
+    if decode == "fast":
+        return decode_reduced(data, settings.max_pixels, partial(compute_least_size, spec), check)
+    image = decode_image(data, settings.max_pixels, check)
+    return Picture(image, image.size)
+
+
+def _check_resized(spec: PreprocessSpec, limit: int, width: int, height: int) -> None:
+    """TooLargeError for a picture that would be too large once resized, whichever way up it is."""
+    pixels = prod(compute_resized_size(spec, width, height))
+    if pixels > limit:
+        raise TooLargeError(
+            f"the picture would be resized to {pixels} pixels, the limit is {limit}",
+            hint="send a picture that is less long and narrow",
+        )

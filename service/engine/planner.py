@@ -1,0 +1,293 @@
+"""From what a request names to what is captured for it: by the shapes that were sent, then by the rows as they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Protocol, TypeVar
+
+from layertap.models import fingerprint
+from layertap.models.capture import verification
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
+from layertap.models.devices.dtypes import DTYPES
+from layertap.models.errors import InputError, RequestError
+from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.planner import make_plan
+from layertap.models.resume.resumption import Resumption, find_start
+from layertap.models.selection.embedding import reduce_embedding
+from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.plan import Capture, Plan
+from layertap.models.spec import Preprocessed, Shapes
+from layertap.service.engine.limits import (
+    check_count,
+    check_reply_size,
+    check_results,
+    check_survey,
+    show_shapes,
+)
+from layertap.service.engine.model_worker import ModelWorker
+from layertap.service.engine.plan_cache import FingerprintedPlan
+from layertap.service.engine.plan_scaling import scale_plan
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.row_shapes import find_preprocessed_by, is_reshaped, predict_shapes
+from layertap.service.engine.rows import Rows, get_row_shapes
+from layertap.service.settings import Settings
+
+T = TypeVar("T")
+log = logging.getLogger("layertap")
+SHORT_NUMBERS = 2**17  # what is no more is looked through in less than half a millisecond
+
+
+class RunInThread(Protocol):
+    """Runs something that computes in a pool of threads; DeadlineError."""
+
+    def __call__(self, function: Callable[[], T], deadline: float) -> Awaitable[T]:
+        """What the function gives, until a moment on the monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRequest:
+    """A request with its plan, by what is known of its rows.
+
+    ``inputs`` is what rows must be like, which may be outputs of a layer. ``identity`` is the model's part of the
+    fingerprints. ``nbytes`` is about what its rows and its results take in memory.
+    """
+
+    request: ExtractRequest
+    worker: ModelWorker
+    inputs: ModelInputs
+    resumption: Resumption | None
+    catalog: Catalog
+    plan: Plan
+    fingerprints: Mapping[str, str]
+    identity: str
+    preprocessed: Preprocessed
+    shapes: Shapes
+    rows: int
+    nbytes: int = 0
+
+
+class Planner:
+    """Plans requests on the event loop; what takes long runs in threads, what needs the model in the model's own."""
+
+    def __init__(self, settings: Settings, run_in_thread: RunInThread) -> None:
+        self._settings = settings
+        self._run_in_thread = run_in_thread
+
+    async def plan(self, request: ExtractRequest, worker: ModelWorker, deadline: float) -> PlannedRequest:
+        """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
+        model = worker.model
+        request = _name_embedding(request, model)
+        resumption = await self._resume(request, worker, model.shapes, model.catalog, deadline)
+        inputs = model.model_inputs
+        if resumption is not None:
+            inputs = inputs.replace_by_output(resumption.takes)
+        catalog = model.catalog if resumption is None else resumption.catalog
+        items = [item for _, item in request.items]
+        shapes, rows = predict_shapes(items, inputs)
+        preprocessed = find_preprocessed_by(items, inputs, shapes)
+        identity = _identify(model, inputs, preprocessed, shapes)
+        lengths = _assume_lengths(inputs) if request.items else None
+        made = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
+        if request.verify:
+            verification.check_possible(made.plan, catalog)
+        check_count(rows, self._settings)
+        likely = await self._predict(request, worker, made.plan, identity, shapes, deadline)
+        check_reply_size(likely, rows, request.reply)
+        row_bytes = (
+            prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(inputs.specs, shapes, strict=True)
+        )
+        return PlannedRequest(
+            request=request,
+            worker=worker,
+            inputs=inputs,
+            resumption=resumption,
+            catalog=catalog,
+            plan=made.plan,
+            fingerprints=made.fingerprints,
+            identity=identity,
+            preprocessed=preprocessed,
+            shapes=shapes,
+            rows=rows,
+            nbytes=likely.nbytes(rows) + rows * sum(row_bytes),
+        )
+
+    async def replan(
+        self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
+    ) -> PlannedRequest:
+        """The plan for rows that are there, made of items: of another shape, length or origin they have another."""
+        request, worker, inputs = planned.request, planned.worker, planned.inputs
+        model, count, shapes = worker.model, len(next(iter(rows.values()))), get_row_shapes(rows)
+        preprocessed = find_preprocessed_by(items, inputs, shapes)
+        identity = _identify(model, inputs, preprocessed, shapes)
+        lengths = await self._measure_lengths(rows, inputs, deadline)
+        resumption, catalog = planned.resumption, planned.catalog
+        if shapes != inputs.shapes:
+            if lengths is None:
+                check_reply_size(scale_plan(planned.plan, shapes, model.shapes), count, request.reply)
+            model_shapes = _get_model_shapes(rows, model, inputs)
+            catalog = await self._survey(worker, model_shapes, deadline)
+            resumption = await self._resume(request, worker, model_shapes, catalog, deadline)
+            catalog = catalog if resumption is None else resumption.catalog
+        made = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
+        if shapes != inputs.shapes or lengths is not None or identity != planned.identity:
+            made = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
+        check_reply_size(made.plan, count, request.reply)
+        return replace(
+            planned,
+            resumption=resumption,
+            catalog=catalog,
+            plan=made.plan,
+            fingerprints=made.fingerprints,
+            identity=identity,
+            preprocessed=preprocessed,
+            shapes=shapes,
+            rows=count,
+        )
+
+    async def _make_plan(
+        self,
+        request: ExtractRequest,
+        worker: ModelWorker,
+        catalog: Catalog,
+        identity: str,
+        lengths: TextLengths | None,
+        deadline: float,
+    ) -> FingerprintedPlan:
+        known = worker.plans.get(request, catalog, identity, lengths)
+        if known is None:
+            make = partial(_make_fingerprinted_plan, request, identity, catalog, self._settings.max_results, lengths)
+            known = await self._run_in_thread(make, deadline)
+            worker.plans.put(request, identity, lengths, known)
+        return known
+
+    async def _predict(
+        self,
+        request: ExtractRequest,
+        worker: ModelWorker,
+        plan: Plan,
+        identity: str,
+        shapes: Shapes,
+        deadline: float,
+    ) -> Plan:
+        """What a plan for the configured shape is for rows of another: exactly, where that shape is known already."""
+        model = worker.model
+        if request.resume is not None or shapes == model.shapes:
+            return plan
+        if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
+            return scale_plan(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
+        known = model.catalogs.get_catalog(shapes)
+        if known is None:
+            return scale_plan(plan, shapes, model.shapes)
+        return (await self._make_plan(request, worker, known, identity, None, deadline)).plan
+
+    async def _measure_lengths(self, rows: Rows, inputs: ModelInputs, deadline: float) -> TextLengths | None:
+        """How many tokens the texts of rows have; None of a model that takes none."""
+        if inputs.text is None:
+            return None
+        measure = partial(measure_lengths, rows, inputs.text)
+        short = sum(value.numel() for value in rows.values()) <= SHORT_NUMBERS
+        return measure() if short else await self._run_in_thread(measure, deadline)
+
+    async def _survey(self, worker: ModelWorker, shapes: Shapes, deadline: float) -> Catalog:
+        """What the model does with rows of a shape."""
+        known = worker.model.catalogs.get_catalog(shapes)
+        if known is not None:
+            return known
+        check_survey(worker.model, shapes, self._settings)
+        try:
+            return await worker.survey(shapes, deadline)
+        except InputError as error:
+            fields = {"model": worker.name, "shape": show_shapes(shapes)}
+            log.info("a model's forward raised", exc_info=error, extra={"fields": fields})
+            raise
+
+    async def _resume(
+        self, request: ExtractRequest, worker: ModelWorker, shapes: Shapes, catalog: Catalog, deadline: float
+    ) -> Resumption | None:
+        """How the request's forwards of rows of a shape go on from a layer, where they do; RequestError."""
+        if request.resume is None:
+            return None
+        try:
+            find = partial(find_start, request.resume, catalog)  # a glob may take long
+            point, tensor = await self._run_in_thread(find, deadline)
+            known = worker.model.catalogs.get_resumption(point, shapes)
+            return known or await worker.verify_resumption(point, tensor, shapes, deadline)
+        except RequestError as error:
+            raise RequestError.from_faults([error.to_fault("/resume")]) from None
+
+
+def _make_fingerprinted_plan(
+    request: ExtractRequest, identity: str, catalog: Catalog, max_results: int, lengths: TextLengths | None
+) -> FingerprintedPlan:
+    """What a request wants of a forward of a model of that identity; computes, so it belongs in a thread.
+
+    RequestError whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
+    """
+    plan = _make_limited_plan(request, catalog, max_results, lengths)
+    changes = fingerprint.digest_changes(plan.resolved_interventions, catalog.start)
+    gradient_changes = None
+    if plan.objective:
+        gradient_changes = fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
+
+    def digest(capture: Capture) -> str:
+        depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
+        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on)
+
+    return FingerprintedPlan(plan, catalog, {result.key: digest(result.capture) for result in plan.results})
+
+
+def _make_limited_plan(
+    request: ExtractRequest, catalog: Catalog, max_results: int, lengths: TextLengths | None
+) -> Plan:
+    places: dict[Selector, int] = {}
+    for place, selector in enumerate(request.selectors):
+        places.setdefault(selector, place)
+    # Each selector that is good gives at least one result: too many need not be looked up.
+    check_results(len(places), max_results)
+    try:
+        plan = make_plan(tuple(places), catalog, request.interventions, request.objective, lengths)
+    except RequestError as error:
+        pointers = {f"/layers/{index}": f"/layers/{place}" for index, place in enumerate(places.values())}
+        error.faults = tuple(
+            replace(fault, pointer=pointers.get(fault.pointer or "", fault.pointer)) for fault in error.faults
+        )
+        raise
+    check_results(len(plan.results), max_results)
+    return plan
+
+
+def _name_embedding(request: ExtractRequest, model: LoadedModel) -> ExtractRequest:
+    """The request with the model's embedding as what it names, where it names nothing itself."""
+    if request.embedding is None:
+        return request
+    if model.embedding_selector is None:
+        raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
+    return replace(request, selectors=(reduce_embedding(model.embedding_selector, request.embedding),))
+
+
+def _identify(model: LoadedModel, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:
+    """The model's part of the fingerprints of rows of a shape."""
+    return fingerprint.digest_rows(model.identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None)
+
+
+def _assume_lengths(inputs: ModelInputs) -> TextLengths | None:
+    """How many tokens texts may have that nobody looked at yet."""
+    if inputs.text is None:
+        return None
+    most = inputs.text.max_tokens
+    return TextLengths(1, most, most, most, known=False)
+
+
+def _get_model_shapes(rows: Rows, model: LoadedModel, inputs: ModelInputs) -> Shapes:
+    """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
+    if inputs is model.model_inputs or inputs.text is None:
+        return get_row_shapes(rows)
+    tokens = rows[inputs.text.ids].shape[1 + inputs.text.axis]
+    return tuple((tokens,) for _ in model.inputs)

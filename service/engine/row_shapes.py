@@ -1,0 +1,57 @@
+"""What rows will be like, as far as that is known before anything is decoded, and by whom they were preprocessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from layertap.models.errors import InputError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.spec import Preprocessed, Shapes
+from layertap.service.engine.array_rows import fits, get_batch_shape, name_arrays
+from layertap.service.inputs.items import ArraysItem, TokensItem
+
+
+def find_preprocessed_by(sent: Iterable[object], inputs: ModelInputs, shapes: Shapes) -> Preprocessed:
+    """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
+    if not inputs.preprocesses:
+        return "caller" if is_reshaped(inputs, shapes) else ""
+    kinds = {isinstance(item, (ArraysItem, TokensItem)) for item in sent}
+    return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
+
+
+def is_reshaped(inputs: ModelInputs, shapes: Shapes) -> bool:
+    """Whether rows have another shape than the configured one; how long a text is does not count."""
+    return any(shape != spec.shape for spec, shape in zip(inputs.specs, shapes, strict=True) if spec.longest is None)
+
+
+def predict_shapes(items: Iterable[object], inputs: ModelInputs) -> tuple[Shapes, int]:
+    """The shape of a request's rows and how many there will be, as far as that is known before anything is decoded.
+
+    Arrays tell; whatever else is sent counts as one row of the configured shape. Of several shapes the least: which of
+    the inputs are good is not known yet.
+    """
+    predicted = [_predict_item(item, inputs) for item in items] or [(inputs.shapes, 1)]
+    return min((shapes for shapes, _ in predicted), key=_count_numbers), sum(rows for _, rows in predicted)
+
+
+def _predict_item(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
+    configured = inputs.shapes, 1
+    if not isinstance(item, ArraysItem):
+        return configured
+    try:
+        by_name = name_arrays(item, inputs)
+    except InputError:
+        return configured
+    named = {spec.name: spec for spec in inputs.specs if spec.name in by_name}
+    shapes = {name: get_batch_shape(by_name[name], spec, item.may_batch) for name, spec in named.items()}
+    if not all(fits(shapes[name][1:], spec) for name, spec in named.items()):
+        return configured
+    rows, text = next(iter(shapes.values()))[0], inputs.text
+    if text is not None and text.mask is not None and text.mask not in shapes:  # each text is as long as its tensor
+        shapes[text.mask] = rows, shapes[text.ids][1 + text.axis]
+    return tuple(shapes[spec.name][1:] for spec in inputs.specs), rows
+
+
+def _count_numbers(shapes: Shapes) -> int:
+    return sum(prod(shape) for shape in shapes)

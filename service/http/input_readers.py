@@ -1,0 +1,102 @@
+"""The inputs in a body that is no JSON: one input, or parts with several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from email.message import Message
+from typing import Any
+
+from layertap.models.errors import InputError, LayertapError, RequestError, TooLargeError, escape
+from layertap.service.engine.limits import check_count
+from layertap.service.errors import BadRequestError, UnsupportedMediaError
+from layertap.service.http.body import MultipartPart
+from layertap.service.inputs.arrays import Array, read_npy, read_npz, read_safetensors
+from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem
+from layertap.service.inputs.npy_header import MAGIC
+from layertap.service.settings import Settings
+
+NPY = "application/x-npy"
+PlacedItems = tuple[tuple[int, InputItem], ...]
+
+
+def read_image(data: bytes) -> PlacedItems:
+    """An encoded picture."""
+    return ((0, ImageItem(data)),)
+
+
+def read_text(data: bytes, content_type: str) -> PlacedItems:
+    """A text; UnsupportedMediaError, BadRequestError where it is not UTF-8."""
+    message = Message()
+    message["content-type"] = content_type
+    if str(message.get_param("charset", "utf-8")).lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise UnsupportedMediaError("a text of this charset is not taken", hint="send UTF-8")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise BadRequestError("the text is not UTF-8", hint="send UTF-8") from None
+    return ((0, TextItem(text)),)
+
+
+def read_npy_body(data: bytes) -> PlacedItems:
+    """An array, or a batch of them; RequestError."""
+    return _read_arrays(lambda: {None: read_npy(data)})
+
+
+def read_npz_body(data: bytes, settings: Settings) -> PlacedItems:
+    """Arrays by the names of the model's inputs; RequestError, TooLargeError."""
+    return _read_arrays(lambda: read_npz(data, settings.max_body_bytes))
+
+
+def read_safetensors_body(data: bytes) -> PlacedItems:
+    """Tensors by the names of the model's inputs; RequestError."""
+    return _read_arrays(lambda: read_safetensors(data))
+
+
+def read_multipart(parts: Sequence[MultipartPart], settings: Settings) -> tuple[bytes | None, PlacedItems]:
+    """The part that is called ``request``, where there is one, and the inputs in all others; RequestError."""
+    arrays = [part for part in parts if _is_array(part)]
+    others = [part for part in parts if not _is_array(part)]
+    images = [part for part in others if part.name == "images"]
+    requests = [part for part in others if part.name == "request"]
+    if len(requests) > 1 or len(images) + len(requests) < len(others):
+        raise RequestError(
+            "a multipart body has parts named 'images', or arrays (.npy) named as the model's inputs, and at most one "
+            "named 'request'",
+            hint="rename the others",
+        )
+    if images and arrays:
+        raise RequestError("a multipart body has pictures or arrays, not both", hint="send them in a JSON body")
+    check_count(len(images), settings)
+    items = _read_parts(arrays) if arrays else tuple(enumerate(ImageItem(part.data) for part in images))
+    return requests[0].data if requests else None, items
+
+
+def _is_array(part: MultipartPart) -> bool:
+    """Whether a part is a .npy file, by its bytes, or as it is said to be where its name means nothing else."""
+    return part.data.startswith(MAGIC) or (part.media_type == NPY and part.name not in ("images", "request"))
+
+
+def _read_parts(parts: Sequence[MultipartPart]) -> PlacedItems:
+    """The one item, or batch of items, of which each part is an input of the model."""
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            detail = f"there are {names.count(name)} arrays named {escape(name)}"
+            raise RequestError(detail, hint="send rows as a batch")
+    return _read_arrays(lambda: {part.name: _read_part(part) for part in parts}, by_name=True)
+
+
+def _read_part(part: MultipartPart) -> Array:
+    try:
+        return read_npy(part.data)
+    except InputError as error:
+        raise InputError(f"part {escape(part.name)}: {error.detail}", hint=error.hint) from None
+
+
+def _read_arrays(read: Callable[[], dict[Any, Array]], by_name: bool = False) -> PlacedItems:
+    try:
+        return ((0, ArraysItem(read(), may_batch=True, by_name=by_name)),)
+    except TooLargeError:
+        raise
+    except LayertapError as error:
+        raise RequestError.from_faults([error.to_fault(input=0)]) from None

@@ -1,0 +1,46 @@
+"""A JSON document from outside, bounded before and after it is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from layertap.models.errors import TooLargeError
+from layertap.service.errors import BadRequestError
+
+MAX_BRACKETS = 500_000
+
+
+def load_json(data: bytes, max_depth: int) -> Any:
+    """A JSON document no deeper than it may be; BadRequestError, TooLargeError where it has very many brackets."""
+    # Each makes an object that the garbage collector looks at, while no other thread runs.
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > MAX_BRACKETS:
+        hint = "send long texts in several requests, and numbers as base64"
+        raise TooLargeError(f"the JSON has {brackets} brackets; the limit is {MAX_BRACKETS}", hint=hint)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        hint = "send UTF-8 without a byte order mark, NaN or Infinity"
+        raise BadRequestError(f"the body is not JSON: {where}", hint=hint) from None
+    # Only a document with that many brackets can be that deep.
+    if brackets > max_depth and _is_deeper(value, max_depth):
+        raise BadRequestError(f"the JSON is nested deeper than {max_depth}")
+    return value
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit + 1):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
