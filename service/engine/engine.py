@@ -48,7 +48,7 @@ class Engine:
             items = await fetch_inputs(planned, self.fetcher, admission)
             admission.reserve_bytes(planned.nbytes)
             if planned.rows == len(items) == 1:
-                make = partial(make_job, planned, deadline=admission.deadline)
+                make = partial(make_job, planned, faults=request.faults, deadline=admission.deadline)
                 answer = await self.decoder.decode_and_run(planned, items, make, admission.deadline)
             else:
                 answer = await self.decoder.decode(planned, items, admission.deadline)

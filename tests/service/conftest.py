@@ -102,7 +102,7 @@ def _idle(lives: list[Live]) -> Iterator[None]:
     """After every test no row is admitted anywhere and no model has a hook on it."""
     yield
     for live in lives:
-        workers = live.engine.manager._workers
+        workers = live.engine.manager.workers
         wait_until(lambda workers=workers: all(worker.rows == 0 for worker in workers.values()))  # type: ignore[misc]
         models = [entry.model for entry in live.engine.manager.registry if entry.model is not None]
         wait_until(lambda models=models: all(model.hooks == 0 for model in models))  # type: ignore[misc]

@@ -33,7 +33,7 @@ def gated_module(live: Live, name: str = "gated") -> Gated:
 
 def admitted_rows(live: Live, name: str = "gated") -> int:
     """Rows of a model that are admitted and not answered."""
-    return live.engine.manager._workers[name].rows
+    return live.engine.manager.workers[name].rows
 
 
 def post_rows(live: Live, count: int = 1, model: str = "gated", timeout: str | None = None) -> httpx.Response:

@@ -188,4 +188,4 @@ def row_counts(rows: int) -> Counts:
 def wait_idle(live: Live) -> None:
     """Nothing waits, nothing runs, nothing is held in memory, soon."""
     wait_until(lambda: gauges(live) == dict.fromkeys(GAUGES, 0.0))
-    assert live.engine.manager.budget.used == 0
+    assert live.engine.admission.used_bytes == 0

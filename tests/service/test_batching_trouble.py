@@ -384,10 +384,10 @@ def test_too_many_bytes(serve: Serve) -> None:
         assert "50000" in problem(post(live, large), 413)["detail"]  # no queue could hold it
         with hold_queue(live, "tower") as pile:
             waits = [pile.enqueue(extract_request(random_rows(256, seed), "tower", "tail"), 256) for seed in range(4)]
-            used = live.engine.manager.budget.used
+            used = live.engine.admission.used_bytes
             assert 4 * 256 * (16 + 16 + 8) <= used <= 50_000  # a row as sent, as decoded, and its result
             assert all(retry(post(live, extract_request(random_rows(256), "tower", "tail"))) >= 1 for _ in range(3))
-            wait_until(lambda: live.engine.manager.budget.used == used)
+            wait_until(lambda: live.engine.admission.used_bytes == used)
             waits.append(pile.enqueue(extract_request(random_rows(2), "tower", "tail"), 2))
         assert [reply.result().status_code for reply in waits] == [200] * 5
         wait_idle(live)
@@ -408,7 +408,7 @@ def test_bytes_of_a_body_that_still_arrives(serve: Serve) -> None:
         small = extract_request(random_rows(200), "tower", "tail")
         with connect(live) as connection:
             connection.sendall(encode_request(request)[:-1])
-            wait_until(lambda: live.engine.manager.budget.used > 30_000)
+            wait_until(lambda: live.engine.admission.used_bytes > 30_000)
             assert retry(post(live, extract_request(random_rows(1200), "tower", "tail"))) >= 1
         wait_idle(live)
         assert post(live, small).status_code == 200

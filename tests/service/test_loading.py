@@ -101,7 +101,7 @@ def _start(serve: Serve, mixture: Mixture) -> list[object]:
         for thread in threads:
             thread.start()
         live.client.get("/models")  # once this is answered all are on their way
-        for resident in list(live.engine.manager._workers.values()):
+        for resident in list(live.engine.manager.workers.values()):
             resident.settled.result(timeout=120)
         found = {each["name"]: each for each in live.client.get("/models").json()["models"]}
         for asker, thread in zip(askers, threads, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import ssl
@@ -111,7 +112,7 @@ def refused(live: Live, url: str) -> Json:
     found = problem(reply, 422)
     assert (found["errors"][0]["input"], found["errors"][0]["pointer"]) == (0, "/inputs/0")
     assert not [each for each in ("127.", "169.254", "::", ".test", "hostile") if each in reply.text]
-    assert live.engine.manager.budget.used == 0
+    wait_until(lambda: live.engine.admission.used_bytes == 0)  # given back once the reply is sent
     return found
 
 
@@ -348,7 +349,7 @@ def test_too_large(fetching: Live, hostile: HostileServer, path: str, control: C
     found = problem(reply, 413)
     assert "2000000" in found["detail"]
     assert found["errors"][0]["input"] == 0
-    assert fetching.engine.manager.budget.used == 0
+    assert fetching.engine.admission.used_bytes == 0
     control.check()
 
 
@@ -366,11 +367,11 @@ def test_queue_bytes(serve: Serve, hostile: HostileServer) -> None:
     host = f"{LOOPBACK}:{hostile.port}"
     with serve(allow_urls=host, allow_private_urls=host, max_queue_bytes=300_000) as live:
         problem(live.client.post("/extract", **body(f"http://{host}/endless")), 413)
-        with live.engine.manager.budget.held() as take:
-            take(299_000)
+        with live.engine.admission.admit(math.inf) as admission:
+            admission.reserve_bytes(299_000)
             reply = live.client.post("/extract", **body(f"http://{host}/endless", f"http://{host}/gate"))
             problem(reply, 429, seconds=True)
-        assert live.engine.manager.budget.used == 0
+        assert live.engine.admission.used_bytes == 0
         assert live.client.post("/extract", **body(f"http://{host}/good.png")).status_code == 200
 
 
@@ -427,7 +428,7 @@ def test_few_at_once(serve: Serve, hostile: HostileServer, settings: Json, most:
             asked = pool.submit(live.client.post, "/extract", **body(*[f"http://{host}/gate"] * 20))
             wait_until(lambda: hostile.under_way == most)
             assert live.client.get("/readyz").status_code == 200  # time for more to come, if they may
-            assert live.engine.manager._workers["digits"].rows == 1
+            assert live.engine.manager.workers["digits"].rows == 1
             assert hostile.hits == most
         finally:
             hostile.gate.set()

@@ -64,11 +64,14 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
         assert post_rows(live, model="slow").status_code == 200
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_dead_thread(serve: Serve) -> None:
-    """Once a model's thread has died the server says that it is not alive any more, so that it is started anew."""
+def test_failed_thread(serve: Serve) -> None:
+    """Once a task of a model's thread raises the server says that it is not alive any more, to be started anew."""
+
+    def fail() -> None:
+        raise RuntimeError
+
     with serve() as live:
-        live.engine.manager._workers["digits"]._workers[-1].post(object())  # type: ignore[arg-type]  # kills it
+        live.engine.manager.workers["digits"].submit(0, fail)
         wait_until(lambda: live.client.get("/livez").status_code == 503)
         problem(live.client.get("/livez"), 503, seconds=True)
         problem(live.client.get("/readyz"), 503, seconds=True)
