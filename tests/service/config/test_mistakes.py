@@ -1,44 +1,14 @@
-"""The configuration file: what it may say, what it may not, and that its paths stay with the operator."""
+"""Mistakes of a configuration file: each is told with its line, and none hides another."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-import safetensors.torch
 
-from layertap.models.digits import WEIGHTS
-from layertap.models.spec import InputSpec, PreprocessSpec
-from layertap.service.config.configuration import make_default_configuration, read_configuration
+from layertap.service.config.configuration import read_configuration
 from layertap.service.config.document import ConfigError
-from tests.service.conftest import Serve
-from tests.service.gated_server import post_rows
-from tests.service.nets_http import Gated
-from tests.service.support import arrays_of, problem
-
-WHOLE = """
-# a comment
-models:
-  - name: one.A_b-1
-    source: torchvision:resnet50
-    weights: random:7
-    device: cpu
-    dtype: float16
-    memory_format: channels_last
-    load: lazy
-    embedding: avgpool
-    decode: fast
-    preprocess: {resize: [40, 32], crop: 32, mean: [0.1, 0.2, 0.3], std: [1, 1, 1], interpolation: bicubic}
-  - name: two
-    source: python:package.module:factory
-    inputs:
-      - {name: x, shape: [3, 32, 32]}
-      - {name: kind, shape: [], dtype: int64}
-defaults: {model: two}
-"""
-MODEL = "models: [{{name: a, source: 'python:m:f', {}}}]"
+from tests.service.config.config_files import MODEL, write_config
 
 BAD = {
     "": "mapping",
@@ -97,95 +67,10 @@ BAD = {
 }
 
 
-def written(folder: Path, text: str, name: str = "models.yaml") -> Path:
-    file = folder / name
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def test_yaml(tmp_path: Path) -> None:
-    """Every field is read, tuples from lists, and what is left out has its default."""
-    configuration = read_configuration(written(tmp_path, WHOLE))
-    one, two = configuration.models
-    assert configuration.default == "two"
-    assert (one.name, one.source, one.weights, one.device) == ("one.A_b-1", "torchvision:resnet50", "random:7", "cpu")
-    assert (one.dtype, one.load, one.embedding) == ("float16", "lazy", "avgpool")
-    assert (one.decode, two.decode) == ("fast", "exact")
-    assert (one.memory_format, two.memory_format, two.tf32) == ("channels_last", "contiguous", False)
-    assert one.preprocess == PreprocessSpec((40, 32), 32, (0.1, 0.2, 0.3), (1, 1, 1), "bicubic")
-    assert two.inputs == (InputSpec("x", (3, 32, 32)), InputSpec("kind", (), "int64"))
-    assert (two.weights, two.device, two.dtype, two.load, two.preprocess) == (
-        *("DEFAULT", "auto", "float32", "startup", "preset"),
-    )
-
-
-def test_tf32(tmp_path: Path) -> None:
-    """Models that no GPU runs in float32 need not agree with those that one may."""
-    others = "{name: b, source: 'a:b', device: cpu}, {name: c, source: 'a:b', dtype: bfloat16}"
-    configuration = read_configuration(written(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]"))
-    assert [spec.tf32 for spec in configuration.models] == [True, False, False]
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
-def test_for_a_gpu(tmp_path: Path, device: str) -> None:
-    """What only a GPU does may be asked of a model that may be on one, and goes with what a GPU can resize by."""
-    for mode in ("bilinear", "bicubic"):
-        how = f"decode: device, device: '{device}', preprocess: {{resize: 8, interpolation: {mode}}}"
-        warm = "warm: [{layers: [a], compile: true, cuda_graphs: [32, 1, 8]}, {layers: [b]}]"
-        (spec,) = read_configuration(written(tmp_path, MODEL.format(f"{how}, {warm}"))).models
-        assert spec.decode == "device"
-        assert [each.cuda_graphs for each in spec.warm] == [(32, 1, 8), ()]
-
-
-def test_json(tmp_path: Path) -> None:
-    """A JSON file says the same; without a default the first model is it."""
-    data = {"models": [{"name": "a", "source": "timm:x", "weights": "/abs/w.pth"}, {"name": "b", "source": "timm:y"}]}
-    configuration = read_configuration(written(tmp_path, json.dumps(data), "models.json"))
-    assert [(spec.name, spec.source) for spec in configuration.models] == [("a", "timm:x"), ("b", "timm:y")]
-    assert configuration.models[0].weights == "/abs/w.pth"
-    assert configuration.default == "a"
-
-
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [
-        ("w.safetensors", "{}/w.safetensors"),
-        ("sub/w.pth", "{}/sub/w.pth"),
-        ("../w.pt", "{}/../w.pt"),
-        ("/abs/w.safetensors", "/abs/w.safetensors"),
-        ("DEFAULT", "DEFAULT"),
-        ("IMAGENET1K_V2", "IMAGENET1K_V2"),
-        ("a.b_in1k", "a.b_in1k"),
-        ("random:1", "random:1"),
-    ],
-)
-def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
-    """A relative checkpoint is looked for beside the file; names of weights stay as they are."""
-    file = written(tmp_path, MODEL.format(f"weights: '{weights}'"))
-    assert read_configuration(file).models[0].weights == expected.format(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("transformers:bert", "transformers:{}/bert"),
-        ("transformers:sub/bert", "transformers:{}/sub/bert"),
-        ("transformers:/abs/bert", "transformers:/abs/bert"),
-        ("timm:bert", "timm:bert"),
-        ("python:a.b:c", "python:a.b:c"),
-    ],
-)
-def test_directories(tmp_path: Path, source: str, expected: str) -> None:
-    """A relative directory is looked for beside the file, and only its last part is shown; other sources stay."""
-    (spec,) = read_configuration(written(tmp_path, f"models: [{{name: a, source: '{source}'}}]")).models
-    assert spec.source == expected.format(tmp_path)
-    assert spec.shown_source == (source if source.partition(":")[0] != "transformers" else "transformers:bert")
-
-
 @pytest.mark.parametrize("text", BAD)
 def test_bad(tmp_path: Path, text: str) -> None:
     """What makes no sense is refused with the file's name and the place."""
-    file = written(tmp_path, text)
+    file = write_config(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
         read_configuration(file)
     assert str(file) in caught.value.detail
@@ -208,7 +93,7 @@ default: {model: a}
 
 def test_all_mistakes(tmp_path: Path) -> None:
     """Unknown keys are told all at once, each with its line and the nearest that there is."""
-    file = written(tmp_path, MISTAKES)
+    file = write_config(tmp_path, MISTAKES)
     with pytest.raises(ConfigError) as caught:
         read_configuration(file)
     unknown = [
@@ -237,6 +122,7 @@ STAGES = """models:
 - torchvision:vgg11
 - {name: 'a/b', source: 'torchvision:vgg11', warm: [{layers: ['b[']}]}
 """
+
 ALONE = [  # that the file shows by itself
     "2: models.0.wieghts: there is no such field; the nearest is 'weights'",
     "3: models.1.dtype: Input should be 'float32', 'bfloat16' or 'float16'",
@@ -250,6 +136,7 @@ ALONE = [  # that the file shows by itself
     "11: models.9: this is no mapping of names to values",
     "12: models.10.name: a name has 1 to 100 letters",
 ]
+
 BESIDE = [  # that a look at the libraries and at the machine shows
     "3: models.1.source: torchvision has no architecture 'resnet5O'",
     "5: models.3.source: there is no Python module 'no_such_package_here'",
@@ -264,7 +151,7 @@ BESIDE = [  # that a look at the libraries and at the machine shows
 
 def test_mistakes_of_all_stages(tmp_path: Path) -> None:
     """No mistake hides another one, of its own entry or of others, whatever it takes to see it; by lines."""
-    file = written(tmp_path, STAGES)
+    file = write_config(tmp_path, STAGES)
     for before_loading, expected in ((False, ALONE), (True, ALONE + BESIDE)):
         with pytest.raises(ConfigError) as caught:
             read_configuration(file, before_loading=before_loading)
@@ -279,11 +166,12 @@ def test_default_of_a_refused_entry(tmp_path: Path) -> None:
     for name in ("name: b", "nmae: b"):
         text = f"models: [{{name: a, source: 'a:b'}}, {{{name}, source: 'a:b', colour: red}}]\ndefaults: {{model: b}}"
         with pytest.raises(ConfigError) as caught:
-            read_configuration(written(tmp_path, text))
+            read_configuration(write_config(tmp_path, text))
         assert "is not among" not in caught.value.detail
 
 
 MISSING_NAME = ["models.1.name: Field required"]
+
 UNLOADABLE = {
     "source: 'torchvison:resnet50'": "source: sources of kind 'torchvison' are not known; did you mean 'torchvision:",
     "source: 'torchvision:'": "source: ",
@@ -304,27 +192,12 @@ UNLOADABLE = {
 @pytest.mark.parametrize("entry", UNLOADABLE)
 def test_unloadable(tmp_path: Path, entry: str) -> None:
     """What no load could make good is refused before any, with its line."""
-    file = written(tmp_path, f"models:\n- name: good\n  source: torchvision:vgg11\n- {{name: a, {entry}}}\n")
+    file = write_config(tmp_path, f"models:\n- name: good\n  source: torchvision:vgg11\n- {{name: a, {entry}}}\n")
     assert len(read_configuration(file).models) == 2
     with pytest.raises(ConfigError) as caught:
         read_configuration(file, before_loading=True)
     (line,) = caught.value.detail.splitlines()
     assert line.startswith(f"{file}:4: models.1.{UNLOADABLE[entry]}")
-
-
-def test_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may load is not refused: factories beside the file, what is not required, names that a factory registers."""
-    (tmp_path / "own_nets_beside.py").write_text("raise AssertionError('imported')")
-    (tmp_path / "own.pth").touch()
-    monkeypatch.chdir(tmp_path)
-    entries = (
-        *("source: 'python:own_nets_beside:build', weights: own.pth", "source: 'timm:registered_by_own_nets'"),
-        *("source: 'torchvision:vgg11', weights: gone.pth, required: false", "source: 'python:tests.nets:Chain'"),
-        *("source: 'torchvision:vgg11', device: 'cuda:7', required: false", "source: 'timm:resnet18.a1_in1k'"),
-    )
-    listed = "".join(f"- {{name: a{number}, {entry}}}\n" for number, entry in enumerate(entries))
-    configuration = read_configuration(written(tmp_path, f"models:\n{listed}"), before_loading=True)
-    assert [spec.required for spec in configuration.models] == [True, True, False, True, False, True]
 
 
 def test_unreadable(tmp_path: Path) -> None:
@@ -333,37 +206,3 @@ def test_unreadable(tmp_path: Path) -> None:
     for name in ("nowhere.yaml", "", "bytes"):
         with pytest.raises(ConfigError, match=r"read|not YAML"):
             read_configuration(tmp_path / name)
-
-
-def test_embedded() -> None:
-    """Without a file there is ``digits``, loaded at once, and architectures that are loaded when asked for."""
-    configuration = make_default_configuration()
-    assert configuration.default == "digits"
-    assert [spec.name for spec in configuration.models if spec.load == "startup"] == ["digits"]
-    assert len(configuration.models) > 50
-
-
-def test_served(serve: Serve, tmp_path: Path) -> None:
-    """A file's models are served: a checkpoint beside it is loaded, one that is missing fails without its path."""
-    module = Gated()
-    safetensors.torch.save_file(module.state_dict(), tmp_path / "own.safetensors")
-    entry = {"source": "python:tests.service.nets_http:Gated", "inputs": [{"name": "x", "shape": [4]}]}
-    models = [
-        {"name": "gated", "weights": "own.safetensors", **entry},
-        {"name": "missing", "weights": "missing.safetensors", "required": False, **entry},
-        {"name": "broken", "weights": "broken.pth", "required": False, **entry},
-    ]
-    (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
-    configuration = read_configuration(written(tmp_path, json.dumps({"models": models})), before_loading=True)
-    with serve(configuration) as live:
-        found = arrays_of(post_rows(live))
-        weight, bias = (value.detach().numpy() for value in module.linear.parameters())
-        np.testing.assert_allclose(found["linear"], np.ones((1, 4), np.float32) @ weight.T + bias, atol=1e-6)
-        listed = {model["name"]: model for model in live.client.get("/models").json()["models"]}
-        assert listed["gated"]["weights"] == "own.safetensors"
-        assert [listed[name]["state"] for name in listed] == ["ready", "failed", "failed"]
-        for name in ("missing", "broken"):
-            assert name in listed[name]["reason"]
-            assert str(tmp_path) not in live.client.get("/models").text
-            assert tmp_path.name not in problem(post_rows(live, model=name), 503, seconds=True)["detail"]
-        assert str(WEIGHTS.parent) not in live.client.get("/models").text

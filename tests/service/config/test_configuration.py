@@ -1,0 +1,170 @@
+"""The configuration file: what it may say, and that its paths stay with the operator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+from layertap.models.digits import WEIGHTS
+from layertap.models.spec import InputSpec, PreprocessSpec
+from layertap.service.config.configuration import make_default_configuration, read_configuration
+from tests.service.config.config_files import MODEL, write_config
+from tests.service.conftest import Serve
+from tests.service.gated_server import post_rows
+from tests.service.nets_http import Gated
+from tests.service.support import arrays_of, problem
+
+WHOLE = """
+# a comment
+models:
+  - name: one.A_b-1
+    source: torchvision:resnet50
+    weights: random:7
+    device: cpu
+    dtype: float16
+    memory_format: channels_last
+    load: lazy
+    embedding: avgpool
+    decode: fast
+    preprocess: {resize: [40, 32], crop: 32, mean: [0.1, 0.2, 0.3], std: [1, 1, 1], interpolation: bicubic}
+  - name: two
+    source: python:package.module:factory
+    inputs:
+      - {name: x, shape: [3, 32, 32]}
+      - {name: kind, shape: [], dtype: int64}
+defaults: {model: two}
+"""
+
+
+def test_yaml(tmp_path: Path) -> None:
+    """Every field is read, tuples from lists, and what is left out has its default."""
+    configuration = read_configuration(write_config(tmp_path, WHOLE))
+    one, two = configuration.models
+    assert configuration.default == "two"
+    assert (one.name, one.source, one.weights, one.device) == ("one.A_b-1", "torchvision:resnet50", "random:7", "cpu")
+    assert (one.dtype, one.load, one.embedding) == ("float16", "lazy", "avgpool")
+    assert (one.decode, two.decode) == ("fast", "exact")
+    assert (one.memory_format, two.memory_format, two.tf32) == ("channels_last", "contiguous", False)
+    assert one.preprocess == PreprocessSpec((40, 32), 32, (0.1, 0.2, 0.3), (1, 1, 1), "bicubic")
+    assert two.inputs == (InputSpec("x", (3, 32, 32)), InputSpec("kind", (), "int64"))
+    assert (two.weights, two.device, two.dtype, two.load, two.preprocess) == (
+        *("DEFAULT", "auto", "float32", "startup", "preset"),
+    )
+
+
+def test_tf32(tmp_path: Path) -> None:
+    """Models that no GPU runs in float32 need not agree with those that one may."""
+    others = "{name: b, source: 'a:b', device: cpu}, {name: c, source: 'a:b', dtype: bfloat16}"
+    configuration = read_configuration(
+        write_config(tmp_path, f"models: [{{name: a, source: 'a:b', tf32: true}}, {others}]")
+    )
+    assert [spec.tf32 for spec in configuration.models] == [True, False, False]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_for_a_gpu(tmp_path: Path, device: str) -> None:
+    """What only a GPU does may be asked of a model that may be on one, and goes with what a GPU can resize by."""
+    for mode in ("bilinear", "bicubic"):
+        how = f"decode: device, device: '{device}', preprocess: {{resize: 8, interpolation: {mode}}}"
+        warm = "warm: [{layers: [a], compile: true, cuda_graphs: [32, 1, 8]}, {layers: [b]}]"
+        (spec,) = read_configuration(write_config(tmp_path, MODEL.format(f"{how}, {warm}"))).models
+        assert spec.decode == "device"
+        assert [each.cuda_graphs for each in spec.warm] == [(32, 1, 8), ()]
+
+
+def test_json(tmp_path: Path) -> None:
+    """A JSON file says the same; without a default the first model is it."""
+    data = {"models": [{"name": "a", "source": "timm:x", "weights": "/abs/w.pth"}, {"name": "b", "source": "timm:y"}]}
+    configuration = read_configuration(write_config(tmp_path, json.dumps(data), "models.json"))
+    assert [(spec.name, spec.source) for spec in configuration.models] == [("a", "timm:x"), ("b", "timm:y")]
+    assert configuration.models[0].weights == "/abs/w.pth"
+    assert configuration.default == "a"
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ("w.safetensors", "{}/w.safetensors"),
+        ("sub/w.pth", "{}/sub/w.pth"),
+        ("../w.pt", "{}/../w.pt"),
+        ("/abs/w.safetensors", "/abs/w.safetensors"),
+        ("DEFAULT", "DEFAULT"),
+        ("IMAGENET1K_V2", "IMAGENET1K_V2"),
+        ("a.b_in1k", "a.b_in1k"),
+        ("random:1", "random:1"),
+    ],
+)
+def test_checkpoints(tmp_path: Path, weights: str, expected: str) -> None:
+    """A relative checkpoint is looked for beside the file; names of weights stay as they are."""
+    file = write_config(tmp_path, MODEL.format(f"weights: '{weights}'"))
+    assert read_configuration(file).models[0].weights == expected.format(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("transformers:bert", "transformers:{}/bert"),
+        ("transformers:sub/bert", "transformers:{}/sub/bert"),
+        ("transformers:/abs/bert", "transformers:/abs/bert"),
+        ("timm:bert", "timm:bert"),
+        ("python:a.b:c", "python:a.b:c"),
+    ],
+)
+def test_directories(tmp_path: Path, source: str, expected: str) -> None:
+    """A relative directory is looked for beside the file, and only its last part is shown; other sources stay."""
+    (spec,) = read_configuration(write_config(tmp_path, f"models: [{{name: a, source: '{source}'}}]")).models
+    assert spec.source == expected.format(tmp_path)
+    assert spec.shown_source == (source if source.partition(":")[0] != "transformers" else "transformers:bert")
+
+
+def test_loadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may load is not refused: factories beside the file, what is not required, names that a factory registers."""
+    (tmp_path / "own_nets_beside.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "own.pth").touch()
+    monkeypatch.chdir(tmp_path)
+    entries = (
+        *("source: 'python:own_nets_beside:build', weights: own.pth", "source: 'timm:registered_by_own_nets'"),
+        *("source: 'torchvision:vgg11', weights: gone.pth, required: false", "source: 'python:tests.nets:Chain'"),
+        *("source: 'torchvision:vgg11', device: 'cuda:7', required: false", "source: 'timm:resnet18.a1_in1k'"),
+    )
+    listed = "".join(f"- {{name: a{number}, {entry}}}\n" for number, entry in enumerate(entries))
+    configuration = read_configuration(write_config(tmp_path, f"models:\n{listed}"), before_loading=True)
+    assert [spec.required for spec in configuration.models] == [True, True, False, True, False, True]
+
+
+def test_embedded() -> None:
+    """Without a file there is ``digits``, loaded at once, and architectures that are loaded when asked for."""
+    configuration = make_default_configuration()
+    assert configuration.default == "digits"
+    assert [spec.name for spec in configuration.models if spec.load == "startup"] == ["digits"]
+    assert len(configuration.models) > 50
+
+
+def test_served(serve: Serve, tmp_path: Path) -> None:
+    """A file's models are served: a checkpoint beside it is loaded, one that is missing fails without its path."""
+    module = Gated()
+    safetensors.torch.save_file(module.state_dict(), tmp_path / "own.safetensors")
+    entry = {"source": "python:tests.service.nets_http:Gated", "inputs": [{"name": "x", "shape": [4]}]}
+    models = [
+        {"name": "gated", "weights": "own.safetensors", **entry},
+        {"name": "missing", "weights": "missing.safetensors", "required": False, **entry},
+        {"name": "broken", "weights": "broken.pth", "required": False, **entry},
+    ]
+    (tmp_path / "broken.pth").write_bytes(b"no checkpoint")
+    configuration = read_configuration(write_config(tmp_path, json.dumps({"models": models})), before_loading=True)
+    with serve(configuration) as live:
+        found = arrays_of(post_rows(live))
+        weight, bias = (value.detach().numpy() for value in module.linear.parameters())
+        np.testing.assert_allclose(found["linear"], np.ones((1, 4), np.float32) @ weight.T + bias, atol=1e-6)
+        listed = {model["name"]: model for model in live.client.get("/models").json()["models"]}
+        assert listed["gated"]["weights"] == "own.safetensors"
+        assert [listed[name]["state"] for name in listed] == ["ready", "failed", "failed"]
+        for name in ("missing", "broken"):
+            assert name in listed[name]["reason"]
+            assert str(tmp_path) not in live.client.get("/models").text
+            assert tmp_path.name not in problem(post_rows(live, model=name), 503, seconds=True)["detail"]
+        assert str(WEIGHTS.parent) not in live.client.get("/models").text

@@ -1,0 +1,58 @@
+"""Encoded pictures, written as cameras and programs write them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from layertap.service.inputs.images import decode_image
+
+LIMIT = 1_000_000
+
+NOISE = np.random.default_rng(7).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+
+SMOOTH = np.stack(np.meshgrid(np.arange(0, 240, 5), np.arange(0, 160, 5), indexing="xy") * 2, -1)[..., :3].astype("u1")
+
+RAMP = np.arange(65536, dtype=np.uint16).reshape(128, 512)
+
+
+def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def decode_pixels(data: bytes, limit: int = LIMIT) -> np.ndarray[Any, Any]:
+    image = decode_image(data, limit)
+    assert image.mode == "RGB"
+    return np.asarray(image)
+
+
+def make_png(width: int, height: int, depth: int, colour: int, body: bytes) -> bytes:
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+
+
+def make_tiff(values: np.ndarray[Any, Any], bits: int, photometric: int, sample_format: int = 1) -> bytes:
+    """A little-endian gray TIFF of one uncompressed strip."""
+    height, width = values.shape
+    body = values.tobytes() if bits != 12 else pack_twelve_bit(values)
+    tags = [(256, width), (257, height), (258, bits), (259, 1), (262, photometric), (273, 8), (277, 1), (278, height)]
+    tags += [(279, len(body)), (339, sample_format)]
+    directory = struct.pack("<H", len(tags))
+    directory += b"".join(struct.pack("<HHII", tag, 4 if value > 65535 else 3, 1, value) for tag, value in tags)
+    return b"II*\x00" + struct.pack("<I", 8 + len(body)) + body + directory + bytes(4)
+
+
+def pack_twelve_bit(values: np.ndarray[Any, Any]) -> bytes:
+    pairs = values.reshape(-1, 2).astype(np.uint32)
+    whole = (pairs[:, 0] << 12) | pairs[:, 1]
+    return np.stack([whole >> 16, (whole >> 8) & 255, whole & 255], 1).astype(np.uint8).tobytes()

@@ -1,0 +1,147 @@
+"""Pictures that are refused: cut short, damaged, foreign, too large."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import struct
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from layertap.models.errors import InputError, TooLargeError
+from layertap.service.inputs.images import decode_image
+from tests.service.inputs.picture_files import LIMIT, NOISE, SMOOTH, decode_pixels, encode, make_png, make_tiff
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+@pytest.mark.parametrize("kept", [0.02, 0.3, 0.7])
+def test_truncated(kind: str, kept: float) -> None:
+    """A picture cut short is refused, with the formats to send."""
+    whole = encode(Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)), kind)
+    with pytest.raises(InputError) as caught:
+        decode_image(whole[: int(len(whole) * kept)], LIMIT)
+    assert "JPEG, PNG, WebP, GIF, BMP or TIFF" in caught.value.hint
+
+
+FOREIGN = {
+    "nothing": b"",
+    "text": b"hello",
+    "svg": b'<svg xmlns="http://www.w3.org/2000/svg"/>',
+    "eps": encode(Image.fromarray(NOISE), "EPS"),
+    "pdf": encode(Image.fromarray(NOISE), "PDF"),
+    "psd": b"8BPS\x00\x01" + bytes(100),
+    "ico": encode(Image.fromarray(NOISE), "ICO"),
+    "ppm": encode(Image.fromarray(NOISE), "PPM"),
+    "pickle": pickle.dumps([1, 2]),
+    "riff": b"RIFF\x00\x00\x00\x00WAVEfmt ",
+    "jpeg start": b"\xff\xd8\xff",
+    "bmp start": b"BM",
+    "tiff start": b"II*\x00",
+    "webp start": b"RIFF\x00\x00\x00\x00WEBP",
+    "empty png": make_png(0, 0, 8, 2, b""),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign(kind: str) -> None:
+    """What is not one of the six formats is refused, with the formats to send."""
+    with pytest.raises(InputError) as caught:
+        decode_image(FOREIGN[kind], LIMIT)
+    assert "JPEG, PNG, WebP, GIF, BMP or TIFF" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode(Image.fromarray(NOISE[..., 0].astype(np.float32)), "TIFF"),
+        encode(Image.fromarray(NOISE[..., 0].astype(np.int32)), "TIFF"),
+        make_tiff(NOISE[..., 0].astype(np.int16), 16, 1, 2),
+    ],
+    ids=["float", "int32", "int16"],
+)
+def test_no_scale(data: bytes) -> None:
+    """Pixels without a fixed full scale are refused."""
+    with pytest.raises(InputError, match="float, signed or 32-bit"):
+        decode_image(data, LIMIT)
+
+
+def claimed(kind: str, side: int, mark: bytes, offset: int, layout: str) -> bytes:
+    """A small file whose header, at ``offset`` from ``mark``, claims a square of ``side`` pixels."""
+    small = bytearray(encode(Image.new("RGB", (8, 8)), kind))
+    struct.pack_into(layout, small, small.index(mark) + offset, side, side)
+    return bytes(small)
+
+
+def claimed_webp(side: int) -> bytes:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    small = encode(frames[0], "WEBP", save_all=True, append_images=frames[1:])
+    start = small.index(b"VP8X") + 12
+    return small[:start] + (side - 1).to_bytes(3, "little") * 2 + small[start + 6 :]
+
+
+BOMBS = {
+    "png": (make_png(30000, 30000, 8, 2, b""), "900000000"),
+    "png, small": (make_png(1000, 1001, 1, 0, b""), "1001000"),
+    "gif": (claimed("GIF", 60000, b"GIF8", 6, "<HH"), "3600000000"),
+    "gif, large frame": (claimed("GIF", 10000, b",\x00\x00\x00\x00\x08", 5, "<HH"), ""),
+    "gif, larger frame": (claimed("GIF", 60000, b",\x00\x00\x00\x00\x08", 5, "<HH"), ""),
+    "bmp": (claimed("BMP", 30000, b"BM", 18, "<ii"), "900000000"),
+    "jpeg": (claimed("JPEG", 30000, b"\xff\xc0", 5, ">HH"), "900000000"),
+    "webp": (claimed_webp(10000), "100000000"),
+    "webp, larger": (claimed_webp(16000), ""),
+    "tiff": (
+        make_tiff(np.zeros((1, 70000), np.uint8), 8, 1).replace(
+            struct.pack("<HHII", 257, 3, 1, 1), struct.pack("<HHII", 257, 3, 1, 60000)
+        ),
+        "4200000000",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_too_many_pixels(kind: str) -> None:
+    """A header that claims too many pixels is refused with figure and limit, whatever follows it."""
+    data, figure = BOMBS[kind]
+    with pytest.raises(TooLargeError) as caught:
+        decode_image(data, LIMIT)
+    assert figure in caught.value.detail
+    assert f"the limit is {LIMIT}" in caught.value.detail
+
+
+def test_exactly_the_limit() -> None:
+    """A picture of exactly as many pixels as allowed passes; one more does not."""
+    data = encode(Image.fromarray(NOISE), "PNG")
+    assert decode_pixels(data, 54).shape == (6, 9, 3)
+    with pytest.raises(TooLargeError, match=r"54 pixels.*limit is 53"):
+        decode_image(data, 53)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "GIF", "WEBP"])
+def test_own_limit_counts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit above Pillow's own threshold neither its warning nor its error stands in the way."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    assert decode_pixels(encode(Image.fromarray(NOISE), kind)).shape == (6, 9, 3)
+
+
+def refusal(data: bytes) -> str:
+    """What the decoder says of ``data``; nothing where it decodes."""
+    try:
+        assert decode_image(data, LIMIT).mode == "RGB"
+    except (InputError, TooLargeError) as error:
+        return error.detail
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:PIL")
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_damaged(kind: str) -> None:
+    """Whatever bytes of a file are changed, it decodes or is refused in the tree's own errors and plain words."""
+    chance = random.Random(kind)
+    whole = encode(Image.fromarray(SMOOTH), kind)
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(chance.randint(1, 4)):
+            data[chance.randrange(min(len(data), 400))] = chance.randrange(256)
+        assert not any(mark in refusal(bytes(data)) for mark in ("0x", "/", "object", "\\"))
