@@ -81,6 +81,13 @@ def test_files(path: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_names_of_tests(path: Path) -> None:
+    """Every test that a document names by its file alone is there."""
+    tests = {each.name for each in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"`(test_\w+\.py)`", prose(path))) <= tests
+
+
 def test_words() -> None:
     """Each class that the architecture names as one of its words stands in the file that it names."""
     words = NOUN.findall(prose(ROOT / "docs/explanation/architecture.md"))
