@@ -11,7 +11,7 @@ import pytest
 from tests.examples.printed import ROOT, open_project, read_blocks, read_diffs
 
 COPIED = ("models", "service", "src", "tests")
-PAGES = ("add-a-pooling", "add-a-reply-format")
+PAGES = ("add-a-model-source", "add-a-pooling", "add-a-reply-format")
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
