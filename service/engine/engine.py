@@ -18,6 +18,7 @@ from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.results import collect_features
+from layertap.service.engine.rows import Items
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
@@ -47,16 +48,8 @@ class Engine:
             planned = await self.planner.plan(request, worker, admission.deadline)
             items = await fetch_inputs(planned, self.fetcher, admission)
             admission.reserve_bytes(planned.nbytes)
-            if planned.rows == len(items) == 1:
-                make = partial(make_job, planned, faults=request.faults, deadline=admission.deadline)
-                answer = await self.decoder.decode_and_run(planned, items, make, admission.deadline)
-            else:
-                answer = await self.decoder.decode(planned, items, admission.deadline)
-            if isinstance(answer, DecodedInputs):
-                job = await self._prepare(planned, answer, admission)
-                admission.resize(job.rows)
-                answer = job, await self.manager.scheduler.run(job)
-            return await self._collect(*answer, admission.deadline)
+            job, results = await self._decode_and_run(planned, items, admission)
+            return await self._collect_features(job, results, admission.deadline)
 
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> Job:
         """A request up to its forward, and no further; any error of the tree."""
@@ -98,6 +91,22 @@ class Engine:
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    async def _decode_and_run(
+        self, planned: PlannedRequest, items: Items, admission: Admission
+    ) -> tuple[Job, list[Results]]:
+        """A job of the rows that items are made into, and what its forwards gave."""
+        if planned.rows == len(items) == 1:
+            make = partial(make_job, planned, faults=planned.request.faults, deadline=admission.deadline)
+            answer = await self.decoder.decode_and_run(planned, items, make, admission.deadline)
+            if isinstance(answer, tuple):
+                return answer
+            decoded = answer
+        else:
+            decoded = await self.decoder.decode(planned, items, admission.deadline)
+        job = await self._prepare(planned, decoded, admission)
+        admission.resize(job.rows)
+        return job, await self.manager.scheduler.run(job)
+
     async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, admission: Admission) -> Job:
         """The job of rows that are decoded, planned anew where they are not what was expected."""
         final = await self.planner.replan(planned, decoded.rows, decoded.items, admission.deadline)
@@ -105,7 +114,7 @@ class Engine:
         admission.reserve_bytes(max(job.nbytes - planned.nbytes, 0))
         return job
 
-    async def _collect(self, job: Job, results: list[Results], deadline: float) -> Features:
+    async def _collect_features(self, job: Job, results: list[Results], deadline: float) -> Features:
         self.metrics.count_answered(job.model, job.rows)
         if len(results) == 1:
             return collect_features(job, results)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class InFlight:
-    """What is decoded, waits for its forward, or runs.
+    """What is decoded, waits for its forward, or runs; made on the event loop.
 
     ``answer`` belongs to the event loop, all else to the scheduler, under its lock. ``job`` is there once the rows are;
     ``started``: a batch with some of them has begun. ``missing`` counts rows without results, ``parts`` are the others'
     by their first row.
     """
 
-    answer: asyncio.Future[Any]
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     submitted: float = field(default_factory=time.perf_counter)
     decoded: float | None = None
     job: Job | None = None

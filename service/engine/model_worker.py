@@ -126,6 +126,8 @@ class ModelWorker:
 
     async def _call(self, function: Callable[[LoadedModel], T], deadline: float) -> T:
         """Run a function in the first replica's thread, when that does nothing else; raises what it does."""
+        if not self.is_active:
+            raise unloading_error(self.name)
         return await wait_until(deadline, asyncio.wrap_future(self._scheduler.call(self, function)))
 
     def run(self, function: Callable[[LoadedModel], T]) -> T:

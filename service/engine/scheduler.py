@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -122,7 +121,7 @@ class Scheduler:
 
         Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
-        task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=self._create_flight())
+        task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
         attempts: Sequence[Attempt] = await self._decode(task, deadline)
         return attempts
 
@@ -130,7 +129,7 @@ class Scheduler:
         self, worker: ModelWorker, decode: Callable[[], Sequence[Attempt] | Job], priority: Priority, deadline: float
     ) -> Sequence[Attempt] | tuple[Job, list[Results]]:
         """As ``decode``; a job that it gives is queued at once, in the same thread, and comes back with its results."""
-        task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=self._create_flight())
+        task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
         answer = await self._decode(task, deadline)
         return answer if task.flight.job is None else (task.flight.job, answer)
 
@@ -139,7 +138,7 @@ class Scheduler:
 
         Called on the event loop. Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
-        flight = self._create_flight()
+        flight = InFlight()
         with self._lock:
             if self.failure:
                 raise failure_error(self.failure)
@@ -147,10 +146,6 @@ class Scheduler:
             self._dispatch()
         results: list[Results] = await self._wait(flight, job.queued.deadline)
         return results
-
-    @staticmethod
-    def _create_flight() -> InFlight:
-        return InFlight(asyncio.get_running_loop().create_future())
 
     async def _decode(self, task: PendingDecode, deadline: float) -> Any:
         with self._lock:
