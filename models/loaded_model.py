@@ -12,7 +12,6 @@ from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_view import select_rows
-from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.dtypes import DTYPES
@@ -20,6 +19,7 @@ from layertap.models.devices.threads import use_threads
 from layertap.models.errors import InputError, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.inputs.text import TextSpec
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.replica import Replica, call_module
@@ -185,7 +185,7 @@ class LoadedModel:
         """
         try:
             with torch.no_grad():
-                row = {name: value[:1] for name, value in make_noise(self.inputs, self.device, self.dtype).items()}
+                row = make_noise_row(self.inputs, self.device, self.dtype)
                 call_module(row, own.module)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them

@@ -11,13 +11,14 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.survey import has_same_calls, make_noise
+from layertap.models.catalog.survey import has_same_calls
 from layertap.models.devices import devices
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import count_cores
 from layertap.models.errors import InputError, LoadError, RequestError, label_failures
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.noise import make_noise
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.replica import Replica, call_module, copy_module, create_replica

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
-from layertap.models.catalog.survey import make_noise, survey
+from layertap.models.catalog.survey import survey
 from layertap.models.devices import costs, memory
 from layertap.models.devices.threads import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.lru_cache import LRUCache
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
@@ -111,8 +112,7 @@ class ModelCatalogs:
         return survey(self._module, specs, self._forward, self._device, self._prefix_tokens, self._inputs.dtype)
 
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
-        noise = make_noise(specs, self._device, self._inputs.dtype)
-        return {name: value[:1] for name, value in noise.items()}
+        return make_noise_row(specs, self._device, self._inputs.dtype)
 
     def _scale_costs(self, seconds: float, specs: Sequence[InputSpec]) -> Costs:
         """Costs of another shape: its memory is measured, its time follows from that of the configured one."""

@@ -14,8 +14,7 @@ from layertap.models.catalog.call_observer import CallObserver, Run
 from layertap.models.catalog.sketch import Sketch
 from layertap.models.hooks import attention
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
-
-ROWS, PLACE = 3, 1  # of the forward of several rows: how many, and which of them is the row that ran alone
+from layertap.models.inputs.noise import PLACE, ROWS
 
 
 @dataclass

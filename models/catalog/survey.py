@@ -20,16 +20,15 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from layertap.models.catalog.call_observer import CallTimer, Run
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.observers import (
-    PLACE,
-    ROWS,
     AttentionObservation,
     CallObservation,
     CallRecorder,
     TensorObservation,
 )
-from layertap.models.devices.dtypes import DTYPES, dtype_name
+from layertap.models.devices.dtypes import dtype_name
 from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.hooks.tensor_tree import Path
+from layertap.models.inputs.noise import PLACE, ROWS, make_noise
 from layertap.models.spec import InputSpec
 
 Side = Literal["input", "output"]
@@ -42,7 +41,6 @@ OF_SHAPES = (
     IndexError,
     AssertionError,
 )  # what torch and models say of a wrong one
-LOUD = 3.0  # how much larger the neighbours are: a batch's largest value is then seldom the row's own
 
 
 def survey(
@@ -287,22 +285,6 @@ def _alike(mine: Sequence[CallObservation], its: Sequence[CallObservation]) -> b
         and all(one.output[path].sketch.matches(other.output[path].sketch) for path in one.output)
         for one, other in zip(mine, its, strict=True)
     )
-
-
-def make_noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """ROWS rows by a fixed seed, the one in the middle quieter than its neighbours."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(spec: InputSpec) -> Tensor:
-        shape = (ROWS, *spec.shape)
-        if not DTYPES[spec.dtype].is_floating_point:
-            return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
-        values = torch.randn(shape, generator=generator)
-        values[:PLACE] *= LOUD
-        values[PLACE + 1 :] *= LOUD
-        return values.to(device, dtype)
-
-    return {spec.name: draw(spec) for spec in inputs}
 
 
 def _one(batch: Mapping[str, Tensor], place: int = PLACE) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.compile import WarmError
 from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.inputs.noise import make_noise
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Plan

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import WarmError, open_graph
 from layertap.models.compiled.compiled_plan import CompiledPlan, Graph
 from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
 from layertap.models.devices import devices, transfer
 from layertap.models.errors import LayertapError
+from layertap.models.inputs.noise import make_noise
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Plan

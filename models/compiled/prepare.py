@@ -17,7 +17,6 @@ from pathlib import Path
 from torch import Tensor
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.catalog.survey import make_noise
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import (
     WarmError,
@@ -31,6 +30,7 @@ from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graph_capture import attach_cuda_graphs
 from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
+from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
@@ -170,8 +170,8 @@ def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> Compi
 def _compile(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
     from layertap.models.compiled.export import export_graph
 
-    batch = make_noise(model.inputs, model.device, model.dtype)
-    rows = {name: value[:1] for name, value in batch.items()} if kind == "one" else batch
+    make = make_noise_row if kind == "one" else make_noise
+    rows = make(model.inputs, model.device, model.dtype)
     compile_graph(export_graph(model, captures, rows), path)
 
 
@@ -189,7 +189,7 @@ def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
 
 def _costs(model: LoadedModel, graphs: CompiledPlan) -> Costs:
     """What graphs take in time, measured; their memory is taken for that of the whole forward, which is no less."""
-    row = {name: value[:1] for name, value in make_noise(model.inputs, model.device, model.dtype).items()}
+    row = make_noise_row(model.inputs, model.device, model.dtype)
 
     def forward(rows: Mapping[str, Tensor]) -> object:
         return graphs.run(rows, len(next(iter(rows.values()))))

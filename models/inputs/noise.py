@@ -1,0 +1,35 @@
+"""Rows of noise, by which a model is surveyed, measured, compared and probed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from layertap.models.devices.dtypes import DTYPES
+from layertap.models.spec import InputSpec
+
+ROWS, PLACE = 3, 1  # of a batch of noise: how many rows it has, and which of them is the quiet one
+LOUD = 3.0  # how much larger its neighbours are: a batch's largest value is then seldom the quiet row's
+
+
+def make_noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """ROWS rows of each input by a fixed seed, those beside PLACE larger; floating ones in ``dtype``."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(spec: InputSpec) -> Tensor:
+        shape = (ROWS, *spec.shape)
+        if not DTYPES[spec.dtype].is_floating_point:
+            return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
+        values = torch.randn(shape, generator=generator)
+        values[:PLACE] *= LOUD
+        values[PLACE + 1 :] *= LOUD
+        return values.to(device, dtype)
+
+    return {spec.name: draw(spec) for spec in inputs}
+
+
+def make_noise_row(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The first of these rows alone, a batch of one."""
+    return {name: value[:1] for name, value in make_noise(inputs, device, dtype).items()}
