@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.machine import described
 from bench.startup import spread
-from layertap.models.inputs.preprocess import ENOUGH, compute_resized_size, preprocess
+from layertap.models.inputs.preprocess import MIN_SCALE, compute_resized_size, preprocess
 from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced
@@ -173,7 +173,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m bench.decode", description="Decoding in full and reduced.")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--enough", type=float, nargs="+", default=[float(ENOUGH)], help="times the resized sides")
+    parser.add_argument("--enough", type=float, nargs="+", default=[float(MIN_SCALE)], help="times the resized sides")
     parser.add_argument("--json", type=Path, help="a file for the results")
     chosen = parser.parse_args()
     if chosen.rounds < 1 or min(chosen.enough) <= 0:

@@ -37,7 +37,7 @@ def digest_architecture(module: nn.Module, source: str, settings: str = "") -> s
     ``settings`` are those of the whole that no module need show.
     """
     tree = [
-        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _settings(part))
+        (name, type(part).__qualname__, _ADDRESS.sub("", part.extra_repr()), _list_settings(part))
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     return _digest([source, tree, *([settings] if settings else [])])
@@ -57,7 +57,7 @@ def digest_model(
     ``decode`` counts where it makes other numbers.
     ``precision`` is its dtype, or ``tf32`` where a GPU may read fewer bits than its float32 has.
     """
-    row = _picture(preprocess, decode) if preprocess else [_meaning(spec) for spec in inputs]
+    row = _describe_picture(preprocess, decode) if preprocess else [_describe_input(spec) for spec in inputs]
     return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
 
 
@@ -85,10 +85,10 @@ def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], 
     What they found in a catalogue is left out: it hangs on the shape of the input, as no other fingerprint does. That
     a tensor has tokens is told: what pads a text was once changed and counted as they are.
     """
-    told: list[object] = [_describe_change(each) for each in changes]
+    parts: list[object] = [_describe_change(each) for each in changes]
     if start:
-        told.append({"resume": start})
-    return _digest(told) if told else None
+        parts.append({"resume": start})
+    return _digest(parts) if parts else None
 
 
 def digest_batch(result: str) -> str:
@@ -103,30 +103,30 @@ def digest_reply(results: Iterable[str]) -> str:
 
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
-    told = {name: value for name, value in _to_plain_data(change).items() if name != "leaf"}
-    return told | ({"tokens": "own"} if change.leaf.token_axes else {})
+    fields = {name: value for name, value in _to_plain_data(change).items() if name != "leaf"}
+    return fields | ({"tokens": "own"} if change.leaf.token_axes else {})
 
 
-def _picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
+def _describe_picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
     """How a picture becomes a row; exact decoding is younger than the recipe and goes without saying."""
     return asdict(how) | ({"decode": decode} if how.altered(decode) else {})
 
 
-def _meaning(spec: InputSpec) -> dict[str, Any]:
+def _describe_input(spec: InputSpec) -> dict[str, Any]:
     """An input without what only says which others may be sent, and what a survey sends."""
     return {name: value for name, value in asdict(spec).items() if name not in SURVEYED}
 
 
 def _to_plain_data(value: object) -> dict[str, Any]:
     """A dataclass as plain data, with everything in it."""
-    return asdict(value, dict_factory=_asked_for)  # type: ignore[call-overload,no-any-return]
+    return asdict(value, dict_factory=_drop_unset)  # type: ignore[call-overload,no-any-return]
 
 
-def _asked_for(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _drop_unset(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in fields if value is not None or name not in LATER}
 
 
-def _settings(part: nn.Module) -> dict[str, object]:
+def _list_settings(part: nn.Module) -> dict[str, object]:
     return {
         name: value
         for name, value in vars(part).items()
@@ -142,7 +142,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float))
 
 
-def _hashed(data: object) -> str:
+def _hash_bytes(data: object) -> str:
     """A tensor from outside, by its bytes."""
     if not isinstance(data, bytes):
         raise TypeError(type(data).__name__)
@@ -150,5 +150,5 @@ def _hashed(data: object) -> str:
 
 
 def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_hashed)
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_hash_bytes)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

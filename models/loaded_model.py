@@ -120,32 +120,33 @@ class LoadedModel:
 
     def run(
         self,
-        own: Replica,
+        replica: Replica,
         pieces: Sequence[Rows],
-        shares: Sequence[RequestSlice],
-        padded: int | None = None,
+        slices: Sequence[RequestSlice],
+        padded_rows: int | None = None,
         resumption: Resumption | None = None,
         compiled: CompiledPlan | None = None,
     ) -> BatchActivations:
         """One forward of a replica for the requests that share it, row after row; results are on the device.
 
-        With ``padded`` the forward has so many rows, whatever is sent: the first one is repeated. With ``resumption``
-        it goes on from a layer, whose output the rows are; with ``compiled`` a graph gives all captures that it has.
+        With ``padded_rows`` the forward has so many rows, whatever is sent: the first one is repeated. With
+        ``resumption`` it goes on from a layer, whose output the rows are; with ``compiled`` a graph gives all captures
+        that it has.
         OutOfMemoryError, raised when everything that the forward held is let go; InputError where the model does not
         take the values.
         """
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
-        rows = max(count, padded or 0)
+        rows = max(count, padded_rows or 0)
         try:
             if compiled is not None:
-                rows = compiled.get_padded_rows(rows, own)
-                return compiled.run(self._assembled(pieces, rows - count, None), rows, own)
+                rows = compiled.get_padded_rows(rows, replica)
+                return compiled.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
             # Anew for each forward: a model may write to its input.
-            return own.extractor.extract_slices(
-                lambda: self._forward(own, self._assembled(pieces, rows - count, resumption), resumption),
-                shares,
+            return replica.extractor.extract_slices(
+                lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),
+                slices,
                 rows,
-                self._real(pieces, rows - count),
+                self._join_masks(pieces, rows - count),
             )
         except (IndexError, ValueError) as error:  # a token beyond the vocabulary, for one
             raise InputError(f"the model does not take these values ({type(error).__name__})") from error
@@ -156,29 +157,31 @@ class LoadedModel:
 
     def run_verified(
         self,
-        own: Replica,
+        replica: Replica,
         piece: Rows,
-        share: RequestSlice,
+        request_slice: RequestSlice,
         plan: Plan,
         catalog: Catalog,
-        padded: int | None = None,
+        padded_rows: int | None = None,
         resumption: Resumption | None = None,
     ) -> BatchActivations:
         """As ``run`` for a single request; RequestError where its outputs, put back, do not give the model's again."""
-        count = share.stop - share.start
-        rows = max(count, padded or 0)
+        count = request_slice.stop - request_slice.start
+        rows = max(count, padded_rows or 0)
         whole = RequestSlice(0, rows, verification.list_extra_captures(plan, catalog))
-        taken = self.run(own, [piece], [share, whole], padded, resumption)
+        activations = self.run(replica, [piece], [request_slice, whole], padded_rows, resumption)
 
-        def again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
-            batch = self._assembled([piece], rows - count, resumption)  # anew: a model may have written to it
-            return own.extractor.run_with_replacements(lambda: self._forward(own, batch, resumption), values)
+        def run_again(values: verification.TensorsByPoint) -> verification.TensorsByPoint:
+            batch = self._assemble_batch([piece], rows - count, resumption)  # anew: a model may have written to it
+            return replica.extractor.run_with_replacements(lambda: self._forward(replica, batch, resumption), values)
 
-        kept = {capture.point: reduced.values for capture, reduced in taken.select(whole).items()}
-        verification.check_outputs(plan, catalog, kept, again)
-        return BatchActivations({key: reduced for key, reduced in taken.pieces.items() if key[0] in share.captures})
+        values = {capture.point: reduced.values for capture, reduced in activations.select(whole).items()}
+        verification.check_outputs(plan, catalog, values, run_again)
+        return BatchActivations(
+            {key: reduced for key, reduced in activations.pieces.items() if key[0] in request_slice.captures}
+        )
 
-    def probe(self, own: Replica) -> BaseException | None:
+    def probe(self, replica: Replica) -> BaseException | None:
         """What a forward of noise, which went well when the model was loaded, raises now; None where it runs.
 
         Memory that has run out is no trouble: less may fit.
@@ -186,20 +189,20 @@ class LoadedModel:
         try:
             with torch.no_grad():
                 row = make_noise_row(self.inputs, self.device, self.dtype)
-                call_module(row, own.module)
+                call_module(row, replica.module)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
         except BaseException as error:  # a model may raise SystemExit too
             return None if isinstance(error, MemoryError) or memory.is_out_of_memory(error) else error
         return None
 
-    def _forward(self, own: Replica, batch: Rows, resumption: Resumption | None) -> object:
+    def _forward(self, replica: Replica, batch: Rows, resumption: Resumption | None) -> object:
         if resumption is None:
-            return call_module(batch, own.module)
-        given = next(iter(batch.values()))  # a text's mask comes after it
-        return resumption.forward(call_module, own.module, given)
+            return call_module(batch, replica.module)
+        output = next(iter(batch.values()))  # a text's mask comes after it
+        return resumption.forward(call_module, replica.module, output)
 
-    def _assembled(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
+    def _assemble_batch(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
         batch = {}
         floating = self.dtype if resumption is None else DTYPES[resumption.leaf.dtype]  # a layer may have its own
@@ -212,10 +215,10 @@ class LoadedModel:
                 batch[name] = transfer.to_device(parts, dtype, self.device)
                 continue
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            batch[name] = self._placed(whole, floating, copy=len(parts) == 1)
+            batch[name] = self._place(whole, floating, copy=len(parts) == 1)
         return batch
 
-    def _real(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
+    def _join_masks(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
         """Where a token is one of its text, and not there to fill it up, on the host; None where nothing tells."""
         name = self.text.mask if self.text is not None else None
         if name is None or name not in pieces[0]:
@@ -223,7 +226,7 @@ class LoadedModel:
         mask = torch.cat([piece[name] for piece in pieces]).bool()
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask
 
-    def _placed(self, value: Tensor, floating: torch.dtype, copy: bool) -> Tensor:
+    def _place(self, value: Tensor, floating: torch.dtype, copy: bool) -> Tensor:
         dtype = floating if value.is_floating_point() else value.dtype
         # Contiguous: in another memory format kernels round otherwise, and a neighbour would choose it for the batch.
         return value.to(self.device, dtype, copy=copy, memory_format=torch.contiguous_format)

@@ -44,22 +44,26 @@ def copy_module(module: nn.Module) -> nn.Module | None:
 
     Whether a forward of the copy stays inside the copy is not told by this: a closure may lead back to the original.
     """
-    shared = {id(tensor): tensor for tensor in _tensors(module)}
+    shared = {id(tensor): tensor for tensor in _iterate_tensors(module)}
     try:
-        twin = copy.deepcopy(module, dict(shared))
+        duplicate = copy.deepcopy(module, dict(shared))
     except Exception:  # locks, sockets, generators: whatever a third party's module holds
         return None
-    return twin if _addresses(twin) == _addresses(module) and _apart(twin, module) else None
+    return (
+        duplicate
+        if _list_addresses(duplicate) == _list_addresses(module) and _share_no_modules(duplicate, module)
+        else None
+    )
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
+def _iterate_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
 
 
-def _addresses(module: nn.Module) -> list[int]:
-    return [tensor.data_ptr() for tensor in _tensors(module)]
+def _list_addresses(module: nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in _iterate_tensors(module)]
 
 
-def _apart(one: nn.Module, other: nn.Module) -> bool:
+def _share_no_modules(one: nn.Module, other: nn.Module) -> bool:
     return not {id(part) for part in one.modules()} & {id(part) for part in other.modules()}

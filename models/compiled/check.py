@@ -19,28 +19,28 @@ TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  
 
 
 def check_against_hooks(
-    model: LoadedModel, plan: Plan, graphs: CompiledPlan, own: Replica, counts: Sequence[int]
+    model: LoadedModel, plan: Plan, graphs: CompiledPlan, replica: Replica, counts: Sequence[int]
 ) -> None:
     """WarmError where a graph gives something else than hooks, for batches of so many rows, one after the other."""
     batch = make_noise(model.inputs, model.device, model.dtype)
-    asked = []
+    batches = []
     for rows in counts:
         place = torch.arange(rows, rows * 2, device=model.device)  # each batch begins with another row
         part = {name: value[place % len(value)] for name, value in batch.items()}
-        asked.append((part, RequestSlice(0, rows, plan.captures)))
+        batches.append((part, RequestSlice(0, rows, plan.captures)))
     # All graphs first: what one gives must last while others run.
-    found = [model.run(own, [part], [share], compiled=graphs).select(share) for part, share in asked]
-    for (part, share), given in zip(asked, found, strict=True):
-        wanted = model.run(own, [part], [share]).select(share)
+    results = [model.run(replica, [part], [share], compiled=graphs).select(share) for part, share in batches]
+    for (part, share), actual in zip(batches, results, strict=True):
+        expected = model.run(replica, [part], [share]).select(share)
         for capture in plan.captures:
-            if not _close(given[capture].values, wanted[capture].values, TOLERANCE[model.spec.precision]):
+            if not _is_close(actual[capture].values, expected[capture].values, TOLERANCE[model.spec.precision]):
                 raise WarmError(f"the compiled graph gives other numbers for {capture.point.layer}")
 
 
-def _close(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+def _is_close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    if not wanted.is_floating_point():
-        return bool((found.int() - wanted.int()).abs().amax() <= 1)
-    largest = float(wanted.abs().amax())
-    return torch.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+    if not expected.is_floating_point():
+        return bool((actual.int() - expected.int()).abs().amax() <= 1)
+    largest = float(expected.abs().amax())
+    return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

@@ -25,7 +25,7 @@ from layertap.models.selection.plan import Capture
 RECIPE = 1  # to be raised where graphs are made otherwise
 OPTIONS = {"freezing": True, "cpp.dynamic_threads": True}  # threads as they are when a graph runs
 RUNNER = Path(__file__).with_name("runner.cpp")
-COMPILER_S = 300.0
+COMPILER_TIMEOUT_S = 300.0
 _loading = Lock()
 
 
@@ -40,35 +40,35 @@ def open_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         raise WarmError(f"the folder for compiled plans {path} can't be used ({type(error).__name__})") from error
-    reason = _exposed(found) if hasattr(os, "getuid") else ""
+    reason = _describe_exposure(status) if hasattr(os, "getuid") else ""
     if reason:
         raise WarmError(f"the folder for compiled plans {path} {reason} {path}")
     return path
 
 
-def _exposed(found: os.stat_result) -> str:
+def _describe_exposure(status: os.stat_result) -> str:
     """Why what is in a folder may come from strangers, and the command that ends it; empty where it may not."""
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         return f"belongs to another user: chown {os.getuid()}"
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return "may be written to by everybody: chmod o-w"
-    if found.st_mode & stat.S_IWGRP and found.st_gid not in (os.getegid(), *os.getgroups()):
-        return f"may be written to by group {found.st_gid}, which this process is not in: chmod g-w"
+    if status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getegid(), *os.getgroups()):
+        return f"may be written to by group {status.st_gid}, which this process is not in: chmod g-w"
     return ""
 
 
 def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
     """What a graph is made of, as one digest: weights, captures, shapes, versions, and the kind of processor."""
-    told = [
-        *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, _processor(model.device)),
+    parts = [
+        *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, _describe_processor(model.device)),
         [[spec.name, spec.shape, spec.dtype] for spec in model.inputs],
         [asdict(capture) for capture in captures],
         model.spec.memory_format,  # a graph is made for weights as they lie
     ]
-    text = json.dumps(told, sort_keys=True, default=str)
+    text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -99,7 +99,7 @@ def load_runner(place: Path) -> None:
     """Load what runs graphs, compiled first where it is not there; WarmError. Once a process: it names a class."""
     with _loading:
         if not _is_loaded():
-            _load(place)
+            _load_runner(place)
 
 
 def _is_loaded() -> bool:
@@ -109,12 +109,12 @@ def _is_loaded() -> bool:
         return False
 
 
-def _load(place: Path) -> None:
+def _load_runner(place: Path) -> None:
     text = RUNNER.read_bytes()
     name = hashlib.sha256(text + torch.__version__.encode() + platform.machine().encode()).hexdigest()[:16]
     path = place / f"runner-{name}.so"
     if not path.exists():
-        _build(path)
+        _build_runner(path)
     torch.classes.load_library(str(path))
 
 
@@ -126,7 +126,7 @@ def find_compiler() -> str:
     return found
 
 
-def _build(path: Path) -> None:
+def _build_runner(path: Path) -> None:
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
         made = Path(place, path.name)
@@ -136,20 +136,20 @@ def _build(path: Path) -> None:
             *(f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
         ]
         try:
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_S)  # noqa: S603
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILER_TIMEOUT_S)  # noqa: S603
         except (OSError, subprocess.SubprocessError) as error:
             raise WarmError(f"the C++ compiler failed ({type(error).__name__})") from error
         made.replace(path)
 
 
-def _processor(device: torch.device) -> list[str]:
+def _describe_processor(device: torch.device) -> list[str]:
     """What code for one processor may not run on another for."""
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _flags()]
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _digest_cpu_flags()]
 
 
-def _flags() -> str:
+def _digest_cpu_flags() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

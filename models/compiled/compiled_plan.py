@@ -34,7 +34,7 @@ class Graph(Protocol):
 class CompiledPlan:
     """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own.
 
-    ``replays``: what a GPU keeps of them for some sizes of batches, by replica.
+    ``cuda_graphs``: what a GPU keeps of them for some sizes of batches, by replica.
     """
 
     captures: tuple[Capture, ...]
@@ -48,28 +48,28 @@ class CompiledPlan:
         """Whether it gives all that a plan wants."""
         return not plan.resolved_interventions and plan.objective is None and plan.captures <= frozenset(self.captures)
 
-    def get_padded_rows(self, rows: int, own: Replica) -> int:
+    def get_padded_rows(self, rows: int, replica: Replica) -> int:
         """To how many rows a replica's batch is best filled up."""
-        known = self.cuda_graphs.get(own)
-        return known.get_padded_rows(rows) if known else rows
+        graphs = self.cuda_graphs.get(replica)
+        return graphs.get_padded_rows(rows) if graphs else rows
 
-    def run(self, batch: Rows, rows: int, own: Replica | None = None) -> BatchActivations:
+    def run(self, batch: Rows, rows: int, replica: Replica | None = None) -> BatchActivations:
         """All captures of a batch of so many rows, on the device; raises what the graph does."""
         inputs = [batch[name] for name in self.inputs]
-        known = self.cuda_graphs.get(own) if own else None
+        cuda_graphs = self.cuda_graphs.get(replica) if replica else None
         graph = self.single_row if rows == 1 else self.batch
         with torch.no_grad():
-            tensors = iter(known.run(inputs) if known and rows in known else graph.run(inputs))
-        return BatchActivations({(capture, (0, rows)): _next(tensors, capture) for capture in self.captures})
+            tensors = iter(cuda_graphs.run(inputs) if cuda_graphs and rows in cuda_graphs else graph.run(inputs))
+        return BatchActivations({(capture, (0, rows)): _take_result(tensors, capture) for capture in self.captures})
 
 
-def _next(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
+def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
     values = next(tensors)
-    found = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
-    return ensure_owned(found, values.new_empty(0))
+    reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
+    return ensure_owned(reduced, values.new_empty(0))
 
 
-def find_compiled_plan(known: Iterable[CompiledPlan | None], plan: Plan) -> CompiledPlan | None:
+def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> CompiledPlan | None:
     """The cheapest that gives what a plan wants; None where the model itself has to run."""
-    fitting = [each for each in known if each is not None and each.covers(plan)]
-    return min(fitting, key=lambda each: each.costs.seconds(1), default=None)
+    covering = [each for each in compiled if each is not None and each.covers(plan)]
+    return min(covering, key=lambda each: each.costs.seconds(1), default=None)

@@ -23,7 +23,7 @@ from layertap.models.replica import Replica
 from layertap.models.selection.plan import Plan
 
 log = logging.getLogger("layertap")
-ROUNDS = 3  # forwards before one is captured: what is done once only, tuning and loading, must not be in it
+WARMUP_ROUNDS = 3  # forwards before one is captured: what is done once only, tuning and loading, must not be in it
 
 
 def attach_cuda_graphs(
@@ -41,18 +41,18 @@ def attach_cuda_graphs(
         runners = {
             kind: open_graph(paths[kind], 1, model.device, single=True) for kind in {get_kind(rows) for rows in sizes}
         }
-        found = replace(graphs, cuda_graphs=capture_cuda_graphs(model, graphs, sizes, runners))
-        for own in model.replicas:
-            check_against_hooks(model, plan, found, own, _counts(sorted(set(sizes))))
+        attached = replace(graphs, cuda_graphs=capture_cuda_graphs(model, graphs, sizes, runners))
+        for replica in model.replicas:
+            check_against_hooks(model, plan, attached, replica, _list_checked_rows(sorted(set(sizes))))
     except Exception as error:  # a capture may end in anything; graphs run without it as well
         reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
         fields = {"model": model.spec.name, "reason": reason}
         log.warning("a warm plan runs without CUDA graphs", extra={"fields": fields})
         return graphs
-    return found
+    return attached
 
 
-def _counts(sizes: Sequence[int]) -> list[int]:
+def _list_checked_rows(sizes: Sequence[int]) -> list[int]:
     """Numbers of rows to be compared: those that fill a size, and those that leave most of it empty."""
     return sorted({*sizes, *(below + 1 for below in (0, *sizes[:-1]))})
 
@@ -62,16 +62,16 @@ def capture_cuda_graphs(
 ) -> dict[Replica, CudaGraphs]:
     """CUDA graphs of what runners do, of a single row and of several, for each replica; raises what a capture does."""
     batch = make_noise(model.inputs, model.device, model.dtype)
-    found = {}
+    cuda_graphs = {}
     with devices.use_device(model.device), torch.no_grad():
-        for own in model.replicas:
+        for replica in model.replicas:
             pool, stream = torch.cuda.graph_pool_handle(), transfer.create_stream(model.device)
-            replays = [
-                _replay(runners[get_kind(rows)], _rows(graphs, batch, rows), pool, stream)
+            captured = [
+                _capture_graph(runners[get_kind(rows)], _repeat_rows(graphs, batch, rows), pool, stream)
                 for rows in sorted(set(sizes), reverse=True)  # the largest first: others then find memory in the pool
             ]
-            found[own] = CudaGraphs(replays)
-    return found
+            cuda_graphs[replica] = CudaGraphs(captured)
+    return cuda_graphs
 
 
 def get_kind(rows: int) -> str:
@@ -79,16 +79,16 @@ def get_kind(rows: int) -> str:
     return "one" if rows == 1 else "several"
 
 
-def _rows(graphs: CompiledPlan, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
+def _repeat_rows(graphs: CompiledPlan, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
     """So many rows in memory of their own, which every replay will read."""
     return tuple(torch.cat([batch[name]] * -(-rows // len(batch[name])))[:rows].clone() for name in graphs.inputs)
 
 
-def _replay(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> CudaGraph:
+def _capture_graph(runner: Graph, inputs: tuple[Tensor, ...], pool: Any, stream: torch.cuda.Stream) -> CudaGraph:
     stream.wait_stream(torch.cuda.current_stream())  # what the inputs were written by
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        for _ in range(ROUNDS):
+        for _ in range(WARMUP_ROUNDS):
             runner.run(list(inputs))
         stream.synchronize()
         # Other threads go on meanwhile, and may ask the device for memory: that must not end the capture.

@@ -24,35 +24,35 @@ class Replayable(Protocol):
 class CudaGraph:
     """A batch of so many rows: the memory it is read from, and that of what comes of it.
 
-    ``kept`` is anything else that must stay where it is, the graph's weights for one.
+    ``keep_alive`` is anything else that must stay where it is, the graph's weights for one.
     """
 
     rows: int
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     graph: Replayable
-    kept: object = None
+    keep_alive: object = None
 
 
 class CudaGraphs:
     """A replica's, by size. What they compute with is the same memory, so that one runs at a time."""
 
-    def __init__(self, known: Iterable[CudaGraph]) -> None:
-        self._known = {each.rows: each for each in sorted(known, key=lambda each: each.rows)}
+    def __init__(self, graphs: Iterable[CudaGraph]) -> None:
+        self._graphs = {each.rows: each for each in sorted(graphs, key=lambda each: each.rows)}
         self._lock = Lock()
 
     def __contains__(self, rows: int) -> bool:
-        return rows in self._known
+        return rows in self._graphs
 
     def get_padded_rows(self, rows: int) -> int:
         """To how many rows such a batch is filled up; as many as it has where it is larger than all."""
-        return next((size for size in self._known if size >= rows), rows)
+        return next((size for size in self._graphs if size >= rows), rows)
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs for a batch of a known size, in memory that no later one overwrites."""
-        known = self._known[len(inputs[0])]
+        graph = self._graphs[len(inputs[0])]
         with self._lock:
-            for place, given in zip(known.inputs, inputs, strict=True):
+            for place, given in zip(graph.inputs, inputs, strict=True):
                 place.copy_(given)
-            known.graph.replay()
-            return [output.clone() for output in known.outputs]
+            graph.graph.replay()
+            return [output.clone() for output in graph.outputs]

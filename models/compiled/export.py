@@ -19,7 +19,7 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import call_module
 from layertap.models.selection.plan import Capture
 
-LEAST = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
+MIN_ROWS = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
 
 
 def export_graph(model: LoadedModel, captures: Sequence[Capture], rows: Mapping[str, Tensor]) -> ExportedProgram:
@@ -28,23 +28,26 @@ def export_graph(model: LoadedModel, captures: Sequence[Capture], rows: Mapping[
     Raises whatever the export does: a model may decide by values, or do what can't be exported.
     """
     batch = tuple(rows[spec.name] for spec in model.inputs)
-    several = len(batch[0]) >= LEAST
-    dynamic = tuple({0: Dim("rows", min=LEAST)} for _ in batch) if several else None
+    several = len(batch[0]) >= MIN_ROWS
+    dynamic = tuple({0: Dim("rows", min=MIN_ROWS)} for _ in batch) if several else None
     with torch.no_grad():
         program = export(
-            _Tapped(model, captures).eval(), batch, dynamic_shapes=(dynamic,) if dynamic else None, strict=False
+            _CapturingModule(model, captures).eval(),
+            batch,
+            dynamic_shapes=(dynamic,) if dynamic else None,
+            strict=False,
         )
         # Without writes in place it is plain what nobody needs, and that goes.
         pruned: ExportedProgram = program.run_decompositions({})
         return pruned
 
 
-class _Tapped(nn.Module):
+class _CapturingModule(nn.Module):
     """A model that gives its captures in place of its output."""
 
     def __init__(self, model: LoadedModel, captures: Sequence[Capture]) -> None:
         super().__init__()
-        self.whole = model.module
+        self.model = model.module
         self._names = [spec.name for spec in model.inputs]
         self._captures = captures
 
@@ -52,22 +55,22 @@ class _Tapped(nn.Module):
         """All captures of a batch, reduced; scales behind their values."""
         found: dict[Capture, ReducedTensor] = {}
         with ExitStack() as stack:
-            for (part, side), calls in self._taps().items():
-                ATTACH[side](stack, part, partial(_take, calls, found))
+            for (part, side), calls in self._group_captures().items():
+                ATTACH[side](stack, part, partial(_on_call, calls, found))
             # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
-            call_module(dict(zip(self._names, inputs, strict=True)), self.whole)
+            call_module(dict(zip(self._names, inputs, strict=True)), self.model)
         return list(flatten(found[capture] for capture in self._captures))
 
-    def _taps(self) -> dict[tuple[nn.Module, Side], dict[int, list[Capture]]]:
-        parts = dict(self.whole.named_modules(remove_duplicate=False))
-        taps: dict[tuple[nn.Module, Side], dict[int, list[Capture]]] = defaultdict(lambda: defaultdict(list))
+    def _group_captures(self) -> dict[tuple[nn.Module, Side], dict[int, list[Capture]]]:
+        parts = dict(self.model.named_modules(remove_duplicate=False))
+        captures: dict[tuple[nn.Module, Side], dict[int, list[Capture]]] = defaultdict(lambda: defaultdict(list))
         for capture in self._captures:
             point = capture.point
-            taps[parts["" if point.layer == "." else point.layer], point.side][point.call].append(capture)
-        return taps
+            captures[parts["" if point.layer == "." else point.layer], point.side][point.call].append(capture)
+        return captures
 
 
-def _take(
+def _on_call(
     calls: Mapping[int, Sequence[Capture]], found: dict[Capture, ReducedTensor], call: int, value: object
 ) -> None:
     tensors = dict(iterate_tensors(value)) if call in calls else {}

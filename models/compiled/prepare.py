@@ -43,20 +43,20 @@ from layertap.models.spec import ModelSpec, WarmSpec
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
-TELL_S = 15.0  # between two words on a graph that takes long
-COUNTS = (1, 2, 3)  # rows of the batches that are compared
+REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
+CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
 
 
-def prepare_warm_plans(model: LoadedModel, place: Path) -> LoadedModel:
+def prepare_warm_plans(model: LoadedModel, folder: Path) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
     LoadError where a plan names what is not there.
     """
     with devices.use_device(model.device):
-        return replace(model, compiled=tuple(_prepare_warm_plan(model, warm, place) for warm in model.spec.warm))
+        return replace(model, compiled=tuple(_prepare_warm_plan(model, warm, folder) for warm in model.spec.warm))
 
 
-def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, place: Path) -> CompiledPlan | None:
+def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, folder: Path) -> CompiledPlan | None:
     try:
         plan = make_warm_plan(model, warm)
     except RequestError as error:
@@ -64,7 +64,7 @@ def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, place: Path) -> Compi
     if not warm.compile:
         return None
     try:
-        return _ready(model, plan, warm, open_folder(place))
+        return _open_or_compile(model, plan, warm, open_folder(folder))
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
         reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
         log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
@@ -73,24 +73,24 @@ def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, place: Path) -> Compi
 
 def make_warm_plan(model: LoadedModel, warm: WarmSpec) -> Plan:
     """The plan that an entry means; RequestError where there is no such layer."""
-    how = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
-    return make_plan([replace(parse_selector(text), reduction=how) for text in warm.layers], model.catalog)
+    reduction = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
+    return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)
 
 
-def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
+def _compile_in_process(spec: ModelSpec, folder: Path, threads: int) -> None:
     """Compile graphs in a process of its own, which takes the compiler's memory with it; WarmError where it fails.
 
     It ends with this process, if that is sooner. Meanwhile the log tells how far it is.
     """
     context = get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
-        target=_build_and_tell, args=(theirs, spec, place, threads, list_search_folders()), daemon=True
+        target=_run_compiler, args=(sender, spec, folder, threads, list_search_folders()), daemon=True
     )
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        reason = _follow(ours, spec.name)
+        reason = _wait_for_compiler(receiver, spec.name)
     except EOFError:
         reason = "the compiler's process ended"
     process.join()
@@ -98,76 +98,76 @@ def _build_elsewhere(spec: ModelSpec, place: Path, threads: int) -> None:
         raise WarmError(reason)
 
 
-def _follow(ours: Connection, model: str) -> str:
+def _wait_for_compiler(receiver: Connection, model: str) -> str:
     """What a compiler's process says at its end: what went wrong, if anything did. Until then it counts graphs."""
-    begun = time.monotonic()
+    start = time.monotonic()
     log.info("compiling warm plans, which may take minutes", extra={"fields": {"model": model}})
     fields: dict[str, object] = {}
     while True:
-        if ours.poll(TELL_S):
-            said = ours.recv()
-            if isinstance(said, str):
-                return said
-            fields = {"model": model, "graph": said[0], "graphs": said[1]}
+        if receiver.poll(REPORT_INTERVAL_S):
+            message = receiver.recv()
+            if isinstance(message, str):
+                return message
+            fields = {"model": model, "graph": message[0], "graphs": message[1]}
         if fields:
-            seconds = round(time.monotonic() - begun)
+            seconds = round(time.monotonic() - start)
             log.info("compiling", extra={"fields": {**fields, "seconds": seconds}})
 
 
-def _build_and_tell(theirs: Connection, spec: ModelSpec, place: Path, threads: int, folders: Sequence[str]) -> None:
+def _run_compiler(sender: Connection, spec: ModelSpec, folder: Path, threads: int, folders: Sequence[str]) -> None:
     """Compile, and tell how far it is, then what went wrong, if anything did; a server's log has a form: print nothing.
 
     Ended by SIGTERM, it removes what it has begun to write.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both: the server ends this process
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+    with Path(os.devnull).open("w") as devnull:
+        os.dup2(devnull.fileno(), 1)
+        os.dup2(devnull.fileno(), 2)
     add_search_folders(folders)
     try:
-        compile_warm_plans(spec, place, threads, lambda number, count: theirs.send((number, count)))
+        compile_warm_plans(spec, folder, threads, lambda number, count: sender.send((number, count)))
     except LayertapError as error:
-        theirs.send(error.detail)
+        sender.send(error.detail)
     except Exception as error:
-        theirs.send(f"it can't be compiled ({type(error).__name__})")
+        sender.send(f"it can't be compiled ({type(error).__name__})")
     else:
-        theirs.send("")
+        sender.send("")
 
 
-def compile_warm_plans(spec: ModelSpec, place: Path, threads: int, tell: Callable[[int, int], None]) -> None:
+def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Callable[[int, int], None]) -> None:
     """Compile all graphs of a model that are not there yet; raises whatever an export or a compiler does.
 
-    ``tell`` is called before each graph with its number and how many there are.
+    ``report`` is called before each graph with its number and how many there are.
     """
     model = load_model(spec, 1, threads)
     plans = []
     for warm in (warm for warm in spec.warm if warm.compile):
         with suppress(WarmError):  # of a plan that is told when its turn comes; the others are compiled
-            plans.append(_captures(model, make_warm_plan(model, warm)))
+            plans.append(_list_captures(model, make_warm_plan(model, warm)))
     paths = {
-        (captures, kind): place / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
+        (captures, kind): folder / f"{compute_key(model, captures, kind)}.pt2" for captures in plans for kind in KINDS
     }
     missing = {each: path for each, path in paths.items() if not path.exists()}
     for number, ((captures, kind), path) in enumerate(missing.items(), 1):
-        tell(number, len(missing))
-        _compile(model, captures, kind, path)
+        report(number, len(missing))
+        _compile_captures(model, captures, kind, path)
 
 
-def _ready(model: LoadedModel, plan: Plan, warm: WarmSpec, place: Path) -> CompiledPlan:
-    captures = _captures(model, plan)
-    paths = {kind: place / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
+def _open_or_compile(model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path) -> CompiledPlan:
+    captures = _list_captures(model, plan)
+    paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
     if not all(path.exists() for path in paths.values()):
         find_compiler()
-        _build_elsewhere(model.spec, place, model.threads)
+        _compile_in_process(model.spec, folder, model.threads)
     one, several = (open_graph(path, len(model.replicas), model.device) for path in paths.values())
     graphs = CompiledPlan(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
-    check_against_hooks(model, plan, graphs, model.replicas[0], COUNTS)
-    graphs = replace(graphs, costs=_costs(model, graphs))
+    check_against_hooks(model, plan, graphs, model.replicas[0], CHECKED_ROWS)
+    graphs = replace(graphs, costs=_measure_graph_costs(model, graphs))
     return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
-def _compile(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
+def _compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: str, path: Path) -> None:
     from layertap.models.compiled.export import export_graph
 
     make = make_noise_row if kind == "one" else make_noise
@@ -175,7 +175,7 @@ def _compile(model: LoadedModel, captures: Sequence[Capture], kind: str, path: P
     compile_graph(export_graph(model, captures, rows), path)
 
 
-def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
+def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     """A plan's captures in order; WarmError where a graph can't give one."""
     if not model.catalog.rowwise:
         raise WarmError("rows of this model run one at a time")
@@ -187,12 +187,12 @@ def _captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     return tuple(dict.fromkeys(result.capture for result in plan.results))
 
 
-def _costs(model: LoadedModel, graphs: CompiledPlan) -> Costs:
+def _measure_graph_costs(model: LoadedModel, graphs: CompiledPlan) -> Costs:
     """What graphs take in time, measured; their memory is taken for that of the whole forward, which is no less."""
     row = make_noise_row(model.inputs, model.device, model.dtype)
 
     def forward(rows: Mapping[str, Tensor]) -> object:
         return graphs.run(rows, len(next(iter(rows.values()))))
 
-    found = costs.measure_costs(forward, row, model.module, model.device, True, model.threads)
-    return replace(found, row_bytes=model.catalog.costs.row_bytes)
+    measured = costs.measure_costs(forward, row, model.module, model.device, True, model.threads)
+    return replace(measured, row_bytes=model.catalog.costs.row_bytes)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows], object]
-NO_MEMORY = (
+OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
 )
@@ -22,8 +22,8 @@ NO_MEMORY = (
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or this machine has too little memory."""
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
-    return isinstance(error, torch.OutOfMemoryError) or told
+    is_named = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
+    return isinstance(error, torch.OutOfMemoryError) or is_named
 
 
 def is_device_error(error: BaseException) -> bool:
@@ -40,13 +40,13 @@ def measure_peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: 
         torch.cuda.reset_peak_memory_stats(device)
         forward(batch)
         return max(torch.cuda.max_memory_allocated(device) - before, 0) + own
-    watch = _Peak([*module.parameters(), *module.buffers(), *batch.values()])
+    watch = _PeakMemory([*module.parameters(), *module.buffers(), *batch.values()])
     with watch:
         forward(batch)
     return watch.peak + own
 
 
-class _Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that operations make, as long as each lives."""
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -90,28 +90,28 @@ def measure_available_bytes(device: torch.device) -> int:
     """Memory that is free now, on a GPU or, within what this process's group may have, on this machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = [*_machine(), *_group()]
+    free = [*_read_machine(), *_read_cgroup()]
     return min(free, default=2**32)
 
 
-def _machine() -> Iterator[int]:
-    for line in _lines(Path("/proc/meminfo")):
+def _read_machine() -> Iterator[int]:
+    for line in _read_lines(Path("/proc/meminfo")):
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             yield int(rest.split()[0]) * 1024
 
 
-def _group() -> Iterator[int]:
+def _read_cgroup() -> Iterator[int]:
     group = Path("/sys/fs/cgroup")
-    limit, used = (next(iter(_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
+    limit, used = (next(iter(_read_lines(group / f"memory.{name}")), "max") for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
         # Files that were read lately count as used, but make room where it is wanted.
-        files = (line.split() for line in _lines(group / "memory.stat"))
+        files = (line.split() for line in _read_lines(group / "memory.stat"))
         spare = next((int(size) for name, size in files if name == "inactive_file"), 0)
         yield max(int(limit) - int(used) + spare, 0)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:  # another system, or a sandbox

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-MOST_BYTES = 2**26  # of one batch, or of one batch's results; what is larger goes through other memory
+MAX_PINNED_BYTES = 2**26  # of one batch, or of one batch's results; what is larger goes through other memory
 
 
 def create_stream(device: torch.device) -> torch.cuda.Stream:
@@ -44,9 +44,9 @@ def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
     Some may be there already, made by another thread that has waited for them.
     """
     if any(part.device.type == "cuda" for part in parts):
-        return torch.cat([_there(part, dtype, device) for part in parts]).contiguous()
+        return torch.cat([_move_part(part, dtype, device) for part in parts]).contiguous()
     shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-    batch = torch.empty(shape, dtype=dtype, pin_memory=prod(shape) * dtype.itemsize <= MOST_BYTES)
+    batch = torch.empty(shape, dtype=dtype, pin_memory=prod(shape) * dtype.itemsize <= MAX_PINNED_BYTES)
     at = 0
     for part in parts:
         batch[at : at + len(part)].copy_(part)
@@ -54,7 +54,7 @@ def to_device(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device)
     return batch.to(device, non_blocking=True)
 
 
-def _there(part: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _move_part(part: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if part.device.type != "cuda":
         return to_device([part], dtype, device)
     part.record_stream(torch.cuda.current_stream(device))  # or its memory could go to its own thread's next rows
@@ -66,14 +66,14 @@ def join_rows(parts: Sequence[Tensor]) -> Tensor:
     device = next((part.device for part in parts if part.device.type == "cuda"), None)
     if device is None:
         return torch.cat(list(parts))
-    found = torch.cat([part.to(device) for part in parts])
+    joined = torch.cat([part.to(device) for part in parts])
     synchronize_stream(device)
-    return found
+    return joined
 
 
 def to_host(data: Tensor) -> Tensor:
     """A tensor of a GPU as one of the host, there when this returns."""
-    found = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.nbytes <= MOST_BYTES)
-    found.copy_(data, non_blocking=True)
+    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.nbytes <= MAX_PINNED_BYTES)
+    host.copy_(data, non_blocking=True)
     synchronize_stream(data.device)
-    return found
+    return host

@@ -19,9 +19,9 @@ from layertap.models.inputs.preprocess import preprocess, preprocess_pixels
 from layertap.models.spec import ModelSpec, PreprocessSpec
 
 log = logging.getLogger("layertap")
-MOST_PIXELS = 2**26  # of the pictures of one go, unless it is one alone: decoded, they take three bytes each
-TRIAL = (96, 64)  # width and height of what a decoder is tried out with
-ALIKE = 4 / 255  # how far it may be from Pillow's on average, before normalisation: wrong colours are further
+MAX_GROUP_PIXELS = 2**26  # of the pictures of one go, unless it is one alone: decoded, they take three bytes each
+TRIAL_SIZE = (96, 64)  # width and height of what a decoder is tried out with
+MAX_DIFFERENCE = 4 / 255  # how far it may be from Pillow's on average, before normalisation: wrong colours are further
 
 
 @dataclass(eq=False)
@@ -40,9 +40,9 @@ class DeviceDecoder:
     On a CPU torchvision's other decoder does the same, so that all but the GPU itself can be tested there.
     """
 
-    def __init__(self, device: torch.device, how: PreprocessSpec) -> None:
+    def __init__(self, device: torch.device, spec: PreprocessSpec) -> None:
         self._device = device
-        self._how = how
+        self._spec = spec
         self._stream = transfer.create_stream(device) if device.type == "cuda" else None
         self._waiting: deque[_Picture] = deque()
         self._queue, self._turn = Lock(), Lock()
@@ -52,96 +52,100 @@ class DeviceDecoder:
 
         None where it can't be decoded there, whatever the reason.
         """
-        mine = _Picture(data, size)
+        picture = _Picture(data, size)
         with self._queue:
-            self._waiting.append(mine)
+            self._waiting.append(picture)
         with self._turn:
-            while not mine.settled:
-                self._go()
-        return mine.row
+            while not picture.settled:
+                self._decode_next()
+        return picture.row
 
-    def _go(self) -> None:
+    def _decode_next(self) -> None:
         """Settle the pictures that have waited longest."""
-        group = self._next()
+        group = self._take_group()
         try:
-            self._try(group)
+            self._decode_group(group)
         finally:
             for each in group:
                 each.settled = True
 
-    def _next(self) -> list[_Picture]:
-        found: list[_Picture] = []
+    def _take_group(self) -> list[_Picture]:
+        group: list[_Picture] = []
         pixels = 0
         with self._queue:
             while self._waiting:
                 pixels += self._waiting[0].size[0] * self._waiting[0].size[1]
-                if found and pixels > MOST_PIXELS:
+                if group and pixels > MAX_GROUP_PIXELS:
                     break
-                found.append(self._waiting.popleft())
-        return found
+                group.append(self._waiting.popleft())
+        return group
 
-    def _try(self, group: Sequence[_Picture]) -> None:
+    def _decode_group(self, group: Sequence[_Picture]) -> None:
         """Decode pictures together; where that fails each alone, for one that is bad fails all of them."""
         try:
-            for each, row in zip(group, self._rows(group), strict=True):
+            for each, row in zip(group, self._decode_rows(group), strict=True):
                 each.row = row
         except Exception:  # nvJPEG refuses, memory has run out, the device is lost: the CPU decodes it, or refuses it
             again = group if len(group) > 1 else ()
         else:
             again = ()
         for each in again:  # here all that the failed attempt held is let go
-            self._try([each])
+            self._decode_group([each])
 
-    def _rows(self, group: Sequence[_Picture]) -> list[Tensor]:
+    def _decode_rows(self, group: Sequence[_Picture]) -> list[Tensor]:
         with torch.no_grad(), _use_new_stream(self._stream):
-            decoded = _decode([each.data for each in group], self._device)
+            decoded = _decode_jpegs([each.data for each in group], self._device)
             for each, pixels in zip(group, decoded, strict=True):
                 if tuple(pixels.shape) != (3, each.size[1], each.size[0]):
                     raise ValueError("a picture has another size than its header says")
-            return [preprocess_pixels(pixels, self._how) for pixels in decoded]
+            return [preprocess_pixels(pixels, self._spec) for pixels in decoded]
 
 
-def create_device_decoder(spec: ModelSpec, how: PreprocessSpec | None, device: torch.device) -> DeviceDecoder | None:
+def create_device_decoder(
+    spec: ModelSpec, preprocessing: PreprocessSpec | None, device: torch.device
+) -> DeviceDecoder | None:
     """What decodes for a model on its device; None where the CPU does: one line says why, where it was asked for."""
-    if spec.decode != "device" or how is None:
+    if spec.decode != "device" or preprocessing is None:
         return None
-    reason = _obstacle(how, device)
-    decoder = None if reason else DeviceDecoder(device, how)
-    if decoder is not None and not matches_cpu(decoder, how):
+    reason = _find_obstacle(preprocessing, device)
+    decoder = None if reason else DeviceDecoder(device, preprocessing)
+    if decoder is not None and not matches_cpu(decoder, preprocessing):
         reason, decoder = "what it decodes there is no picture, or another one", None
     if reason:
         log.warning("pictures are decoded on the CPU", extra={"fields": {"model": spec.name, "reason": reason}})
     return decoder
 
 
-def matches_cpu(decoder: DeviceDecoder, how: PreprocessSpec) -> bool:
+def matches_cpu(decoder: DeviceDecoder, preprocessing: PreprocessSpec) -> bool:
     """Whether a small picture, in colours and in gray, comes out nearly as it does on the CPU."""
-    scale = torch.tensor(how.std).abs().view(3, 1, 1)
-    colours = Image.merge("RGB", [_gradient(turn) for turn in (0, 90, 180)])
+    scale = torch.tensor(preprocessing.std).abs().view(3, 1, 1)
+    colours = Image.merge("RGB", [_draw_gradient(turn) for turn in (0, 90, 180)])
     for picture in (colours, colours.convert("L")):
         stream = BytesIO()
         picture.save(stream, "JPEG", quality=95)
         with Image.open(stream) as image:
-            wanted = preprocess(image.convert("RGB"), how)
-        found = decoder.decode_row(stream.getvalue(), TRIAL)
-        if found is None or found.shape != wanted.shape:
+            expected = preprocess(image.convert("RGB"), preprocessing)
+        row = decoder.decode_row(stream.getvalue(), TRIAL_SIZE)
+        if row is None or row.shape != expected.shape:
             return False
-        if not float(((found.cpu() - wanted) * scale).abs().mean()) <= ALIKE:
+        if not float(((row.cpu() - expected) * scale).abs().mean()) <= MAX_DIFFERENCE:
             return False
     return True
 
 
-def _gradient(turn: int) -> Image.Image:
-    return Image.linear_gradient("L").rotate(turn).resize(TRIAL)
+def _draw_gradient(turn: int) -> Image.Image:
+    return Image.linear_gradient("L").rotate(turn).resize(TRIAL_SIZE)
 
 
-def _obstacle(how: PreprocessSpec, device: torch.device) -> str:
+def _find_obstacle(preprocessing: PreprocessSpec, device: torch.device) -> str:
     if device.type != "cuda":
         return "there is no GPU"
-    return "" if how.placeable else f"tensors can't be resized as pictures are by {how.interpolation}"
+    return (
+        "" if preprocessing.placeable else f"tensors can't be resized as pictures are by {preprocessing.interpolation}"
+    )
 
 
-def _decode(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
+def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
     """Pictures as RGB on a device, uint8, (3, height, width); raises what a decoder does."""
     # Here, not above: later versions of torchvision may have none, and nobody else needs one.
     from torchvision.io import ImageReadMode, decode_jpeg

@@ -21,7 +21,7 @@ from layertap.models.spec import Box, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
 # times as large (docs/explanation/fidelity.md).
-ENOUGH = 2
+MIN_SCALE = 2
 
 
 def preprocess(
@@ -36,7 +36,7 @@ def preprocess(
     if spec.resize is not None:
         image = image.resize(compute_resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
     if spec.crop is not None:
-        image = tvf.center_crop(image, _sides(spec.crop))
+        image = tvf.center_crop(image, _list_sides(spec.crop))
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
     return _normalize(tvf.pil_to_tensor(image).contiguous(), spec)
 
@@ -50,18 +50,18 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
         width, height = compute_resized_size(spec, pixels.shape[2], pixels.shape[1])
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
     if spec.crop is not None:
-        pixels = tvf.center_crop(pixels, _sides(spec.crop))
+        pixels = tvf.center_crop(pixels, _list_sides(spec.crop))
     return _normalize(pixels.contiguous(), spec)
 
 
 def _normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
-    mean, std = _constants(spec.mean, spec.std, pixels.device)
+    mean, std = _make_constants(spec.mean, spec.std, pixels.device)
     normalised: Tensor = pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
     return normalised
 
 
 @lru_cache(maxsize=256)
-def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """What is subtracted and divided by, (3, 1, 1); torchvision makes and checks them anew for each image."""
     # Normal tensors whoever asks first: inference ones could not be used outside of inference mode.
     with torch.inference_mode(False):
@@ -93,13 +93,13 @@ def compute_least_size(spec: PreprocessSpec, width: int, height: int) -> tuple[i
     if not spec.reducible:
         return None
     wide, high = compute_resized_size(spec, width, height)
-    return ENOUGH * wide, ENOUGH * high
+    return MIN_SCALE * wide, MIN_SCALE * high
 
 
 def compute_output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
     """Height and width of every result, or None where they depend on the image."""
     if spec.crop is not None:
-        height, *rest = _sides(spec.crop)
+        height, *rest = _list_sides(spec.crop)
         return height, rest[0] if rest else height
     return spec.resize if isinstance(spec.resize, tuple) else None
 
@@ -137,9 +137,9 @@ def from_transformers(processor: Any) -> PreprocessSpec | None:
     None where resize and centre crop can't say it: borders, crops by ratio, a scale other than 0…1, other resamplings.
     """
     scaled = processor.do_rescale and math.isclose(processor.rescale_factor, 1 / 255)
-    resize = _transformers_size(processor.size) if processor.do_resize else None
+    resize = _parse_transformers_size(processor.size) if processor.do_resize else None
     cropped = bool(getattr(processor, "do_center_crop", False))
-    crop = _transformers_size(processor.crop_size) if cropped else None
+    crop = _parse_transformers_size(processor.crop_size) if cropped else None
     mode = RESAMPLINGS.get(int(processor.resample)) if processor.do_resize else "bilinear"
     odd = any(getattr(processor, name, None) for name in ("do_pad", "crop_pct", "do_flip_channel_order"))
     if not scaled or odd or mode is None or (processor.do_resize and resize is None) or (cropped and crop is None):
@@ -148,7 +148,7 @@ def from_transformers(processor: Any) -> PreprocessSpec | None:
     return PreprocessSpec(resize, crop, tuple(mean), tuple(std), mode)
 
 
-def _transformers_size(size: Any) -> int | tuple[int, int] | None:
+def _parse_transformers_size(size: Any) -> int | tuple[int, int] | None:
     """A short side or height and width, as transformers writes them; None for any other rule."""
     sides = {name: size.get(name) for name in ("height", "width", "shortest_edge", "longest_edge")}
     known = {name: int(side) for name, side in sides.items() if side is not None}
@@ -157,30 +157,30 @@ def _transformers_size(size: Any) -> int | tuple[int, int] | None:
     return (known["height"], known["width"]) if known.keys() == {"height", "width"} else None
 
 
-def _sides(size: int | tuple[int, int]) -> list[int]:
+def _list_sides(size: int | tuple[int, int]) -> list[int]:
     return [size] if isinstance(size, int) else list(size)
 
 
-def _classification(preset: Any) -> PreprocessSpec:
+def _from_classification(preset: Any) -> PreprocessSpec:
     return PreprocessSpec(
-        resize=_size(preset.resize_size),
-        crop=_size(preset.crop_size),
+        resize=_parse_size(preset.resize_size),
+        crop=_parse_size(preset.crop_size),
         mean=tuple(preset.mean),
         std=tuple(preset.std),
         interpolation=preset.interpolation.value,
     )
 
 
-def _segmentation(preset: Any) -> PreprocessSpec:
+def _from_segmentation(preset: Any) -> PreprocessSpec:
     return PreprocessSpec(
-        resize=None if preset.resize_size is None else _size(preset.resize_size),
+        resize=None if preset.resize_size is None else _parse_size(preset.resize_size),
         mean=tuple(preset.mean),
         std=tuple(preset.std),
         interpolation=preset.interpolation.value,
     )
 
 
-def _size(sides: list[int]) -> int | tuple[int, int]:
+def _parse_size(sides: list[int]) -> int | tuple[int, int]:
     return sides[0] if len(sides) == 1 else (sides[0], sides[1])
 
 
@@ -195,6 +195,6 @@ PILLOWS: dict[Interpolation, Image.Resampling] = {
 }
 RESAMPLINGS = {int(mode): name for name, mode in PILLOWS.items() if name != "nearest-exact"}  # by PIL's numbers
 PRESETS: dict[str, Callable[[Any], PreprocessSpec]] = {
-    "ImageClassification": _classification,
-    "SemanticSegmentation": _segmentation,
+    "ImageClassification": _from_classification,
+    "SemanticSegmentation": _from_segmentation,
 }

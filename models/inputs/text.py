@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from layertap.models.spec import InputSpec
 
-SHORTEST = 8  # tokens of the smallest bucket; each further one has twice as many
-USUAL = 32  # tokens of the row that a model is surveyed with
+MIN_BUCKET = 8  # tokens of the smallest bucket; each further one has twice as many
+SURVEY_TOKENS = 32  # tokens of the row that a model is surveyed with
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class TextSpec:
         """The length that so many tokens are padded to: few lengths, so that requests share forwards."""
         if self.mask is None:
             return tokens
-        size = SHORTEST
+        size = MIN_BUCKET
         while size < tokens:
             size *= 2
         return min(size, self.max_tokens)
 
     def inputs(self) -> tuple[InputSpec, ...]:
         """The model's inputs, of a usual length; a row may be shorter, or as long as ``max_tokens``."""
-        usual = (min(USUAL, self.max_tokens),)
+        usual = (min(SURVEY_TOKENS, self.max_tokens),)
         ids = InputSpec(self.ids, usual, "int64", values=(0, self.vocabulary), longest=self.max_tokens)
         if self.mask is None:
             return (ids,)

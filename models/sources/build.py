@@ -57,14 +57,14 @@ def list_default_architectures() -> list[str]:
 
 
 @contextmanager
-def wrap_build_errors(what: str, told: str = "") -> Iterator[None]:
+def wrap_build_errors(what: str, note: str = "") -> Iterator[None]:
     """Call a third party's builder inside: whatever it raises becomes a LoadError without its words, and with ours."""
     try:
         yield
     except LoadError:
         raise
     except Exception as error:
-        raise LoadError(f"{what} could not be built ({type(error).__name__}){told}") from error
+        raise LoadError(f"{what} could not be built ({type(error).__name__}){note}") from error
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:
-        fault = "downloaded" if _is_network(error) else "loaded"
+        fault = "downloaded" if _is_network_error(error) else "loaded"
         detail = f"weights {escape(weights)} of {what} could not be {fault} ({type(error).__name__})"
         raise LoadError(detail, hint=WEIGHTS_HINT) from error
 
@@ -105,10 +105,10 @@ def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: b
     return replace(built, preprocess=wanted, inputs=(follows, *built.inputs[1:]))
 
 
-def _is_network(error: Exception) -> bool:
+def _is_network_error(error: Exception) -> bool:
     library = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
 
 
-BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
+FLOAT_BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"

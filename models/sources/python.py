@@ -43,7 +43,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         module=module,
         inputs=spec.inputs,
         preprocess=None,
-        architecture=f"python:{ident.removeprefix(OWN)}",
+        architecture=f"python:{ident.removeprefix(PACKAGE_PREFIX)}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights="as built" if weights.label == "DEFAULT" else weights.label,
     )
@@ -102,7 +102,7 @@ def _call_factory(ident: str, seed: int | None) -> nn.Module:
         isolate_construction(seed),
     ):
         transformers_switches.isolate_when_imported()
-        module = _factory(name, factory)()
+        module = _import_factory(name, factory)()
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {escape(type(module).__name__)}, not a torch.nn.Module")
     compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)
@@ -124,22 +124,22 @@ def _hides_parts(module: nn.Module) -> bool:
     return compiled and next(module.children(), None) is not None
 
 
-def _factory(name: str, factory: str) -> type[object]:
+def _import_factory(name: str, factory: str) -> type[object]:
     _FINDER.add(name.partition(".")[0])
     try:
         loaded = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise _missing(name, error.name or name) from error
+        raise _missing_module_error(name, error.name or name) from error
     # The name is the operator's own configuration; nothing from a request comes here.
-    found = getattr(loaded, factory, None)
-    if not callable(found):
+    attribute = getattr(loaded, factory, None)
+    if not callable(attribute):
         matches = difflib.get_close_matches(factory, vars(loaded), n=3)
         hint = suggest(tuple(f"python:{name}:{match}" for match in matches))
         raise LoadError(f"Python module {escape(name)} has no factory {escape(factory)}", hint=hint)
-    return found  # type: ignore[no-any-return]
+    return attribute  # type: ignore[no-any-return]
 
 
-def _missing(name: str, missing: str) -> LoadError:
+def _missing_module_error(name: str, missing: str) -> LoadError:
     """The refusal of a module that is not there, or imports one that is not; a note says where it was looked for."""
     detail = f"there is no Python module {escape(missing)}"
     if name != missing and not name.startswith(f"{missing}."):
@@ -154,4 +154,4 @@ def _missing(name: str, missing: str) -> LoadError:
 
 
 WEIGHTS_HINT = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
-OWN = "layertap."  # the digests of our own models are of a time when the package had no name in front
+PACKAGE_PREFIX = "layertap."  # the digests of our own models are of a time when the package had no name in front

@@ -8,7 +8,7 @@ from typing import Any
 
 from layertap.models.errors import LoadError, escape, suggest
 from layertap.models.inputs.preprocess import from_timm
-from layertap.models.sources.build import BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.sources.build import FLOAT_BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
@@ -21,10 +21,10 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
     Raises LoadError where timm is not installed, does not know the name, or its weights can't be had.
     """
-    timm = _library()
+    timm = _import_timm()
     _check_name(timm, ident)
     weights = parse_weights(spec.weights)
-    module = _with_weights(timm, ident, weights)
+    module = _create_module(timm, ident, weights)
     config = timm.data.resolve_data_config({}, model=module)
     name = next(iter(inspect.signature(module.forward).parameters))
     tag = module.pretrained_cfg.get("tag") or "pretrained"
@@ -38,7 +38,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     )
 
 
-def _library() -> Any:
+def _import_timm() -> Any:
     try:
         import timm
     except ImportError as error:
@@ -59,7 +59,7 @@ def _check_name(timm: Any, ident: str) -> None:
         raise LoadError(f"timm:{name} has no weights tagged {escape(tag)}", hint=suggest(matches)) from error
 
 
-def _with_weights(timm: Any, ident: str, weights: WeightsSource) -> Any:
+def _create_module(timm: Any, ident: str, weights: WeightsSource) -> Any:
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = f"type weights: DEFAULT, and a tag after a dot in the source, or {WEIGHTS_HINT}"
@@ -73,5 +73,5 @@ def _with_weights(timm: Any, ident: str, weights: WeightsSource) -> Any:
     with wrap_build_errors(f"timm:{ident}"), isolate_construction(weights.seed):
         module = timm.create_model(ident, pretrained=False)
     if state is not None:
-        load_state_dict(module, state, weights.label, BITS)
+        load_state_dict(module, state, weights.label, FLOAT_BITS)
     return module

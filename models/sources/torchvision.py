@@ -16,7 +16,7 @@ from torchvision.models.video import MViT
 
 from layertap.models.errors import LoadError, escape, suggest
 from layertap.models.inputs.preprocess import from_torchvision
-from layertap.models.sources.build import BITS, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.sources.build import FLOAT_BITS, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
@@ -33,19 +33,21 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     Without released weights it is ``get_model(ARCH, weights=None)``; a file with the name of released weights is
     taken for them. Raises LoadError for what is unknown, not offered, or can't be had.
     """
-    kind = _kind(ident)
+    kind = _find_kind(ident)
     members = get_model_weights(ident).__members__
     weights = parse_weights(spec.weights)
-    released = _released(ident, members, weights)
-    state = _state(ident, released, weights)
+    released = _find_released(ident, members, weights)
+    state = _read_state(ident, released, weights)
     with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(weights.seed):
-        module = get_model(ident, weights=None, **_options(ident, kind, state, released))
+        module = get_model(ident, weights=None, **_make_options(ident, kind, state, released))
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     if state is not None:
-        load_state_dict(module, state, label, BITS)
+        load_state_dict(module, state, label, FLOAT_BITS)
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
-    shape, preset = _fitted(module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms()))
+    shape, preset = _fit_image_size(
+        module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms())
+    )
     return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
@@ -58,31 +60,31 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 def list_classifiers() -> list[str]:
     """Architectures for image classification, sorted; those made for quantisation left out."""
-    return [name for name in _offered() if _preset(name) == "ImageClassification"]
+    return [name for name in _list_offered() if _get_preset_name(name) == "ImageClassification"]
 
 
-def _kind(ident: str) -> str:
+def _find_kind(ident: str) -> str:
     """The class name of the architecture's preset, which says what it takes."""
     if ident not in list_models():
-        raise unknown_name_error("torchvision", ident, _offered())
+        raise unknown_name_error("torchvision", ident, _list_offered())
     if ident.startswith(QUANTIZED):
         hint = f"type torchvision:{ident.removeprefix(QUANTIZED)}"
         raise LoadError(f"torchvision:{ident} is not offered: it is made for int8 arithmetic", hint=hint)
-    kind = _preset(ident)
+    kind = _get_preset_name(ident)
     if kind not in SHAPES:
         raise LoadError(f"torchvision:{ident} is not offered: {REFUSED.get(kind, 'what it takes is not known')}")
     return kind
 
 
-def _offered() -> list[str]:
-    return [name for name in list_models() if not name.startswith(QUANTIZED) and _preset(name) in SHAPES]
+def _list_offered() -> list[str]:
+    return [name for name in list_models() if not name.startswith(QUANTIZED) and _get_preset_name(name) in SHAPES]
 
 
-def _preset(name: str) -> str:
+def _get_preset_name(name: str) -> str:
     return type(get_model_weights(name).__members__["DEFAULT"].transforms()).__name__
 
 
-def _released(ident: str, members: Mapping[str, Any], weights: WeightsSource) -> Any | None:
+def _find_released(ident: str, members: Mapping[str, Any], weights: WeightsSource) -> Any | None:
     """The weights that torchvision publishes and that are meant, by name or by their file's name."""
     if weights.seed is not None:
         return None
@@ -97,7 +99,7 @@ def _released(ident: str, members: Mapping[str, Any], weights: WeightsSource) ->
     raise LoadError(f"torchvision:{ident} has weights {names}, and none named {escape(name)}", hint=hint)
 
 
-def _state(ident: str, released: Any | None, weights: WeightsSource) -> State:
+def _read_state(ident: str, released: Any | None, weights: WeightsSource) -> State:
     if weights.path is not None:
         state = read_checkpoint(weights.path)
     elif released is not None:
@@ -106,10 +108,10 @@ def _state(ident: str, released: Any | None, weights: WeightsSource) -> State:
             state = released.get_state_dict(progress=False, check_hash=True, map_location="cpu", weights_only=True)
     else:
         return None
-    return _renamed(ident, _trimmed(ident, state, released))
+    return _rename_dense_layers(ident, _drop_auxiliary_heads(ident, state, released))
 
 
-def _trimmed(ident: str, state: dict[str, Tensor], released: Any | None) -> dict[str, Tensor]:
+def _drop_auxiliary_heads(ident: str, state: dict[str, Tensor], released: Any | None) -> dict[str, Tensor]:
     """GoogLeNet's released file holds heads that torchvision drops once it has loaded them."""
     if ident == "googlenet" and released is not None:
         for name in [name for name in state if name.startswith(("aux1.", "aux2."))]:
@@ -117,7 +119,7 @@ def _trimmed(ident: str, state: dict[str, Tensor], released: Any | None) -> dict
     return state
 
 
-def _renamed(ident: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _rename_dense_layers(ident: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """DenseNet's released files have names from before dots in module names were forbidden."""
     if ident.startswith("densenet"):
         for name in list(state):
@@ -125,26 +127,26 @@ def _renamed(ident: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def _options(ident: str, kind: str, state: State, released: Any | None) -> dict[str, Any]:
+def _make_options(ident: str, kind: str, state: State, released: Any | None) -> dict[str, Any]:
     options = OPTIONS.get(ident) or OPTIONS.get(kind) or OPTIONS.get(ident.partition("_")[0])
     return options(state, released) if options else {}
 
 
 def _googlenet(state: State, released: Any | None) -> dict[str, Any]:
     # Only the released weights come without auxiliary heads, and they were trained on inputs scaled another way.
-    aux = _holds(state, "aux1.", otherwise=True)
+    aux = _has_prefix(state, "aux1.", otherwise=True)
     return {"aux_logits": aux, "transform_input": released is not None or not aux, "init_weights": state is None}
 
 
 def _inception(state: State, released: Any | None) -> dict[str, Any]:
-    aux = _holds(state, "AuxLogits.", otherwise=True)
+    aux = _has_prefix(state, "AuxLogits.", otherwise=True)
     return {"aux_logits": aux, "transform_input": released is not None, "init_weights": state is None}
 
 
 def _segmentation(state: State, released: Any | None) -> dict[str, Any]:
     # Without this the builder would download the backbone's weights only to have them overwritten.
     options: dict[str, Any] = {"weights_backbone": None}
-    return options | ({"aux_loss": True} if _holds(state, "aux_classifier.", otherwise=False) else {})
+    return options | ({"aux_loss": True} if _has_prefix(state, "aux_classifier.", otherwise=False) else {})
 
 
 def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
     return {"image_size": math.isqrt(state[POSITIONS].shape[1] - 1) * state[PATCHES].shape[-1]}
 
 
-def _holds(state: State, prefix: str, *, otherwise: bool) -> bool:
+def _has_prefix(state: State, prefix: str, *, otherwise: bool) -> bool:
     return otherwise if state is None else any(name.startswith(prefix) for name in state)
 
 
@@ -162,7 +164,7 @@ def _prefix_tokens(module: nn.Module) -> int:
     return int(isinstance(module, VisionTransformer | MViT))
 
 
-def _fitted(
+def _fit_image_size(
     module: nn.Module, shape: tuple[int, ...], preset: PreprocessSpec | None
 ) -> tuple[tuple[int, ...], PreprocessSpec | None]:
     """The weights' shape and preset, or, of a transformer made for another size than theirs, those of that size."""

@@ -18,7 +18,7 @@ from safetensors.numpy import load as read_safetensors
 from safetensors.torch import save_file
 
 from layertap.models.capture.batch_slices import copy_packed
-from layertap.models.devices.transfer import MOST_BYTES, to_device, to_host
+from layertap.models.devices.transfer import MAX_PINNED_BYTES, to_device, to_host
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.oracle import record, seeded
@@ -128,14 +128,14 @@ def test_batches_to_the_device(counts: tuple[int, ...], kind: torch.dtype, dtype
         assert found.cpu().equal(torch.cat(parts).to(dtype))
 
 
-@pytest.mark.parametrize("size", [1, 2**20, MOST_BYTES + 1])
+@pytest.mark.parametrize("size", [1, 2**20, MAX_PINNED_BYTES + 1])
 def test_results_from_the_device(size: int) -> None:
     """What comes to the host is there at once and stays, whatever comes after it."""
     data = torch.randint(0, 256, (2, size), dtype=torch.uint8, device="cuda")
     one, other = to_host(data[0]), to_host(data[1])
     assert one.equal(data[0].cpu())
     assert other.equal(data[1].cpu())
-    assert one.is_pinned() == (size <= MOST_BYTES)
+    assert one.is_pinned() == (size <= MAX_PINNED_BYTES)
 
 
 @pytest.mark.parametrize("fields", [{"tf32": True}, {"dtype": "bfloat16", "memory_format": "channels_last"}], ids=str)

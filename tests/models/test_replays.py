@@ -176,7 +176,7 @@ def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, grap
 
     class Reused(CudaGraphs):
         def run(self, inputs: Any) -> list[Tensor]:
-            known = self._known[len(inputs[0])]
+            known = self._graphs[len(inputs[0])]
             super().run(inputs)
             return list(known.outputs)
 

@@ -169,7 +169,7 @@ def test_18_bits_depend_on_the_number_of_rows(load_net: Loader) -> None:
             mates = rows(model, 7, seed) * 10.0**seed
             assert all(torch.equal(*pair) for pair in zip(first, among(mates, place), strict=True))
     padded = RequestSlice(0, 1, plan.captures)
-    filled = model.run(model.replicas[0], [{"x": x[:1]}], [padded], padded=8).select(padded).values()
+    filled = model.run(model.replicas[0], [{"x": x[:1]}], [padded], padded_rows=8).select(padded).values()
     assert all(torch.equal(one, other.values) for one, other in zip(first, filled, strict=True))
 
 

@@ -238,7 +238,7 @@ def test_a_forward_that_fails() -> None:
         peak(nn.Linear(4, 4), ones(1, 5))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         costs.measure_costs(
-            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True, most=2
+            lambda rows: nn.Linear(4, 4)(rows["x"]), ones(1, 5), nn.Identity(), CPU, rowwise=True, max_threads=2
         )
     assert _get_current_dispatch_mode() is None
     assert torch.get_num_threads() == before
@@ -289,12 +289,12 @@ def test_measure(rowwise: bool) -> None:
     assert measured.base >= 0 < measured.per_row
     assert measured.seconds(1) == measured.base + measured.per_row
     # Of a forward of one row, a row's part is between an eighth and all of it.
-    assert measured.per_row * 2 * costs.SEVERAL >= 0.999 * measured.seconds(1)
+    assert measured.per_row * 2 * costs.BATCH_ROWS >= 0.999 * measured.seconds(1)
     assert measured.row_bytes == (4 + 8 + 8) * FLOAT
     assert measured.speedup == 1.0
     assert {threads for _, threads in seen} == {1}
-    assert {rows for rows, _ in seen} == ({1, costs.SEVERAL} if rowwise else {1})
-    assert len(seen) <= 2 + 2 * costs.MOST
+    assert {rows for rows, _ in seen} == ({1, costs.BATCH_ROWS} if rowwise else {1})
+    assert len(seen) <= 2 + 2 * costs.MAX_ROUNDS
     if not rowwise:
         assert measured.base == 0
 
@@ -308,7 +308,7 @@ def test_figures_of_every_net(load_net: Loader, name: str) -> None:
     assert figures.row_bytes > own
     assert all(math.isfinite(figure) for figure in (figures.base, figures.per_row, figures.speedup))
     assert figures.base >= 0 < figures.per_row
-    assert figures.speedup == 1.0 or figures.speedup >= costs.WORTH
+    assert figures.speedup == 1.0 or figures.speedup >= costs.MIN_SPEEDUP
 
 
 def test_available() -> None:

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 
-from layertap.models import loaded_model
+from layertap.models import loading
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.models import plain_weights
@@ -80,7 +80,7 @@ class Asker:
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads do not wait for each other: where one takes long they never did."""
-    monkeypatch.setattr(loaded_model, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(loading, "TURN_TIMEOUT_S", 0.0)
 
 
 @pytest.mark.usefixtures("_impatient")
