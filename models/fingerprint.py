@@ -70,7 +70,7 @@ def digest_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[i
 
 
 def digest_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
-    """The fingerprint of one result, from the model's part and that of the changes that it hangs on, if any."""
+    """The fingerprint of one result, from the model's part and that of the changes that it depends on, if any."""
     return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *([changes] if changes else [])])
 
 
@@ -80,9 +80,9 @@ def digest_explanation(method: str, results: Iterable[str]) -> str:
 
 
 def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], start: str = "") -> str | None:
-    """The part of a fingerprint that edits, a goal, and a layer to go on from make; None where there are none.
+    """The part of a fingerprint for interventions, an objective and a layer to go on from; None where there are none.
 
-    What they found in a catalogue is left out: it hangs on the shape of the input, as no other fingerprint does. That
+    What they found in a catalogue is left out: it depends on the shape of the input, as no other fingerprint does. That
     a tensor has tokens is told: what pads a text was once changed and counted as they are.
     """
     parts: list[object] = [_describe_change(each) for each in changes]

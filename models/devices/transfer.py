@@ -1,8 +1,8 @@
 """Batches to a GPU and results from it, in the order of the stream of the thread that asks.
 
-But for ``joined`` for no other device. Pinned memory is read and written by the GPU itself, while threads go on. torch
-keeps what was pinned once and hands it out again, but not as long as a copy from or to it is under way; to the system
-it never goes back. Hence ``MOST_BYTES`` for each piece; how many there are at a time hangs on the requests whose
+Only ``join_rows`` is for other devices too. The GPU itself reads and writes pinned memory, while threads go on. torch
+keeps what was pinned once and hands it out again, but not while a copy from or to it is under way; it never goes back
+to the system. Hence ``MAX_PINNED_BYTES`` for each piece; how many there are at a time depends on the requests whose
 results wait to be sent.
 """
 

@@ -1,9 +1,9 @@
 """Construct a module in a thread without a change to what other threads compute.
 
 torch has one default dtype and one generator of random numbers for the whole process, and who constructs a module often
-sets the one and draws from the other. Within ``seeded`` a thread has both for itself. For that, the functions of torch
-that set or tell them are replaced once, when this file is imported, by ones that look at which thread calls: elsewhere
-they do what they always did.
+sets the one and draws from the other. Within ``isolate_construction`` a thread has both for itself. For that, the
+functions of torch that set or tell them are replaced once, when this file is imported, by ones that look at which
+thread calls: elsewhere they do what they always did.
 """
 
 from __future__ import annotations
