@@ -73,7 +73,7 @@ def graphs(model: LoadedModel, plan: Plan, runners: dict[str, Plain]) -> Compile
     captures = tuple(result.capture for result in plan.results)
     names = tuple(spec.name for spec in model.inputs)
     made = CompiledPlan(captures, names, runners["one"], runners["several"], model.catalog.costs)
-    found = replace(made, replays=capture_cuda_graphs(model, made, SIZES, runners))
+    found = replace(made, cuda_graphs=capture_cuda_graphs(model, made, SIZES, runners))
     transfer.synchronize_device(model.device)
     return found
 
@@ -93,7 +93,7 @@ def test_what_is_replayed_is_what_was_captured(
     other = Plain(export_graph(model, captures, {name: value.cuda() for name, value in batch(model.inputs, 3).items()}))
     wrong = capture_cuda_graphs(model, graphs, (4,), {"several": other})
     with pytest.raises(WarmError):
-        check_against_hooks(model, plan, replace(graphs, replays=wrong), model.replicas[0], (3,))
+        check_against_hooks(model, plan, replace(graphs, cuda_graphs=wrong), model.replicas[0], (3,))
 
 
 def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:

@@ -90,7 +90,7 @@ def graphs(model: LoadedModel, plan: Plan) -> CompiledPlan:
     }
     one.rows.clear()
     several.rows.clear()
-    return replace(made, replays=known)
+    return replace(made, cuda_graphs=known)
 
 
 def ran(graphs: CompiledPlan) -> list[int]:
@@ -162,7 +162,7 @@ def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: CompiledPla
     wrong = Counted(lambda rows: [value + shift for value in graphs.batch.run([rows])])
     own = model.replicas[0]
     known = CudaGraphs([kept(wrong if size == 8 else graphs.batch, model.shapes[0], size) for size in SIZES])
-    changed = replace(graphs, replays={own: known})
+    changed = replace(graphs, cuda_graphs={own: known})
     check_against_hooks(model, plan, changed, own, (1, 2, 4))
     if not shift:
         check_against_hooks(model, plan, changed, own, (5, 8))
@@ -183,4 +183,4 @@ def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, grap
     own = model.replicas[0]
     known = Reused([kept(graphs.batch, model.shapes[0], 4)])
     with pytest.raises(WarmError, match="other numbers"):
-        check_against_hooks(model, plan, replace(graphs, replays={own: known}), own, (2, 4))
+        check_against_hooks(model, plan, replace(graphs, cuda_graphs={own: known}), own, (2, 4))
