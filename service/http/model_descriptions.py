@@ -13,14 +13,14 @@ from layertap.models.selection.hook_points import format_path
 from layertap.models.spec import InputSpec
 
 Json = dict[str, Any]
-CHOSEN = {"tf32": True, "memory_format": "channels_last"}  # told where somebody has chosen it
+OPTIONAL_FIELDS = {"tf32": True, "memory_format": "channels_last"}  # shown where somebody has chosen it
 
 
 def describe_model(entry: ModelEntry) -> Json:
     """A configured model: what it is, its state, and more where it is loaded."""
     spec, model = entry.spec, entry.model
     body: Json = {"name": spec.name, "state": entry.state, "source": spec.shown_source, "dtype": spec.dtype}
-    body |= {name: value for name, value in CHOSEN.items() if getattr(spec, name) == value}
+    body |= {name: value for name, value in OPTIONAL_FIELDS.items() if getattr(spec, name) == value}
     if entry.reason:
         body["reason"] = entry.reason
     if model is None:

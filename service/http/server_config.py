@@ -14,11 +14,6 @@ from starlette.types import ASGIApp
 from layertap.service.settings import Settings
 
 SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end within less; supervisors wait as long
-PROTOCOL_METHODS = (  # of uvicorn's protocol, overridden by ours
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
-    *("timeout_keep_alive_handler", "shutdown"),
-)
 SERVER_METHODS = ("run", "startup", "shutdown", "handle_exit", "on_tick")  # overridden or called by ours
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 
@@ -46,9 +41,12 @@ def make_server_config(app: ASGIApp, settings: Settings, **options: Any) -> uvic
 def _choose_protocol(settings: Settings) -> Any:
     if sys.platform == "win32":
         return "h11"
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
     from layertap.service.http.protocol import BoundedHttpProtocol
 
-    _require_methods(BoundedHttpProtocol.__mro__[1], PROTOCOL_METHODS)
+    overrides = [name for name in vars(BoundedHttpProtocol) if not name.startswith("_")]
+    _require_methods(HttpToolsProtocol, overrides)
     return partial(BoundedHttpProtocol, settings=settings)
 
 
