@@ -1,13 +1,10 @@
-"""The command line: the same answers as over HTTP, errors in one line, a server that ends well."""
+"""``extract``: the same answers as over HTTP, files that can't be read left out, mistakes in one line."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
@@ -16,77 +13,9 @@ import pytest
 import safetensors.numpy
 
 from layertap.service.cli import extraction
-from layertap.service.cli.main import main
 from tests.server import Live
-from tests.service.support import Array, Json, picture
-
-ROOT = Path(__file__).parents[3]
-CONFIG = """
-models:
-  - name: touchy
-    source: python:tests.service.nets_http:Touchy
-    weights: random:0
-    device: cpu
-    inputs: [{name: x, shape: [4]}]
-"""
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left: its exit status, stdout and stderr."""
-
-    status: int
-    out: str
-    notes: str
-
-
-Command = Callable[..., Done]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs ``layertap`` in this process."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*words: str | Path) -> Done:
-        monkeypatch.setattr(sys, "argv", ["layertap", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        printed = capsys.readouterr()
-        return Done(int(ended.value.code or 0), printed.out, printed.err)
-
-    return run
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> list[Path]:
-    """Pictures on disk."""
-    files = [tmp_path / f"{number}.png" for number in range(3)]
-    for number, file in enumerate(files):
-        file.write_bytes(picture(number))
-    return files
-
-
-def test_models(command: Command, tmp_path: Path) -> None:
-    """``models`` lists what is configured, without loading it or showing where weights lie."""
-    done = command("models")
-    assert done.status == 0
-    assert "digits (default)" in done.out
-    assert "torchvision:resnet50" in done.out
-    assert str(ROOT) not in done.out
-    (tmp_path / "m.yaml").write_text(CONFIG)
-    done = command("models", "--config", tmp_path / "m.yaml")
-    assert ("touchy (default)" in done.out, "digits" in done.out) == (True, False)
-
-
-def test_layers(command: Command) -> None:
-    """``layers`` shows the tree, each layer with its class and the shape of one row."""
-    done = command("layers", "digits")
-    assert done.status == 0
-    shown = ("digits Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
-    assert [words for words in shown if words not in " ".join(done.out.split())] == []
-    assert all(len(line) <= 100 for line in done.out.splitlines())
-    assert "\x1b" not in done.out
+from tests.service.cli.commands import CONFIG, Command
+from tests.service.support import Array, picture
 
 
 @pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
@@ -179,14 +108,6 @@ def safetensors_of(data: bytes) -> dict[str, Array]:
 
 
 READERS: dict[str, Callable[[bytes], dict[str, Array]]] = {"npz": npz_of, "safetensors": safetensors_of}
-
-
-@pytest.fixture
-def broken(tmp_path: Path) -> Path:
-    """A file that is no picture."""
-    file = tmp_path / "bad.png"
-    file.write_bytes(b"no picture")
-    return file
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
@@ -302,136 +223,3 @@ def test_a_model_of_tensors(command: Command, pictures: list[Path], tmp_path: Pa
     done = command("extract", *pictures, "--config", tmp_path / "m.yaml", "--layers", "linear")
     assert done.status == 2
     assert done.notes.count("takes tensors, not pictures") == 1
-
-
-RAISING = """
-def raising():
-    raise ValueError("words of the operator's own code")
-"""
-
-
-@pytest.mark.parametrize("words", [("check",), ("layers", "touchy"), ("plan",)])
-def test_a_factory_that_raises(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """The traceback of the operator's own code is on stderr, and that is where they are told to look."""
-    (tmp_path / "own_raising.py").write_text(RAISING)
-    warm = "warm: [{layers: [linear], compile: true}]"
-    text = CONFIG.replace("tests.service.nets_http:Touchy", "own_raising:raising")
-    (tmp_path / "m.yaml").write_text(f"{text}    {warm}\n")
-    done = command(*words, "--config", tmp_path / "m.yaml")
-    assert done.status == 2
-    assert "ValueError: words of the operator's own code" in done.notes
-    assert "own_raising.py" in done.notes
-    assert "stderr has the traceback" in done.out + done.notes
-    assert "server" not in done.out
-
-
-def test_unknown_model(command: Command) -> None:
-    """``layers`` of an unknown model is answered with near names."""
-    done = command("layers", "digit")
-    assert done.status == 2
-    assert "'digits'" in done.notes
-
-
-@pytest.mark.parametrize(
-    ("variables", "words", "says"),
-    [
-        ({"LAYERTAP_PORT": "http"}, (), "LAYERTAP_PORT"),
-        ({"LAYERTAP_MAX_PIXELS": "-1"}, (), "LAYERTAP_MAX_PIXELS"),
-        ({"LAYERTAP_LOG_LEVEL": "loud"}, (), "LAYERTAP_LOG_LEVEL"),
-        ({"LAYERTAP_ROOT_PATH": "features"}, (), "LAYERTAP_ROOT_PATH"),
-        ({}, ("--port", "99999"), "LAYERTAP_PORT"),
-        ({}, ("--root-path", "/features/"), "'/features'"),
-        ({}, ("--log-level", "loud"), "'info'"),
-        ({}, ("--config", "nowhere.yaml"), "can't read nowhere.yaml"),
-        ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "can't read nowhere.yaml"),
-        ({"LAYERTAP_HOST": "0.0.0.0"}, (), "LAYERTAP_API_KEYS"),
-        ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "nowhere/keys: No such file"),
-        ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull, "LAYERTAP_HOST": "0.0.0.0"}, (), "no key in /dev/null"),
-        ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "LAYERTAP_API_KEYS_FILE: nowhere/keys"),
-        ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull}, (), "LAYERTAP_ADMIN_KEYS_FILE: there is no key"),
-        ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "LAYERTAP_CONFIG"),
-        ({"LAYERTAP_ALLOW_URLS": "127.1"}, (), "LAYERTAP_ALLOW_URLS"),
-        ({"LAYERTAP_MAX_HEAD_BYTES": "0"}, (), "LAYERTAP_MAX_HEAD_BYTES"),
-        ({"LAYERTAP_MAX_HEAD_BYTES": "64 furlongs"}, (), "LAYERTAP_MAX_HEAD_BYTES: a size is"),
-        (
-            {"LAYERTAP_API_KEY": "secret"},
-            (),
-            "LAYERTAP_API_KEY: there is no such setting; the nearest is LAYERTAP_API_KEYS",
-        ),
-        ({"layertap_prot": "1"}, (), "the nearest is LAYERTAP_PORT"),
-        ({"LAYERTAP_KEY_RATE": "3"}, (), "LAYERTAP_KEY_RATE: it means nothing without keys"),
-        ({"LAYERTAP_API_KEYS": ","}, (), "LAYERTAP_API_KEYS: there is nothing between the commas"),
-    ],
-)
-def test_serve_refused(
-    command: Command, monkeypatch: pytest.MonkeyPatch, variables: Json, words: tuple[str, ...], says: str
-) -> None:
-    """A setting that makes no sense is refused by its name before anything starts."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    done = command("serve", *words)
-    assert done.status == 2
-    assert says in done.notes
-    assert "Traceback" not in done.notes
-    assert "secret" not in done.notes
-
-
-def test_serve_refused_without_torch(tmp_path: Path) -> None:
-    """What is wrong with settings and configuration is told, all of it, a line each, before torch is imported."""
-    (tmp_path / "models.yaml").write_text("models:\n- {name: a, source: torchvision:resnet5O, device: tpu}\n")
-    script = """
-import sys
-from layertap.service.cli.main import main
-for words in (["--port", "http"], ["--config", "models.yaml"]):
-    sys.argv = ["layertap", "serve", *words]
-    try:
-        main()
-    except SystemExit as ended:
-        print(ended.code, "torch" in sys.modules, "torchvision" in sys.modules)
-"""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=kept, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["2", "False", "False"] * 2
-    lines = done.stderr.splitlines()[-2:]
-    assert all(line.startswith("layertap: models.yaml:2: models.0.") for line in lines)
-    assert "'tpu' is no device" in lines[0]
-    assert "did you mean 'torchvision:resnet50'" in lines[1]
-
-
-def test_no_server_for_all_without_a_key() -> None:
-    """Without a key the server listens on loopback only: anything else ends with status 2, and no socket is opened."""
-    script = """
-import sys
-sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
-from layertap.service.cli.main import main
-for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
-    sys.argv = ["layertap", "serve", "--host", host, "--port", "0"]
-    try:
-        main()
-    except SystemExit as ended:
-        print(ended.code, flush=True)
-"""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["2"] * 6
-    assert done.stderr.count("LAYERTAP_API_KEYS") == 6
-
-
-def test_plan(command: Command, tmp_path: Path) -> None:
-    """``plan`` lists every warm plan, what answers it, and what a row costs; a bad one is told in a line."""
-    file = tmp_path / "models.yaml"
-    file.write_text(f"{CONFIG}    warm: [{{layers: ['.'], pool: flatten}}]\n")
-    done = command("plan", "--config", file)
-    assert done.status == 0
-    line = next(line for line in done.out.splitlines() if "touchy" in line)
-    assert "hooks" in line
-    assert "." in line
-    file.write_text(f"{CONFIG}    warm: [{{layers: [nowhere]}}]\n")
-    bad = command("plan", "--config", file)
-    assert bad.status == 2
-    assert "nowhere" in bad.notes
-    assert "Traceback" not in bad.notes

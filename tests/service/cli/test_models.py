@@ -1,0 +1,75 @@
+"""``models``, ``layers``, ``check`` and ``plan``: what is configured, what it is made of, what fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.service.cli.commands import CONFIG, ROOT, Command
+
+
+def test_models(command: Command, tmp_path: Path) -> None:
+    """``models`` lists what is configured, without loading it or showing where weights lie."""
+    done = command("models")
+    assert done.status == 0
+    assert "digits (default)" in done.out
+    assert "torchvision:resnet50" in done.out
+    assert str(ROOT) not in done.out
+    (tmp_path / "m.yaml").write_text(CONFIG)
+    done = command("models", "--config", tmp_path / "m.yaml")
+    assert ("touchy (default)" in done.out, "digits" in done.out) == (True, False)
+
+
+def test_layers(command: Command) -> None:
+    """``layers`` shows the tree, each layer with its class and the shape of one row."""
+    done = command("layers", "digits")
+    assert done.status == 0
+    shown = ("digits Digits 1×10 NC", "conv1 Conv2d 1×32×16×16 NCHW", "2 calls", "pool AdaptiveAvgPool2d 1×64×1×1")
+    assert [words for words in shown if words not in " ".join(done.out.split())] == []
+    assert all(len(line) <= 100 for line in done.out.splitlines())
+    assert "\x1b" not in done.out
+
+
+RAISING = """
+def raising():
+    raise ValueError("words of the operator's own code")
+"""
+
+
+@pytest.mark.parametrize("words", [("check",), ("layers", "touchy"), ("plan",)])
+def test_a_factory_that_raises(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The traceback of the operator's own code is on stderr, and that is where they are told to look."""
+    (tmp_path / "own_raising.py").write_text(RAISING)
+    warm = "warm: [{layers: [linear], compile: true}]"
+    text = CONFIG.replace("tests.service.nets_http:Touchy", "own_raising:raising")
+    (tmp_path / "m.yaml").write_text(f"{text}    {warm}\n")
+    done = command(*words, "--config", tmp_path / "m.yaml")
+    assert done.status == 2
+    assert "ValueError: words of the operator's own code" in done.notes
+    assert "own_raising.py" in done.notes
+    assert "stderr has the traceback" in done.out + done.notes
+    assert "server" not in done.out
+
+
+def test_unknown_model(command: Command) -> None:
+    """``layers`` of an unknown model is answered with near names."""
+    done = command("layers", "digit")
+    assert done.status == 2
+    assert "'digits'" in done.notes
+
+
+def test_plan(command: Command, tmp_path: Path) -> None:
+    """``plan`` lists every warm plan, what answers it, and what a row costs; a bad one is told in a line."""
+    file = tmp_path / "models.yaml"
+    file.write_text(f"{CONFIG}    warm: [{{layers: ['.'], pool: flatten}}]\n")
+    done = command("plan", "--config", file)
+    assert done.status == 0
+    line = next(line for line in done.out.splitlines() if "touchy" in line)
+    assert "hooks" in line
+    assert "." in line
+    file.write_text(f"{CONFIG}    warm: [{{layers: [nowhere]}}]\n")
+    bad = command("plan", "--config", file)
+    assert bad.status == 2
+    assert "nowhere" in bad.notes
+    assert "Traceback" not in bad.notes

@@ -1,0 +1,102 @@
+"""``serve``: mistakes end it in one line, before torch is imported or a socket opened."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.service.cli.commands import ROOT, Command
+from tests.service.support import Json
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "says"),
+    [
+        ({"LAYERTAP_PORT": "http"}, (), "LAYERTAP_PORT"),
+        ({"LAYERTAP_MAX_PIXELS": "-1"}, (), "LAYERTAP_MAX_PIXELS"),
+        ({"LAYERTAP_LOG_LEVEL": "loud"}, (), "LAYERTAP_LOG_LEVEL"),
+        ({"LAYERTAP_ROOT_PATH": "features"}, (), "LAYERTAP_ROOT_PATH"),
+        ({}, ("--port", "99999"), "LAYERTAP_PORT"),
+        ({}, ("--root-path", "/features/"), "'/features'"),
+        ({}, ("--log-level", "loud"), "'info'"),
+        ({}, ("--config", "nowhere.yaml"), "can't read nowhere.yaml"),
+        ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "can't read nowhere.yaml"),
+        ({"LAYERTAP_HOST": "0.0.0.0"}, (), "LAYERTAP_API_KEYS"),
+        ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "nowhere/keys: No such file"),
+        ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull, "LAYERTAP_HOST": "0.0.0.0"}, (), "no key in /dev/null"),
+        ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "LAYERTAP_API_KEYS_FILE: nowhere/keys"),
+        ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull}, (), "LAYERTAP_ADMIN_KEYS_FILE: there is no key"),
+        ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "LAYERTAP_CONFIG"),
+        ({"LAYERTAP_ALLOW_URLS": "127.1"}, (), "LAYERTAP_ALLOW_URLS"),
+        ({"LAYERTAP_MAX_HEAD_BYTES": "0"}, (), "LAYERTAP_MAX_HEAD_BYTES"),
+        ({"LAYERTAP_MAX_HEAD_BYTES": "64 furlongs"}, (), "LAYERTAP_MAX_HEAD_BYTES: a size is"),
+        (
+            {"LAYERTAP_API_KEY": "secret"},
+            (),
+            "LAYERTAP_API_KEY: there is no such setting; the nearest is LAYERTAP_API_KEYS",
+        ),
+        ({"layertap_prot": "1"}, (), "the nearest is LAYERTAP_PORT"),
+        ({"LAYERTAP_KEY_RATE": "3"}, (), "LAYERTAP_KEY_RATE: it means nothing without keys"),
+        ({"LAYERTAP_API_KEYS": ","}, (), "LAYERTAP_API_KEYS: there is nothing between the commas"),
+    ],
+)
+def test_serve_refused(
+    command: Command, monkeypatch: pytest.MonkeyPatch, variables: Json, words: tuple[str, ...], says: str
+) -> None:
+    """A setting that makes no sense is refused by its name before anything starts."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    done = command("serve", *words)
+    assert done.status == 2
+    assert says in done.notes
+    assert "Traceback" not in done.notes
+    assert "secret" not in done.notes
+
+
+def test_serve_refused_without_torch(tmp_path: Path) -> None:
+    """What is wrong with settings and configuration is told, all of it, a line each, before torch is imported."""
+    (tmp_path / "models.yaml").write_text("models:\n- {name: a, source: torchvision:resnet5O, device: tpu}\n")
+    script = """
+import sys
+from layertap.service.cli.main import main
+for words in (["--port", "http"], ["--config", "models.yaml"]):
+    sys.argv = ["layertap", "serve", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        print(ended.code, "torch" in sys.modules, "torchvision" in sys.modules)
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=kept, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2", "False", "False"] * 2
+    lines = done.stderr.splitlines()[-2:]
+    assert all(line.startswith("layertap: models.yaml:2: models.0.") for line in lines)
+    assert "'tpu' is no device" in lines[0]
+    assert "did you mean 'torchvision:resnet50'" in lines[1]
+
+
+def test_no_server_for_all_without_a_key() -> None:
+    """Without a key the server listens on loopback only: anything else ends with status 2, and no socket is opened."""
+    script = """
+import sys
+sys.addaudithook(lambda event, _: event.startswith("socket.") and print("opened", event, flush=True))
+from layertap.service.cli.main import main
+for host in ("0.0.0.0", "::", "", "192.168.0.1", "0", "example.org"):
+    sys.argv = ["layertap", "serve", "--host", host, "--port", "0"]
+    try:
+        main()
+    except SystemExit as ended:
+        print(ended.code, flush=True)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["2"] * 6
+    assert done.stderr.count("LAYERTAP_API_KEYS") == 6
