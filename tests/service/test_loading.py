@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 from layertap.models import loading
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
-from tests.models import plain_weights
+from tests.models.weights import plain_weights
 from tests.oracle import seeded
 from tests.service.conftest import Serve
 from tests.service.support import arrays_of, net, npy, raw, rows

@@ -222,7 +222,7 @@ def test_default_dtype_of_other_threads() -> None:
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_compilers(order: str) -> None:
     """What torch compiles, exports and scripts elsewhere it also does where the file is imported, before or after."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.models.compilers", order]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.models.sources.compilers", order]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from layertap.models.errors import LoadError
 from layertap.models.sources import build
 from layertap.models.spec import InputSpec, ModelSpec
-from tests.models import plain_weights
-from tests.models.plain_weights import SEED, Plain
+from tests.models.weights import plain_weights
+from tests.models.weights.plain_weights import SEED, Plain
 from tests.oracle import seeded
 from tests.transformers_nets import NETS, TEXT, VOCABULARY, net, saved
 
@@ -143,7 +143,7 @@ def test_a_factory_that_loads(folder: Path, plain: dict[str, Plain]) -> None:
 
 def test_a_factory_that_imports_the_library() -> None:
     """Where a factory is the first to import the library, what it loads changes no model of another thread either."""
-    command = [sys.executable, "-m", "tests.models.importing_late"]
+    command = [sys.executable, "-m", "tests.models.sources.importing_late"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""torch's compilers in a process that imports construction.py: ``python -m tests.models.compilers first|last``.
+"""torch's compilers beside construction.py, in a process: ``python -m tests.models.sources.compilers first|last``.
 
 Where the import comes last, the compilers have been at work before it.
 """

@@ -350,7 +350,7 @@ def test_timm_without_network(tmp_path: Path) -> None:
         "except LoadError as error:\n    print(error.detail, '|', error.hint)\n"
     )
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": ""}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
     assert "could not be downloaded" in done.stdout, done.stderr
     assert "random:SEED" in done.stdout

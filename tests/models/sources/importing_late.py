@@ -1,4 +1,4 @@
-"""A process in which a factory is the first to import transformers: ``python -m tests.models.importing_late``."""
+"""A factory is the first to import transformers: ``python -m tests.models.sources.importing_late``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made_beside() -> nn.Module:
 
 if __name__ == "__main__":
     assert "transformers" not in sys.modules
-    source = "python:tests.models.importing_late:made_beside"
+    source = "python:tests.models.sources.importing_late:made_beside"
     module: Any = build.build_model(
         ModelSpec("m", source, "DEFAULT", device="cpu", inputs=(InputSpec("x", (4,)),))
     ).module

@@ -84,4 +84,4 @@ def test_augmented_pictures_stay_pictures() -> None:
 def test_package_is_importable_without_torch() -> None:
     """Naming the default model needs no torch."""
     code = "import sys; import layertap.models.digits; layertap.models.digits.spec(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

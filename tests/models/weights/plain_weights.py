@@ -1,4 +1,4 @@
-"""What transformers alone loads, in a process where nothing else runs: ``python -m tests.models.plain_weights``.
+"""What transformers loads in a process of its own: ``python -m tests.models.weights.plain_weights``.
 
 Takes directories and prints, for each, every parameter and buffer by name: dtype, shape and SHA-256 of the bytes.
 """
@@ -70,7 +70,7 @@ def initialized_again(module: nn.Module) -> nn.Module:
 
 def plain(*folders: Path) -> dict[str, Plain]:
     """What the library alone makes of directories, by their names."""
-    command = [sys.executable, "-m", "tests.models.plain_weights", *map(str, folders)]
+    command = [sys.executable, "-m", "tests.models.weights.plain_weights", *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return {Path(folder).name: Plain(**found) for folder, found in json.loads(done.stdout).items()}
 
