@@ -11,7 +11,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.catalog.survey import has_same_calls
+from layertap.models.catalog.same_calls import has_same_calls
 from layertap.models.devices import devices
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import count_cores

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,3 +33,8 @@ def make_noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.d
 def make_noise_row(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """The first of these rows alone, a batch of one."""
     return {name: value[:1] for name, value in make_noise(inputs, device, dtype).items()}
+
+
+def copy_row(rows: Mapping[str, Tensor], place: int = PLACE) -> dict[str, Tensor]:
+    """A row alone, in memory of its own: a model may write to its input."""
+    return {name: value[place : place + 1].clone() for name, value in rows.items()}

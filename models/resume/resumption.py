@@ -1,8 +1,8 @@
 """Forwards that begin in the middle: a layer's output is given, and only what comes after it runs.
 
 Python decides while it runs what a forward calls, so nobody can enter one in the middle. It is run from its beginning,
-with every module that would have ended before the layer standing still: it gives NaN in the shapes that it has. What
-follows from the layer's output alone comes out as in a whole forward; ``trial.py`` finds out what that is.
+and every module that would have ended before the layer is skipped: it gives NaN in the shapes that it has. What follows
+from the layer's output alone comes out as in a whole forward; ``prover.py`` finds out what that is.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from layertap.models.selection.hook_points import HookPoint, Selector, format_pa
 from layertap.models.selection.selectors import find_matches
 from layertap.models.spec import InputDType, InputSpec
 
-Rows = Mapping[str, Tensor]
-Forward = Callable[[Rows, nn.Module], object]
+Inputs = Mapping[str, Tensor]
+Forward = Callable[[Inputs, nn.Module], object]
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,25 @@ class Placeholder:
     """What a call returned, without the numbers in its tensors."""
 
     value: object
-    leaves: tuple[TensorInfo, ...]
+    tensors: tuple[TensorInfo, ...]
 
     def fill(self, rows: int, device: torch.device) -> Any:
         """As it would be for so many rows, of NaN, or zeros where a dtype has none; its memory is the caller's."""
         value, dtypes = self.value, {path: tensor.dtype for path, tensor in iterate_tensors(self.value)}
-        for leaf in self.leaves:
-            value = replace_tensor(value, leaf.path, _nothing(leaf.shape_for(rows), dtypes[leaf.path], device))
+        for leaf in self.tensors:
+            value = replace_tensor(value, leaf.path, _make_empty(leaf.shape_for(rows), dtypes[leaf.path], device))
         return value
 
 
-Calls = tuple[Placeholder | None, ...]  # of one module, from its first one on; those without a hollow run
+SkippedCalls = tuple[Placeholder | None, ...]  # of one module, from its first call on; None where one runs
 
 
 @dataclass(frozen=True)
 class Resumption:
     """Forwards that begin with what leaves one call of a layer.
 
-    ``catalog`` knows what follows from that alone, and what it costs. ``still`` has, by name, the modules that stand
-    still, each for so many calls; the last of the layer's own is the one whose output is given. ``inputs`` are the
+    ``catalog`` knows what follows from that alone, and what it costs. ``skipped`` has, by name, the modules that are
+    skipped, each for so many calls; the last of the layer's own is the one whose output is sent. ``inputs`` are the
     model's, in ``dtype`` where they are floating.
     """
 
@@ -60,7 +60,7 @@ class Resumption:
     catalog: Catalog
     inputs: tuple[InputSpec, ...]
     dtype: torch.dtype
-    skipped: Mapping[str, Calls]
+    skipped: Mapping[str, SkippedCalls]
 
     @property
     def takes(self) -> InputSpec:
@@ -71,48 +71,48 @@ class Resumption:
             return spec
         return replace(spec, longest=longest, long_axis=self.leaf.token_axes[0] - 1)
 
-    def forward(self, run: Forward, module: nn.Module, given: Tensor) -> object:
+    def forward(self, run: Forward, module: nn.Module, sent: Tensor) -> object:
         """What the model returns when it goes on from a layer's output; the module is left as it was.
 
-        ``given`` has its rows on axis 0, and is the model's to write to.
+        ``sent`` has its rows on axis 0, and is the model's to write to.
         """
         with ExitStack() as stack:
             for name, calls in self.skipped.items():
-                _skip_calls(stack, module.get_submodule(name), self._returning(name, calls, given), len(calls))
-            return run(self._nothing(given), module)
+                _skip_calls(stack, module.get_submodule(name), self._make_returns(name, calls, sent), len(calls))
+            return run(self._make_inputs(sent), module)
 
-    def _returning(self, name: str, calls: Calls, given: Tensor) -> Callable[[int], Callable[[], Any] | None]:
+    def _make_returns(self, name: str, calls: SkippedCalls, sent: Tensor) -> Callable[[int], Callable[[], Any] | None]:
         """What each call of a module returns, None where it runs."""
 
-        def returned(number: int) -> Callable[[], Any] | None:
-            hollow = calls[number]
-            if hollow is None:
+        def get_return(number: int) -> Callable[[], Any] | None:
+            placeholder = calls[number]
+            if placeholder is None:
                 return None
             if name != self.point.layer or number < len(calls) - 1:
-                return lambda: hollow.fill(len(given), given.device)
-            own = _begun(given.to(DTYPES[self.leaf.dtype]))
-            return lambda: replace_tensor(hollow.fill(len(given), given.device), self.point.path, own)
+                return lambda: placeholder.fill(len(sent), sent.device)
+            output = _begin_graph(sent.to(DTYPES[self.leaf.dtype]))
+            return lambda: replace_tensor(placeholder.fill(len(sent), sent.device), self.point.path, output)
 
-        return returned
+        return get_return
 
-    def _nothing(self, given: Tensor) -> Rows:
-        """Inputs for those parts of a forward that run and do not matter."""
+    def _make_inputs(self, sent: Tensor) -> Inputs:
+        """Inputs for those parts of a forward that run and do not matter: NaN, or zeros."""
 
         def dtype(spec: InputSpec) -> torch.dtype:
             return self.dtype if DTYPES[spec.dtype].is_floating_point else DTYPES[spec.dtype]
 
-        return {each.name: _nothing((len(given), *each.shape), dtype(each), given.device) for each in self.inputs}
+        return {each.name: _make_empty((len(sent), *each.shape), dtype(each), sent.device) for each in self.inputs}
 
 
 def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorInfo]:
     """The one tensor that a forward is to go on from; UnknownLayerError, SelectorError where there is no such one."""
-    found, _ = find_matches(selector, catalog)
-    if len(found) != 1 or found[0].point.site != "output":
+    matches, _ = find_matches(selector, catalog)
+    if len(matches) != 1 or matches[0].point.site != "output":
         raise SelectorError(
             f"{escape(selector.text)} does not name the output of one layer",
             hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
         )
-    point, leaf = found[0].point, found[0].leaf
+    point, leaf = matches[0].point, matches[0].leaf
     if point.layer == ".":
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
     if leaf.dtype not in DTYPES:
@@ -129,7 +129,7 @@ def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorI
 
 
 def not_resumable_error(point: HookPoint) -> SelectorError:
-    """What is said where a model can't go on from a point."""
+    """The error where a model can't go on from a point."""
     return SelectorError(
         f"this model's forward can't be resumed from '{escape_point(point)}'",
         hint="resume from a layer around it, or after it",
@@ -148,33 +148,33 @@ def escape_point(point: HookPoint) -> str:
 
 
 def _skip_calls(
-    stack: ExitStack, module: nn.Module, returned: Callable[[int], Callable[[], Any] | None], calls: int
+    stack: ExitStack, module: nn.Module, get_return: Callable[[int], Callable[[], Any] | None], calls: int
 ) -> None:
     """Until the stack ends, some of a module's first calls return something else, and run nothing."""
-    numbers, own, running = count(), vars(module).get("forward"), module.forward
+    numbers, own_forward, run = count(), vars(module).get("forward"), module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         number = next(numbers)
-        value = returned(number) if number < calls else None
-        return running(*args, **kwargs) if value is None else value()
+        make_value = get_return(number) if number < calls else None
+        return run(*args, **kwargs) if make_value is None else make_value()
 
-    def back() -> None:
+    def restore() -> None:
         del module.forward
-        if own is not None:
-            module.forward = own
+        if own_forward is not None:
+            module.forward = own_forward
 
     module.forward = forward
-    stack.callback(back)
+    stack.callback(restore)
 
 
-def _begun(given: Tensor) -> Tensor:
-    """What is given, where a graph is kept as the beginning of one: what hangs on nothing else then shows that."""
-    if not torch.is_grad_enabled() or not given.is_floating_point():
-        return given
-    return given.detach().requires_grad_().clone()
+def _begin_graph(sent: Tensor) -> Tensor:
+    """What is sent, as the beginning of a graph where one is kept: what depends on nothing else then shows that."""
+    if not torch.is_grad_enabled() or not sent.is_floating_point():
+        return sent
+    return sent.detach().requires_grad_().clone()
 
 
-def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)

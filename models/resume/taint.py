@@ -22,48 +22,48 @@ class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory: set[int] = set()
-        self._read = False
-        self._looking = False
+        self._has_read = False
+        self._paused = False
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """From here on these tensors count, and all that shares memory with them."""
-        self._memory |= _memory(tensors)
+        self._memory |= _find_memory(tensors)
 
     def reaches(self, tensor: Tensor) -> bool:
-        """Whether a tensor hangs on one that was marked."""
-        return self._read or not self._memory.isdisjoint(_memory([tensor]))
+        """Whether a tensor depends on one that was marked."""
+        return self._has_read or not self._memory.isdisjoint(_find_memory([tensor]))
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Operations that are none of the model's."""
-        self._looking = True
+        self._paused = True
         try:
             yield
         finally:
-            self._looking = False
+            self._paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operation; its results follow from its arguments."""
-        given = kwargs or {}
-        result = func(*args, **given)
-        if self._looking or func._schema.name in SHAPES_ONLY:
+        options = kwargs or {}
+        result = func(*args, **options)
+        if self._paused or func._schema.name in SHAPES_ONLY:
             return result
-        taken, made = _memory(_tensors((args, given))), _memory(_tensors((result,)))
-        if self._memory.isdisjoint(taken):
-            self._memory -= made  # memory that was let go is used again
+        read, written = _find_memory(_find_tensors((args, options))), _find_memory(_find_tensors((result,)))
+        if self._memory.isdisjoint(read):
+            self._memory -= written  # memory that was freed is used again
         else:
-            self._memory |= made | (taken if func._schema.is_mutable else set())
-            self._read |= not made and not func._schema.is_mutable
+            self._memory |= written | (read if func._schema.is_mutable else set())
+            self._has_read |= not written and not func._schema.is_mutable
         return result
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def _find_tensors(value: object) -> Iterator[Tensor]:
     return (tensor for _, tensor in iterate_tensors(value))
 
 
-def _memory(tensors: Iterable[Tensor]) -> set[int]:
+def _find_memory(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 

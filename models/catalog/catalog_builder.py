@@ -1,0 +1,153 @@
+"""CatalogBuilder: a catalogue made of what a survey's forwards showed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from layertap.models.catalog.call_observer import CallTimer
+from layertap.models.catalog.call_recorder import CallRecorder
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.observations import AttentionObservation, Boundary, CallObservation, TensorObservation
+from layertap.models.devices.dtypes import dtype_name
+from layertap.models.hooks.tensor_tree import Path
+
+FindTensor = Callable[[CallObservation], TensorObservation | None]
+
+
+@dataclass(frozen=True)
+class LengthProbe:
+    """A forward of a text of another length, which tells what grows with it; ``lengths`` are those of both forwards."""
+
+    recorder: CallRecorder
+    lengths: tuple[int, int]
+
+    def find_token_axes(
+        self, module: nn.Module, number: int, find: FindTensor, shape: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The axes that have an entry for each token, of a tensor of a shape in one call of a module."""
+        calls = self.recorder.calls.get(module, [])
+        other = find(calls[number]) if number < len(calls) else None
+        if other is None or len(other.shape) != len(shape):
+            return ()
+        sizes = zip(shape, other.shape, strict=True)
+        return tuple(axis for axis, pair in enumerate(sizes) if pair == self.lengths)
+
+
+class CatalogBuilder:
+    """Puts observations together: shapes of one row from the first forward, axes and layouts from the second.
+
+    ``several`` is the first forward again where the module can't take several rows; ``prefix`` counts the tokens that
+    stand before the patches.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        alone: CallRecorder,
+        several: CallRecorder,
+        timer: CallTimer,
+        prefix: int,
+        length_probe: LengthProbe | None,
+    ) -> None:
+        self._module = module
+        self._alone = alone
+        self._several = several
+        self._timer = timer
+        self._prefix = prefix
+        self._length_probe = length_probe
+        whole = several.calls.get(module, [])
+        self._batches = several is not alone
+        self._rowwise = self._batches and not any(each.mixed for call in whole for each in call.output.values())
+        self._map_sizes = self._find_map_sizes()
+
+    def build(self) -> Catalog:
+        """The catalogue, its layers in the order in which they first run."""
+        names = self._module.named_modules(remove_duplicate=False)
+        layers = [self._build_layer(name or ".", part) for name, part in names]
+        layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
+        by_name = {layer.name: layer for layer in layers}
+        return Catalog(by_name, self._timer.total, self._rowwise, batches=self._batches)
+
+    def _build_layer(self, name: str, module: nn.Module) -> Layer:
+        pairs = zip(self._alone.calls.get(module, []), self._several.calls.get(module, []), strict=True)
+        calls = tuple(self._build_call(module, number, *pair) for number, pair in enumerate(pairs))
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        is_leaf = next(module.children(), None) is None
+        kind = type_before_parametrizations(module).__name__
+        return Layer(name, kind, is_leaf, parameters, calls, tuple(_find_hazards(module, bool(calls))))
+
+    def _build_call(self, module: nn.Module, number: int, alone: CallObservation, several: CallObservation) -> Call:
+        def build_tensors(boundary: Boundary) -> tuple[TensorInfo, ...]:
+            pairs = ((path, tensor, several.at(boundary)[path]) for path, tensor in alone.at(boundary).items())
+            infos = (self._build_tensor(*pair) for pair in pairs)
+            finders = ((info, partial(_find_at, boundary, info.path)) for info in infos)
+            return tuple(self._add_token_axes(module, number, info, find) for info, find in finders)
+
+        def build_attention() -> Iterator[TensorInfo]:
+            for place, (path, one, other) in enumerate(_pair_attention(alone.attention, several.attention)):
+                info = replace(self._build_tensor(path, one.weights, other.weights), how=one.how)
+                yield self._add_token_axes(module, number, info, partial(_find_weights, place))
+
+        before, after = self._timer.before(module, number), self._timer.after(module, number)
+        weights = tuple(build_attention())
+        return Call(
+            CallBoundary(alone.start, before, build_tensors("input"), alone.inputs_refused),
+            CallBoundary(alone.end, after, build_tensors("output"), alone.outputs_refused),
+            CallBoundary(alone.end, after, weights) if weights else None,
+        )
+
+    def _add_token_axes(self, module: nn.Module, number: int, info: TensorInfo, find: FindTensor) -> TensorInfo:
+        if self._length_probe is None or info.mixed:
+            return info
+        return replace(info, token_axes=self._length_probe.find_token_axes(module, number, find, info.shape))
+
+    def _build_tensor(self, path: Path, alone: TensorObservation, several: TensorObservation) -> TensorInfo:
+        # One row at a time, whatever has an axis for rows holds that one.
+        mixed = several.mixed and (self._rowwise or several.row_axis is None)
+        info = TensorInfo(path, alone.shape, dtype_name(alone.dtype), several.row_axis, mixed, several.layout)
+        if info.layout not in ("NTC", "TNC") or info.entries_per_row != 1:
+            return info
+        tokens = alone.shape[info.layout.index("T")]
+        has_prefix = tokens > self._prefix and tokens not in self._map_sizes
+        return replace(info, prefix=self._prefix) if has_prefix else info
+
+    def _find_map_sizes(self) -> set[int]:
+        """Sizes of every feature map: as many tokens as that means that no class token is among them."""
+        return {
+            math.prod(tensor.shape[2:])
+            for calls in self._several.calls.values()
+            for call in calls
+            for tensor in call.output.values()
+            if tensor.layout in ("NCHW", "NCTHW")
+        }
+
+
+def _find_at(boundary: Boundary, path: Path, call: CallObservation) -> TensorObservation | None:
+    return call.at(boundary).get(path)
+
+
+def _find_weights(place: int, call: CallObservation) -> TensorObservation | None:
+    return call.attention[place].weights if place < len(call.attention) else None
+
+
+def _pair_attention(
+    alone: Sequence[AttentionObservation], several: Sequence[AttentionObservation]
+) -> Iterator[tuple[Path, AttentionObservation, AttentionObservation]]:
+    """The attention of a call by path, which is empty where there is only one."""
+    for place, pair in enumerate(zip(alone, several, strict=True)):
+        yield ((str(place),) if len(alone) > 1 else ()), *pair
+
+
+def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:
+    if getattr(module, "inplace", False) is True:
+        yield "inplace"
+    if not is_called:
+        yield "never_called"
+    if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower():
+        yield "attention"

@@ -1,0 +1,82 @@
+"""What one forward shows of a model's calls and tensors, as a survey writes it down."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.sketch import Sketch
+from layertap.models.hooks.tensor_tree import Path
+
+Boundary = Literal["input", "output"]  # of a call
+
+
+@dataclass
+class TensorObservation:
+    """A tensor as one forward showed it; ``sketch`` is of the part that belongs to the row that ran alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sketch: Sketch
+    row_axis: int | None
+    mixed: bool
+    layout: str | None = None
+
+
+@dataclass
+class AttentionObservation:
+    """Attention as one forward showed it: the weights, and the tensor that tells where their rows are."""
+
+    weights: TensorObservation
+    evidence: TensorObservation
+    how: str
+
+
+@dataclass
+class CallObservation:
+    """One call of a module, which began and ended at ``start`` and ``end``, counted from 1.
+
+    The tensors without plain memory are in ``inputs_refused`` and ``outputs_refused``, by path and kind.
+    """
+
+    start: int
+    end: int = -1
+    input: dict[Path, TensorObservation] = field(default_factory=dict)
+    output: dict[Path, TensorObservation] = field(default_factory=dict)
+    inputs_refused: tuple[tuple[Path, str], ...] = ()
+    outputs_refused: tuple[tuple[Path, str], ...] = ()
+    attention: list[AttentionObservation] = field(default_factory=list)
+
+    def at(self, boundary: Boundary) -> dict[Path, TensorObservation]:
+        """The tensors that it took or returned."""
+        return self.input if boundary == "input" else self.output
+
+
+@dataclass
+class TensorHistory:
+    """Every observation of one tensor: what a module's type tells about its layout holds for all of them."""
+
+    reference: weakref.ref[Tensor]
+    shape: torch.Size  # an in-place squeeze makes the same object another tensor
+    certain: bool = False
+    layout: str | None = None
+    observations: list[TensorObservation] = field(default_factory=list)
+
+    def settle(self, layout: str | None) -> None:
+        """A module's type tells the layout, or nothing; the first that does is believed."""
+        if layout is None or self.certain:
+            return
+        self.certain, self.layout = True, layout
+        for observation in self.observations:
+            observation.layout = layout
+
+    def add(self, observation: TensorObservation, guess: str | None) -> None:
+        """The tensor is observed again; only the first guess counts, where nothing is certain."""
+        if not self.certain and not self.observations:
+            self.layout = guess
+        observation.layout = self.layout
+        self.observations.append(observation)

@@ -1,0 +1,131 @@
+"""What the forwards of a trial show: placeholders for what calls return, and marks of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from layertap.models.catalog.call_observer import CallObserver
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.observations import Boundary
+from layertap.models.catalog.sketch import Sketch
+from layertap.models.hooks.tensor_tree import Path, iterate_tensors, replace_tensor
+from layertap.models.resume.resumption import Forward, Inputs, Placeholder, SkippedCalls
+from layertap.models.resume.skipped_calls import CallNumbers
+from layertap.models.resume.taint import Taint
+from layertap.models.selection.hook_points import HookPoint
+
+CallBoundaryKey = tuple[nn.Module, int, Boundary]
+TensorMarks = Mapping[Path, "TensorMark"]
+
+
+@dataclass(frozen=True)
+class TensorMark:
+    """What tells whether a tensor is the same as another; ``tainted``: it depends on what stands in for a value."""
+
+    sketch: Sketch
+    infinite: int
+    tainted: bool
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, tainted: bool = False) -> TensorMark:
+        """The mark of a tensor of any dtype; one with a NaN counts as tainted."""
+        return cls(Sketch.from_tensor(tensor), int(tensor.isinf().sum()), tainted or bool(tensor.isnan().any()))
+
+    def matches(self, other: TensorMark) -> bool:
+        """Never where there is a NaN, or what stands in for a value: it is what must not show."""
+        is_same = self.infinite == other.infinite and self.sketch.matches(other.sketch)
+        return is_same and not self.tainted and not other.tainted
+
+
+class PlaceholderRecorder(CallObserver):
+    """Keeps what calls return, without the numbers."""
+
+    def __init__(self, module: nn.Module, numbers: Mapping[str, CallNumbers], catalog: Catalog) -> None:
+        super().__init__(module)
+        self._values: dict[tuple[str, int | None], Placeholder] = {}
+        self._numbers = numbers
+        self._names = {module.get_submodule(name): name for name in numbers}
+        self._catalog = catalog
+
+    def collect(self) -> dict[str, SkippedCalls]:
+        """By module, what the calls that are skipped return."""
+        return {
+            name: tuple(None if number is None else self._values[name, number] for number in numbers)
+            for name, numbers in self._numbers.items()
+        }
+
+    def leave(self, module: nn.Module, call: int, value: object) -> None:
+        """Keep what a call returns."""
+        name = self._names.get(module)
+        if name is None or call not in self._numbers[name]:
+            return
+        for path, tensor in iterate_tensors(value):
+            value = replace_tensor(value, path, tensor.to("meta"))
+        self._values[name, call] = Placeholder(value, self._catalog.layers[name].calls[call].output.tensors)
+
+
+class MarkRecorder(CallObserver):
+    """Marks every tensor of every call, and keeps the one that leaves a point."""
+
+    def __init__(self, module: nn.Module, point: HookPoint) -> None:
+        super().__init__(module)
+        self.marks: dict[CallBoundaryKey, TensorMarks] = {}
+        self._target = module.get_submodule(point.layer)
+        self._point = point
+        self._output: Tensor | None = None
+
+    def get_output(self) -> Tensor:
+        """What left the point, in memory of its own; LookupError where nothing did."""
+        if self._output is None:
+            raise LookupError
+        return self._output
+
+    def enter(self, module: nn.Module, call: int, value: object) -> None:
+        """Mark what a call takes."""
+        self.marks[module, call, "input"] = self._mark(value)
+
+    def leave(self, module: nn.Module, call: int, value: object) -> None:
+        """Mark what a call returns."""
+        self.marks[module, call, "output"] = self._mark(value)
+        if module is self._target and call == self._point.call:
+            self._output = dict(iterate_tensors(value))[self._point.path].clone()
+
+    def _mark(self, value: object) -> TensorMarks:
+        return {path: TensorMark.from_tensor(tensor) for path, tensor in iterate_tensors(value)}
+
+
+class ResumedMarkRecorder(MarkRecorder):
+    """Marks the tensors of a resumed forward, in which what follows from placeholders is tainted."""
+
+    def __init__(self, module: nn.Module, point: HookPoint, numbers: Mapping[str, CallNumbers]) -> None:
+        super().__init__(module, point)
+        self._taint = Taint()
+        self._numbers = {module.get_submodule(name): calls for name, calls in numbers.items()}
+
+    def with_taint(self, run: Forward) -> Forward:
+        """A forward whose inputs are tainted, and what follows from them."""
+
+        def run_tainted(rows: Inputs, module: nn.Module) -> object:
+            self._taint.mark(rows.values())
+            with self._taint:
+                return run(rows, module)
+
+        return run_tainted
+
+    def leave(self, module: nn.Module, call: int, value: object) -> None:
+        """Mark what a call returns; all of one that is skipped is tainted, but what was sent."""
+        numbers = self._numbers.get(module, ())
+        if call < len(numbers) and numbers[call] is not None:
+            sent = self._point.path if module is self._target and call == len(numbers) - 1 else None
+            self._taint.mark(tensor for path, tensor in iterate_tensors(value) if path != sent)
+        super().leave(module, call, value)
+
+    def _mark(self, value: object) -> TensorMarks:
+        with self._taint.pause():
+            return {
+                path: TensorMark.from_tensor(tensor, self._taint.reaches(tensor))
+                for path, tensor in iterate_tensors(value)
+            }
