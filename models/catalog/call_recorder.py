@@ -114,7 +114,7 @@ class CallRecorder(CallObserver):
             axis = axis if axis == evidence.row_axis else None
         mixed = axis is None or (earlier is not None and evidence.mixed)
         weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, mixed)
-        observations.append(AttentionObservation(weights, evidence, event.how))
+        observations.append(AttentionObservation(weights, evidence, event.source))
 
     def _get_earlier_call(self, module: nn.Module, number: int) -> CallObservation | None:
         """A call as the forward of one row showed it."""

@@ -9,9 +9,9 @@ from math import prod
 
 from layertap.models.hooks.sites import SITES, Site
 
-MAX_NEAR = 3
+MAX_SUGGESTED = 3
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
-BACKWARD = 3.0  # forwards that a forward with a backward takes as long as
+BACKWARD_FACTOR = 3.0  # forwards that a forward with a backward takes as long as
 ITEM_BYTES = {
     **dict.fromkeys(("int8", "uint8", "bool"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
@@ -46,7 +46,7 @@ class TensorInfo:
     mixed: bool = False
     layout: str | None = None
     prefix: int = 0
-    how: str = ""
+    source: str = ""
     token_axes: tuple[int, ...] = ()
 
     @property
@@ -163,29 +163,32 @@ class Catalog:
         What a graph keeps of a row is counted as what all layers without parts take and return, and as much again for
         gradients.
         """
-        kept = sum(
+        saved = sum(
             leaf.nbytes
             for layer in self.layers.values()
             if layer.is_leaf
             for call in layer.calls
-            for moment in (call.input, call.output)
-            for leaf in moment.tensors
+            for boundary in (call.input, call.output)
+            for leaf in boundary.tensors
         )
-        known = self.costs
+        costs = self.costs
         return replace(
-            known, base=BACKWARD * known.base, per_row=BACKWARD * known.per_row, row_bytes=known.row_bytes + 2 * kept
+            costs,
+            base=BACKWARD_FACTOR * costs.base,
+            per_row=BACKWARD_FACTOR * costs.per_row,
+            row_bytes=costs.row_bytes + 2 * saved,
         )
 
     def suggest_layers(self, name: str) -> tuple[str, ...]:
         """Up to three names that look like this one."""
-        return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_NEAR))
+        return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_SUGGESTED))
 
     def suggest_types(self, kind: str) -> tuple[str, ...]:
         """Up to three types that look like this one, in capitals or small letters."""
-        types = {each.lower(): each for each in self.list_types}
-        return tuple(types[each] for each in difflib.get_close_matches(kind[:200].lower(), types, n=MAX_NEAR))
+        types = {each.lower(): each for each in self.types}
+        return tuple(types[each] for each in difflib.get_close_matches(kind[:200].lower(), types, n=MAX_SUGGESTED))
 
     @property
-    def list_types(self) -> tuple[str, ...]:
+    def types(self) -> tuple[str, ...]:
         """The class names of all layers, sorted."""
         return tuple(sorted({layer.type for layer in self.layers.values()}))

@@ -91,7 +91,7 @@ class CatalogBuilder:
 
         def build_attention() -> Iterator[TensorInfo]:
             for place, (path, one, other) in enumerate(_pair_attention(alone.attention, several.attention)):
-                info = replace(self._build_tensor(path, one.weights, other.weights), how=one.how)
+                info = replace(self._build_tensor(path, one.weights, other.weights), source=one.source)
                 yield self._add_token_axes(module, number, info, partial(_find_weights, place))
 
         before, after = self._timer.before(module, number), self._timer.after(module, number)

@@ -19,7 +19,7 @@ def is_plain(shape: Shape, row_axis: int | None) -> bool:
 
 
 def get_plain_layout(shape: Shape, row_axis: int | None) -> str | None:
-    """The layout of a ``plain`` tensor."""
+    """The layout of a plain tensor."""
     if row_axis == 0:
         return "NC"[: len(shape)]
     return "TNC" if row_axis == 1 and len(shape) == 3 else None
@@ -51,10 +51,10 @@ def infer_from_evidence(shape: Shape, evidence: Iterable[Evidence]) -> str | Non
 
     Functions seldom turn axes round; where one did, the same sizes stand in another order.
     """
-    same_rank = [(known, name) for known, name in evidence if len(known) == len(shape)]
-    for known, name in same_rank:
-        if name is not None and (known == shape or sorted(known) != sorted(shape)):
-            return name
+    same_rank = [(other, layout) for other, layout in evidence if len(other) == len(shape)]
+    for other, layout in same_rank:
+        if layout is not None and (other == shape or sorted(other) != sorted(shape)):
+            return layout
     return infer_from_shape(shape) or ("NTC" if len(shape) == 3 and not same_rank else None)
 
 
@@ -63,11 +63,11 @@ def infer_rearranged_layout(shape: Shape, before: Evidence) -> str | None:
 
     None where the sizes speak for one layout and the number of channels for another.
     """
-    known, name = before
+    other, layout = before
     likely = infer_from_evidence(shape, [before])
-    if likely is None or name is None or len(known) != len(shape):
+    if likely is None or layout is None or len(other) != len(shape):
         return likely
-    channels = known[name.index("C")]
+    channels = other[layout.index("C")]
     layouts = [each for each in (FIRST[len(shape)], LAST[len(shape)]) if shape[each.index("C")] == channels]
     if len(layouts) != 1 or likely in layouts:
         return likely

@@ -33,7 +33,7 @@ class AttentionObservation:
 
     weights: TensorObservation
     evidence: TensorObservation
-    how: str
+    source: str
 
 
 @dataclass

@@ -43,13 +43,13 @@ class TextLengths:
 
 
 def measure_lengths(rows: Mapping[str, Tensor], text: TextSpec) -> TextLengths:
-    """Those of rows as a model takes them, by their mask."""
+    """The lengths of rows as a model takes them, by their mask."""
     if text.mask is None:
         tokens = rows[text.ids].shape[1 + text.axis]
         return TextLengths(tokens, tokens, tokens, tokens)
     mask = rows[text.mask].bool()
-    kept, places = mask.sum(1), mask.any(0).nonzero()
-    return TextLengths(int(kept.min()), int(kept.max()), int(places.max()) + 1, len(places))
+    counts, places = mask.sum(1), mask.any(0).nonzero()
+    return TextLengths(int(counts.min()), int(counts.max()), int(places.max()) + 1, len(places))
 
 
 def with_common_length(leaf: TensorInfo, lengths: TextLengths | None) -> TensorInfo:
@@ -58,7 +58,7 @@ def with_common_length(leaf: TensorInfo, lengths: TextLengths | None) -> TensorI
 
 
 def check_shape(
-    what: str, leaf: TensorInfo, lengths: TextLengths | None, part: Callable[[TensorInfo], Shape], given: Shape
+    name: str, leaf: TensorInfo, lengths: TextLengths | None, part: Callable[[TensorInfo], Shape], shape: Shape
 ) -> None:
     """SelectorError where what is sent for a part of every row does not have its shape."""
     if lengths is None:
@@ -67,16 +67,16 @@ def check_shape(
         most = lengths.most if leaf.row_axis is not None else lengths.together
         possible = {part(leaf.with_length(tokens)) for tokens in (lengths.fewest, most)}
     else:
-        possible = {part(leaf.with_length(tokens)) for tokens in (*given, lengths.most) if tokens <= lengths.most}
+        possible = {part(leaf.with_length(tokens)) for tokens in (*shape, lengths.most) if tokens <= lengths.most}
     if lengths is not None and lengths.known and len(possible) > 1:
         sizes = f"have {lengths.fewest} to {lengths.most} tokens"
         raise SelectorError(
-            f"{what} fits texts of one length, and these "
+            f"{name} fits texts of one length, and these "
             + (sizes if lengths.fewest < lengths.most else "have them at different positions"),
             hint="send texts of one length in a request",
         )
-    if given not in possible:
-        raise SelectorError(f"{what} has shape {list(given)}", hint=f"send {_format_shape(leaf, part, lengths)}")
+    if shape not in possible:
+        raise SelectorError(f"{name} has shape {list(shape)}", hint=f"send {_format_shape(leaf, part, lengths)}")
 
 
 def _format_shape(leaf: TensorInfo, part: Callable[[TensorInfo], Shape], lengths: TextLengths | None) -> str:

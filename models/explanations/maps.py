@@ -26,10 +26,10 @@ def grad_cam(values: Array, gradients: Array, leaf: TensorInfo) -> Array:
     ``values`` and ``gradients`` are of that layer; the result is (N, H, W) in the layer's own pixels, or patches of a
     token grid, 0 and above. Selvaraju et al., "Grad-CAM", 2017, equations 1 and 2.
     """
-    maps, slopes = (_channels_first(each.astype(np.float32), leaf) for each in (values, gradients))
+    maps, slopes = (_move_channels_first(each.astype(np.float32), leaf) for each in (values, gradients))
     weights = slopes.mean((2, 3), keepdims=True)
-    found: Array = np.maximum((weights * maps).sum(1), 0.0)
-    return found
+    result: Array = np.maximum((weights * maps).sum(1), 0.0)
+    return result
 
 
 def saliency(gradients: Array, leaf: TensorInfo) -> Array:
@@ -37,8 +37,8 @@ def saliency(gradients: Array, leaf: TensorInfo) -> Array:
 
     (N, H, W), 0 and above. Simonyan et al., "Deep inside convolutional networks", 2013, section 3.1.
     """
-    found: Array = np.abs(_channels_first(gradients.astype(np.float32), leaf)).max(1)
-    return found
+    result: Array = np.abs(_move_channels_first(gradients.astype(np.float32), leaf)).max(1)
+    return result
 
 
 def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
@@ -49,14 +49,14 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
     of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and Zuidema, "Quantifying
     attention flow in transformers", 2020, section 3.
     """
-    found: Array | None = None
+    product: Array | None = None
     for layer in layers:
-        mixed = _without_lowest(layer, discard) + np.eye(layer.shape[-1], dtype=np.float32)
+        mixed = _zero_lowest(layer, discard) + np.eye(layer.shape[-1], dtype=np.float32)
         mixed = mixed / mixed.sum(-1, keepdims=True)
-        found = mixed if found is None else mixed @ found
-    if found is None:
+        product = mixed if product is None else mixed @ product
+    if product is None:
         raise ValueError("a rollout is over one layer or more")
-    return _patches(found, prefix)
+    return _read_patches(product, prefix)
 
 
 def relevance(layers: Sequence[Array], prefix: int) -> Array:
@@ -65,16 +65,16 @@ def relevance(layers: Sequence[Array], prefix: int) -> Array:
     ``layers`` are as a rollout takes them, and so is what is read off R; nothing is normalised. Chefer et al., "Generic
     attention-model explainability", 2021, equation 6.
     """
-    found: Array = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
+    total: Array = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
     for layer in layers:
-        found = found + layer @ found
-    return _patches(found, prefix)
+        total = total + layer @ total
+    return _read_patches(total, prefix)
 
 
 def average_heads(weights: Array) -> Array:
     """(N, heads, T, T) to (N, T, T): the mean over heads."""
-    found: Array = weights.astype(np.float32).mean(1)
-    return found
+    mean: Array = weights.astype(np.float32).mean(1)
+    return mean
 
 
 def weight_by_gradient(weights: Array, gradients: Array) -> Array:
@@ -82,53 +82,53 @@ def weight_by_gradient(weights: Array, gradients: Array) -> Array:
 
     Chefer et al., "Generic attention-model explainability", 2021, equation 5.
     """
-    found: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
-    return found
+    mean: Array = np.maximum(weights.astype(np.float32) * gradients.astype(np.float32), 0.0).mean(1)
+    return mean
 
 
-def _patches(mixed: Array, prefix: int) -> Array:
+def _read_patches(mixed: Array, prefix: int) -> Array:
     """The row of the first token, or the mean of all where there is no prefix, as a grid."""
-    seen = mixed[:, 0] if prefix else mixed.mean(1)
-    patches = seen[:, prefix:]
+    attention = mixed[:, 0] if prefix else mixed.mean(1)
+    patches = attention[:, prefix:]
     side = isqrt(patches.shape[1])
     return patches.reshape(len(patches), side, side)
 
 
 def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, TensorInfo]]:
     """Every attention of a forward in its order; SelectorError where they are not all over one grid of patches."""
-    found = [
+    points = [
         (call.attention.order, HookPoint(layer.name, number, leaf.path, "attention"), leaf)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         if call.attention is not None
         for leaf in call.attention.tensors
     ]
-    found.sort(key=lambda each: each[0])
-    if len({leaf.shape[-2:] for _, _, leaf in found}) != 1 or not all(
-        _is_of_patches(leaf, prefix) for *_, leaf in found
+    points.sort(key=lambda point: point[0])
+    if len({leaf.shape[-2:] for _, _, leaf in points}) != 1 or not all(
+        _covers_patches(leaf, prefix) for *_, leaf in points
     ):
         raise SelectorError(
             "this model's attention is not over one grid of patches in every layer, so it can't be rolled out",
             hint="use method 'grad_cam' or 'saliency'",
         )
-    return [(point, leaf) for _, point, leaf in found]
+    return [(point, leaf) for _, point, leaf in points]
 
 
-def _is_of_patches(leaf: TensorInfo, prefix: int) -> bool:
+def _covers_patches(leaf: TensorInfo, prefix: int) -> bool:
     queries, keys = leaf.shape[-2:]
     patches = keys - prefix
-    whole = leaf.entries_per_row == 1 and not leaf.mixed and queries == keys
-    return whole and patches > 0 and isqrt(patches) ** 2 == patches
+    is_square = leaf.entries_per_row == 1 and not leaf.mixed and queries == keys
+    return is_square and patches > 0 and isqrt(patches) ** 2 == patches
 
 
-def _without_lowest(layer: Array, share: float) -> Array:
+def _zero_lowest(layer: Array, share: float) -> Array:
     flat = layer.reshape(len(layer), -1)
     count = int(flat.shape[1] * share)
     if not count:
         return layer
-    kept = flat.copy()
-    np.put_along_axis(kept, np.argpartition(flat, count - 1, axis=1)[:, :count], 0.0, axis=1)
-    return kept.reshape(layer.shape)
+    remaining = flat.copy()
+    np.put_along_axis(remaining, np.argpartition(flat, count - 1, axis=1)[:, :count], 0.0, axis=1)
+    return remaining.reshape(layer.shape)
 
 
 def is_map(leaf: TensorInfo) -> bool:
@@ -147,29 +147,29 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, T
     Parts of an attention are left out where there are others: an entry of a query, key or value is no channel.
     """
     last = catalog.layers[end.layer].calls[end.call].output.order
-    found = [
+    maps = [
         (call.output.order, HookPoint(layer.name, number, leaf.path, "output"), leaf)
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for leaf in call.output.tensors
         if call.output.order <= last and is_map(leaf) and "float" in leaf.dtype
     ]
-    if not found:
+    if not maps:
         raise SelectorError("no layer of this model returns a map", hint="use method 'saliency'")
-    attending = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.has_attention and name != ".")
-    whole = [each for each in found if not each[1].layer.startswith(attending)]
+    attention = tuple(f"{name}." for name, layer in catalog.layers.items() if layer.has_attention and name != ".")
+    outside = [each for each in maps if not each[1].layer.startswith(attention)]
     # Of a layer and what it is the last part of, the outer one: it returns last.
-    ordered = sorted(whole or found, key=lambda each: each[0], reverse=True)
+    ordered = sorted(outside or maps, key=lambda each: each[0], reverse=True)
     return [(point, leaf) for _, point, leaf in ordered]
 
 
-def find_zero_rows(found: Array) -> list[int]:
+def find_zero_rows(maps: Array) -> list[int]:
     """The rows whose map is 0 everywhere."""
-    rows: list[int] = np.flatnonzero(~found.any((1, 2))).tolist()
+    rows: list[int] = np.flatnonzero(~maps.any((1, 2))).tolist()
     return rows
 
 
-def _channels_first(values: Array, leaf: TensorInfo) -> Array:
+def _move_channels_first(values: Array, leaf: TensorInfo) -> Array:
     """(N, C, H, W); prefix tokens are left out, the others stand in a square."""
     if leaf.layout == "NTC":
         grid = values[:, leaf.prefix :]

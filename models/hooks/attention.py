@@ -40,7 +40,7 @@ class AttentionEvent:
     shape: tuple[int, ...]
     dtype: torch.dtype
     evidence: Tensor
-    how: str
+    source: str
     weights: Callable[[], Tensor]
 
 

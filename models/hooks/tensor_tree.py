@@ -1,6 +1,6 @@
-"""Tensors inside structured values: what modules take and return, leaf by leaf.
+"""Tensors inside structured values: what modules take and return, path by path.
 
-A leaf's path is the chain of keys that leads to it: ``()`` for a bare tensor, ``("logits",)`` in a dictionary, a
+A tensor's path is the chain of keys that leads to it: ``()`` for a bare tensor, ``("logits",)`` in a dictionary, a
 named tuple or a dataclass, ``("0", "1")`` in nested sequences. Written down: ``[logits]``, ``[0][1]``.
 """
 
@@ -24,12 +24,12 @@ class TensorsByPath(dict[Path, torch.Tensor]):
 
 def iterate_tensors(value: object, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
     """Every dense tensor in a value with its path, in the value's own order; anything else is passed over."""
-    return ((at, tensor) for at, tensor in _tensors(value, path) if _kind(tensor) == "dense")
+    return ((path, tensor) for path, tensor in _iterate_all(value, path) if _get_kind(tensor) == "dense")
 
 
 def find_refused(value: object) -> Iterator[tuple[Path, str]]:
     """Where a value holds tensors without plain memory, and of what kind they are: "sparse", "nested" or "opaque"."""
-    return ((path, _kind(tensor)) for path, tensor in _tensors(value, ()) if _kind(tensor) != "dense")
+    return ((path, _get_kind(tensor)) for path, tensor in _iterate_all(value, ()) if _get_kind(tensor) != "dense")
 
 
 def pack_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -39,19 +39,19 @@ def pack_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     is one: ``conv(x, adjacency)`` is two values.
     """
     named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    carrying = {key: value for key, value in named.items() if _carries(value)}
-    if len(carrying) == 1:
-        return next(iter(carrying.values()))
-    return carrying
+    with_tensors = {key: value for key, value in named.items() if _has_tensor(value)}
+    if len(with_tensors) == 1:
+        return next(iter(with_tensors.values()))
+    return with_tensors
 
 
 def replace_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], changes: Mapping[Path, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with other tensors at paths of their ``call_value``."""
+    """Arguments with other tensors at paths of what ``pack_arguments`` makes of them."""
     named: dict[str, Any] = {str(index): value for index, value in enumerate(args)} | dict(kwargs)
-    carrying = [key for key, value in named.items() if _carries(value)]
-    lone: Path = tuple(carrying) if len(carrying) == 1 else ()
+    with_tensors = [key for key, value in named.items() if _has_tensor(value)]
+    lone: Path = tuple(with_tensors) if len(with_tensors) == 1 else ()
     for path, tensor in changes.items():
         key, *rest = (*lone, *path)
         named[key] = replace_tensor(named[key], tuple(rest), tensor)
@@ -65,52 +65,53 @@ def replace_tensor(value: Any, path: Path, tensor: torch.Tensor) -> Any:
     """
     if not path:
         return tensor
-    held = dict(_items(value))
-    held[path[0]] = replace_tensor(held[path[0]], path[1:], tensor)
+    items = dict(_iterate_items(value))
+    items[path[0]] = replace_tensor(items[path[0]], path[1:], tensor)
     try:
-        made = _rebuilt(value, path[0], held)
+        container = _rebuild(value, path[0], items)
     except Exception:  # a third party's class: whatever its constructor raises
-        made = None
-    if type(made) is not type(value) or not _same(dict(_items(made)), held):
+        container = None
+    if type(container) is not type(value) or not _has_items(container, items):
         raise InputError(
             f"a {escape(type(value).__name__)} can't be made again with another tensor in it",
             hint="change a layer before it or after it",
         )
-    return made
+    return container
 
 
-def _rebuilt(value: Any, key: str, held: Mapping[str, object]) -> Any:
+def _rebuild(value: Any, key: str, items: Mapping[str, object]) -> Any:
     """A container again, with what it is to hold; only what lies at the key is new."""
     kind: Any = type(value)
     if isinstance(value, Mapping):
         name = next(name for name in value if str(name) == key)
         if not isinstance(value, MutableMapping):
-            return kind({**value, name: held[key]})
+            return kind({**value, name: items[key]})
         value = copy.copy(value)
-        value[name] = held[key]
+        value[name] = items[key]
     elif is_dataclass(value):
         value = copy.copy(value)
         # A frozen one says no to plain assignment. The name is one of the dataclass's own fields.
-        object.__setattr__(value, next(field.name for field in fields(value) if field.name == key), held[key])
+        object.__setattr__(value, next(field.name for field in fields(value) if field.name == key), items[key])
     elif isinstance(value, list):
         value = copy.copy(value)
-        value[int(key)] = held[key]
+        value[int(key)] = items[key]
     elif hasattr(value, "_fields"):
-        return value._make(list(held.values()))
+        return value._make(list(items.values()))
     else:
-        return kind(list(held.values()))
+        return kind(list(items.values()))
     return value
 
 
-def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    return list(one) == list(other) and all(one[key] is other[key] for key in one)
+def _has_items(container: object, items: Mapping[str, object]) -> bool:
+    present = dict(_iterate_items(container))
+    return list(present) == list(items) and all(present[key] is items[key] for key in items)
 
 
-def _carries(value: object) -> bool:
-    return next(_tensors(value, ()), None) is not None
+def _has_tensor(value: object) -> bool:
+    return next(_iterate_all(value, ()), None) is not None
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _get_kind(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return "nested"
     if tensor.layout is torch.strided:
@@ -118,17 +119,17 @@ def _kind(tensor: torch.Tensor) -> str:
     return "sparse" if "sparse" in str(tensor.layout) else "opaque"
 
 
-def _tensors(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+def _iterate_all(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, TensorsByPath):
         yield from value.items()
     else:
-        for key, item in _items(value):
-            yield from _tensors(item, (*path, key))
+        for key, item in _iterate_items(value):
+            yield from _iterate_all(item, (*path, key))
 
 
-def _items(value: object) -> Iterator[tuple[str, object]]:
+def _iterate_items(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key), item

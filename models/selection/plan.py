@@ -94,7 +94,7 @@ class Plan:
 
     ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
-    ``interventions`` has the changes that each one makes; ``goal`` is there where a gradient is asked for.
+    ``interventions`` has the changes that each one makes; ``objective`` is there where a gradient is asked for.
     """
 
     results: tuple[Result, ...]
@@ -107,7 +107,7 @@ class Plan:
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
         """All changes in the order in which they are made."""
-        return tuple(edit for made in self.interventions for edit in made)
+        return tuple(change for changes in self.interventions for change in changes)
 
     @cached_property
     def scores(self) -> Capture | None:
@@ -125,13 +125,13 @@ class Plan:
     @cached_property
     def may_split(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
-        leaves = [capture.leaf for capture in self.captures] + [edit.leaf for edit in self.resolved_interventions]
+        leaves = [capture.leaf for capture in self.captures] + [change.leaf for change in self.resolved_interventions]
         return not any(leaf.mixed for leaf in (*leaves, *([self.objective.leaf] if self.objective else ())))
 
     @property
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
         """What each intervention changes, as selectors."""
-        return tuple(tuple(edit.point.text for edit in made) for made in self.interventions)
+        return tuple(tuple(change.point.text for change in changes) for changes in self.interventions)
 
     @property
     def has_graph(self) -> bool:
@@ -148,7 +148,7 @@ class Plan:
         return (
             self.may_split
             and not unfuses
-            and all(edit.leaf.row_axis is not None for edit in self.resolved_interventions)
+            and all(change.leaf.row_axis is not None for change in self.resolved_interventions)
         )
 
     def count_numbers(self, rows: int) -> int:
@@ -161,12 +161,12 @@ class Plan:
 
     def _size(self, rows: int) -> tuple[int, int]:
         """Numbers and bytes; kept, as each request asks several times and plans are used again."""
-        known = self._sizes.get(rows)
-        if known is None:
+        size = self._sizes.get(rows)
+        if size is None:
             captures = [result.capture for result in self.results]
-            known = sum(prod(each.shape(rows)) for each in captures), sum(each.nbytes(rows) for each in captures)
-            self._sizes[rows] = known
-        return known
+            size = sum(prod(each.shape(rows)) for each in captures), sum(each.nbytes(rows) for each in captures)
+            self._sizes[rows] = size
+        return size
 
     @cached_property
     def _sizes(self) -> dict[int, tuple[int, int]]:

@@ -96,7 +96,7 @@ def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMat
 
 def suggest_type(kind: str | None, catalog: Catalog) -> str:
     """What types there are, those first that look like this one; nothing where a layer has it, or none is asked for."""
-    types = catalog.list_types
+    types = catalog.types
     if kind is None or kind in types:
         return ""
     return " ".join(filter(None, (suggest(catalog.suggest_types(kind)), f"types here: {', '.join(types[:20])}")))

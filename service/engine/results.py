@@ -67,7 +67,7 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         fingerprint=job.fingerprints[result.key],
         row_axis=0 if how.is_by_row else leaf.row_axis,
         stats=list_columns(how.stats) if how.stats is not None else None,
-        how="unfused" if point.site == "attention_grad" else leaf.how,
+        how="unfused" if point.site == "attention_grad" else leaf.source,
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",
         classes=classes if point.site in GRADIENTS else None,

@@ -82,7 +82,7 @@ def _describe_layer(layer: Layer) -> Json:
             for tensor in call.input.tensors
         ],
         "attention": [
-            {"call": number, **_describe_tensor(tensor), "how": tensor.how}
+            {"call": number, **_describe_tensor(tensor), "how": tensor.source}
             for number, call in enumerate(layer.calls)
             for tensor in call.at("attention").tensors
         ],

@@ -288,7 +288,7 @@ def test_weights(name: str) -> None:
         assert weights.std() > 0.01
         torch.testing.assert_close(found[f"{layer}:attention"], weights)
         assert leaf.shape_for(ROWS) == weights.shape
-        assert (leaf.row_axis, leaf.mixed, leaf.layout, leaf.how) == (0, False, None, case.how)
+        assert (leaf.row_axis, leaf.mixed, leaf.layout, leaf.source) == (0, False, None, case.how)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from fastapi import Request, Response
 
-from layertap.models.catalog.catalog import BACKWARD
+from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import Job
 from layertap.service.http.parsing import COMMON, EndpointSpec
@@ -56,7 +56,7 @@ def _estimate(job: Job) -> Response:
         **({"interventions": plan.changed_selectors} if plan.resolved_interventions else {}),
         **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
-        "seconds": round((BACKWARD if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
+        "seconds": round((BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
         "warnings": list(_warnings(job)),
         "errors": [format_fault(fault) for fault in job.faults],
     }
