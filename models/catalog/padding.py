@@ -40,10 +40,10 @@ def find_own_positions(leaf: TensorInfo, real: Tensor) -> Iterator[list[tuple[in
 def truncate(value: Tensor, leaf: TensorInfo, length: int, real: Tensor) -> tuple[Tensor, TensorInfo]:
     """So many tokens of each row, 0 where one of them only pads it."""
     for axis in leaf.token_axes:
-        value = _narrowed(value, leaf, axis, length)
+        value = _narrow(value, leaf, axis, length)
     if leaf.row_axis is not None:
         for axis in leaf.token_axes:
-            value = _zeroed(value, leaf.row_axis, axis, ~real[:, :length])
+            value = _zero_padding(value, leaf.row_axis, axis, ~real[:, :length])
     return value, leaf.with_length(length)
 
 
@@ -65,20 +65,20 @@ def move_padding_last(value: Tensor, leaf: TensorInfo, letters: str, real: Tenso
     return torch.cat(rows, dim=leaf.row_axis or 0)
 
 
-def _narrowed(value: Tensor, leaf: TensorInfo, axis: int, length: int) -> Tensor:
+def _narrow(value: Tensor, leaf: TensorInfo, axis: int, length: int) -> Tensor:
     if axis != leaf.row_axis:
         return value.narrow(axis, 0, length)
-    apart = value.reshape(*value.shape[:axis], -1, leaf.entries_per_row, *value.shape[axis + 1 :])
-    return apart.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
+    unfolded = value.reshape(*value.shape[:axis], -1, leaf.entries_per_row, *value.shape[axis + 1 :])
+    return unfolded.narrow(axis + 1, 0, length).flatten(axis, axis + 1)
 
 
-def _zeroed(value: Tensor, rows: int, axis: int, padding: Tensor) -> Tensor:
+def _zero_padding(value: Tensor, row_axis: int, axis: int, padding: Tensor) -> Tensor:
     if not bool(padding.any()):
         return value
     shape = [1] * value.ndim
-    if axis == rows:  # tokens are folded into the rows
+    if axis == row_axis:  # tokens are folded into the rows
         shape[axis] = padding.numel()
     else:
-        padding = padding if rows < axis else padding.T
-        shape[rows], shape[axis] = value.shape[rows], value.shape[axis]
+        padding = padding if row_axis < axis else padding.T
+        shape[row_axis], shape[axis] = value.shape[row_axis], value.shape[axis]
     return value.masked_fill(padding.reshape(shape).to(value.device), 0)

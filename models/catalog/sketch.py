@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 BINS = 16
-MOST = 2**16  # numbers looked at
-MASK = 1e30  # larger numbers, infinities and NaN are marks of what to leave out
-EXACT = 1e-6
-FINE = 5e-3  # rounding in float32 makes 1e-6, or 4e-4 where softmax amplifies it
-COARSE = 0.1  # half precision: enough to tell a row from its neighbour
+MAX_NUMBERS = 2**16  # looked at
+MASK_VALUE = 1e30  # larger numbers, infinities and NaN are marks of what to leave out
+TOLERANCE_INTEGER = 1e-6
+TOLERANCE_FLOAT32 = 5e-3  # rounding makes 1e-6, or 4e-4 where softmax amplifies it
+TOLERANCE_HALF = 0.1  # half precision: enough to tell a row from its neighbour
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Sketch:
     tolerance: float
 
     @classmethod
-    def from_tensor(cls, leaf: Tensor) -> Sketch:
+    def from_tensor(cls, tensor: Tensor) -> Sketch:
         """The sketch of a tensor of any dtype; what marks a masked entry counts as zero."""
-        real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-        # Of a large tensor every so manieth number: as telling, and a survey stays a few forwards long.
-        values = real.flatten()[:: 1 + real.numel() // MOST].to(torch.float32)
-        values = torch.where(values.abs() < MASK, values, 0.0)
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
+        values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
+        values = torch.where(values.abs() < MASK_VALUE, values, 0.0)
         weights = torch.arange(values.numel(), device=values.device, dtype=torch.float32)
         weights = weights.mul_(12.9898).sin_().mul_(43758.5453).frac_()  # as good as random, and everywhere the same
         parts = functional.pad(values * weights, (0, -values.numel() % BINS)).view(-1, BINS).sum(0)
-        return cls(tuple(parts.tolist()), float(values.norm(dtype=torch.float64)), _tolerance(real.dtype))
+        return cls(tuple(parts.tolist()), float(values.norm(dtype=torch.float64)), _get_tolerance(real.dtype))
 
     def matches(self, other: Sketch) -> bool:
         """Whether both are of the same tensor, but for rounding."""
@@ -42,7 +42,7 @@ class Sketch:
         return all(abs(a - b) <= limit for a, b in zip(self.bins, other.bins, strict=True))
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def _get_tolerance(dtype: torch.dtype) -> float:
     if not dtype.is_floating_point:
-        return EXACT
-    return FINE if dtype.itemsize >= 4 else COARSE
+        return TOLERANCE_INTEGER
+    return TOLERANCE_FLOAT32 if dtype.itemsize >= 4 else TOLERANCE_HALF

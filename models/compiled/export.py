@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,10 +12,10 @@ from torch.export import Dim, ExportedProgram, export
 
 from layertap.models.capture.reduction import ReducedTensor, apply_reduction
 from layertap.models.hooks.attach import ATTACH
-from layertap.models.hooks.sites import Side
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import call_module
+from layertap.models.selection.group_by_call import group_by_call
 from layertap.models.selection.plan import Capture
 
 MIN_ROWS = 2  # rows of a graph that takes any number: sizes 0 and 1 are graphs of their own
@@ -53,35 +52,29 @@ class _CapturingModule(nn.Module):
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         """All captures of a batch, reduced; scales behind their values."""
-        found: dict[Capture, ReducedTensor] = {}
+        reduced: dict[Capture, ReducedTensor] = {}
+        modules = {name or ".": part for name, part in self.model.named_modules(remove_duplicate=False)}
+        captures = ((capture.point, capture) for capture in self._captures)
         with ExitStack() as stack:
-            for (part, side), calls in self._group_captures().items():
-                ATTACH[side](stack, part, partial(_on_call, calls, found))
+            for (module, side), calls in group_by_call(captures, modules).items():
+                ATTACH[side](stack, module, partial(_reduce_captures, calls, reduced))
             # To its end: an export that is left midway is none. What nobody captures is cut off from the graph.
             call_module(dict(zip(self._names, inputs, strict=True)), self.model)
-        return list(flatten(found[capture] for capture in self._captures))
-
-    def _group_captures(self) -> dict[tuple[nn.Module, Side], dict[int, list[Capture]]]:
-        parts = dict(self.model.named_modules(remove_duplicate=False))
-        captures: dict[tuple[nn.Module, Side], dict[int, list[Capture]]] = defaultdict(lambda: defaultdict(list))
-        for capture in self._captures:
-            point = capture.point
-            captures[parts["" if point.layer == "." else point.layer], point.side][point.call].append(capture)
-        return captures
+        return list(flatten(reduced[capture] for capture in self._captures))
 
 
-def _on_call(
-    calls: Mapping[int, Sequence[Capture]], found: dict[Capture, ReducedTensor], call: int, value: object
+def _reduce_captures(
+    calls: Mapping[int, Sequence[Capture]], reduced: dict[Capture, ReducedTensor], call: int, value: object
 ) -> None:
     tensors = dict(iterate_tensors(value)) if call in calls else {}
     for capture in calls.get(call, ()):
         # A copy: what the forward writes there later is another value.
-        found[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.leaf, capture.reduction)
+        reduced[capture] = apply_reduction(tensors[capture.point.path].clone(), capture.leaf, capture.reduction)
 
 
-def flatten(found: Iterable[ReducedTensor]) -> Iterator[Tensor]:
+def flatten(reduced: Iterable[ReducedTensor]) -> Iterator[Tensor]:
     """The tensors of reduced captures, one after the other."""
-    for each in found:
+    for each in reduced:
         yield each.values
         if each.scale is not None:
             yield each.scale
