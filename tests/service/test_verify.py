@@ -54,7 +54,7 @@ def test_rows_of_several_forwards(serve: Serve) -> None:
 
 def test_failure(serve: Serve) -> None:
     """A value that the model writes to under another name is named; others get their answers after it."""
-    factory = "python:tests.models.test_verification:Aliased"
+    factory = "python:tests.models.capture.test_verification:Aliased"
     spec = ModelSpec("aliased", factory, weights="random:0", inputs=(InputSpec("x", (4,)),))
     with serve(configured(spec)) as live:
         body = {"model": "aliased", "layers": ["head", "same"], "inputs": [tensor(rows(1)[0])], "verify": True}

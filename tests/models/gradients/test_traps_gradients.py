@@ -19,10 +19,10 @@ from layertap.models.selection.hook_points import Objective
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
+from tests.models.capture.test_traps import naive, ours, rows
 from tests.models.extraction import extract_plan
-from tests.models.test_attention import multi_head, timm_vit
-from tests.models.test_gradients import split
-from tests.models.test_traps import naive, ours, rows
+from tests.models.gradients.test_gradients import split
+from tests.models.hooks.test_attention import multi_head, timm_vit
 from tests.nets import surveyed
 from tests.oracle import record, seeded
 

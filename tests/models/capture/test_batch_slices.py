@@ -406,7 +406,7 @@ LAYOUTS = {
 def test_zeros_of_both_signs_and_nan(
     name: str, order: tuple[int, ...] | None, seed: int, numbers: tuple[float, ...]
 ) -> None:
-    """Which of two equal numbers a reduction gives does not hang on whether neighbours want the same."""
+    """Which of two equal numbers a reduction gives does not depend on whether neighbours want the same."""
     leaf, rows = LAYOUTS[name], 4
     generator = torch.Generator().manual_seed(seed)
     shape = leaf.shape_for(rows)
@@ -540,7 +540,7 @@ class Several(nn.Module):
 
 
 class Moves(Several):
-    """Adds a little that hangs on the place in the batch, too little to be taken for another course."""
+    """Adds a little that depends on the place in the batch, too little to be taken for another course."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         found = super().forward(x)

@@ -301,7 +301,7 @@ def test_a_scripted_part() -> None:
 
 
 def test_integer_inputs(load_net: Loader) -> None:
-    """Inputs keep their configured dtype in the dry run."""
+    """Inputs keep their configured dtype in the survey."""
     model = load_net("Keywords")
     assert model.inputs[1] == InputSpec("kind", (), "int64")
     assert model.catalog.layers["."].calls[0].input.tensors[1].shape == (1,)

@@ -119,7 +119,7 @@ def test_what_follows(loaded: Callable[[str], LoadedModel], net: str, layer: str
     wanted = {key for key in offered if one[key].is_floating_point()}
     assert own in offered
     assert wanted <= follows
-    # What is a constant of the model, or stands before the layer and hangs on no input, is not missed.
+    # What is a constant of the model, or stands before the layer and depends on no input, is not missed.
     assert {key for key in follows - wanted if ordered(model, key) > ordered(model, own)} == set()
     found = ours(model, known, given, plan_of(known, *(spelled(key) for key in sorted(wanted))))
     for key in wanted:
@@ -283,7 +283,7 @@ class Look(nn.Module):
 
 
 def test_numbers_outside_of_tensors() -> None:
-    """What a standing module returned beside tensors is of another input: what hangs on it is not offered."""
+    """What a standing module returned beside tensors is of another input: what depends on it is not offered."""
     known = resumed(load_model(own("Peeks")), "first")
     assert {layer for layer, *_ in points(known)} == {"first", "second"}
 
@@ -345,7 +345,7 @@ class Masks(nn.Module):
 
 
 def test_masks_and_whole_numbers_are_no_answer() -> None:
-    """What hangs on a mask that is false in every trial is not offered; what hangs on its shape only, is."""
+    """What depends on a mask that is false in every trial is not offered; what depends on its shape only, is."""
     model = load_model(own("Masks"))
     known = resumed(model, "first")
     large, plain = torch.full((1, 4), 2e4), torch.ones(1, 4)
@@ -395,7 +395,7 @@ class Long(nn.Module):
 
 
 def test_starts_differ_however_long_their_names() -> None:
-    """Fingerprints hang on where a forward began: on the whole name, not on what of it is shown."""
+    """Fingerprints depend on where a forward began: on the whole name, not on what of it is shown."""
     model = load_model(own("Long"))
     one, other = (
         fingerprint.digest_changes((), resumed(model, name).catalog.start) for name in sorted(model.catalog.layers)[-2:]

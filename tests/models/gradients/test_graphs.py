@@ -123,7 +123,7 @@ def test_objectives_before_a_cut(kind: str) -> None:
 
 
 def test_a_side_branch_is_zero() -> None:
-    """A layer that the objective does not hang on has the gradient zero, also where no other is asked for."""
+    """A layer that the objective does not depend on has the gradient zero, also where no other is asked for."""
     net, catalog = known(Cut(), 4)
     x = drawn(2, 4)
     assert torch.equal(ours(net, catalog, x, "side:grad_output")["side:grad_output"], torch.zeros(2, 3).double())
@@ -235,7 +235,9 @@ class Greedy(nn.Module):
 def test_another_forward_takes_the_input_as_it_was_sent() -> None:
     """Where a graph is looked for in a second forward a model that writes to its input does so once."""
     inputs = (InputSpec("x", (4,)),)
-    model = load_model(ModelSpec("net", "python:tests.models.test_graphs:Greedy", inputs=inputs, device="cpu"))
+    model = load_model(
+        ModelSpec("net", "python:tests.models.gradients.test_graphs:Greedy", inputs=inputs, device="cpu")
+    )
     plan = planned(model.catalog, "side:grad_output")
     taken = extract_plan(model, {"x": torch.ones(2, 4)}, plan, model.catalog, 8)
     assert not next(iter(taken.values())).values.any()
@@ -414,7 +416,7 @@ def test_recurrent(kind: str) -> None:
     for text, wanted in truth.items():
         same(together[text], wanted)
         same(ours(net, catalog, x, text)[text], wanted)
-    if kind == "lstm":  # nothing hangs on the cell's own state
+    if kind == "lstm":  # nothing depends on the cell's own state
         assert not ours(net, catalog, x, "cell[1][1]:grad_output")["cell[1][1]:grad_output"].any()
 
 

@@ -299,7 +299,7 @@ def test_calls_that_differ() -> None:
 
 
 def test_gradients_of_calls_before_the_objective() -> None:
-    """Of a module's calls those are clipped that the objective hangs on; where there is none it is refused."""
+    """Of a module's calls those are clipped that the objective depends on; where there is none it is refused."""
     catalog = surveyed(bottlenecks(), 3, 32, 32)
     how = Operation("clamp", max=0.5)
     early = Objective("layer", selector=parse_selector("layer1.0.conv3"))

@@ -1,4 +1,4 @@
-"""Which axis is what, as a dry run finds out."""
+"""Which axis is what, as a survey finds out."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ FIRST_NORMS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 
 @pytest.mark.parametrize("kind", FIRST_NORMS)
 def test_class_tokens(kind: str) -> None:
-    """Behind the last attention a class token hangs on no patch: the norm before it is the last that matters."""
+    """Behind the last attention a class token depends on no patch: the norm before it is the last that matters."""
     factory, prefix, name = FIRST_NORMS[kind]
     chosen, last = looked_at(factory(), prefix)
     assert (chosen.layer, chosen.site) == (name, "output")

@@ -16,7 +16,7 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
-from tests.models.test_traps import naive, ours, rows
+from tests.models.capture.test_traps import naive, ours, rows
 from tests.nets import Tied
 from tests.oracle import record, seeded
 
@@ -92,7 +92,7 @@ def never() -> nn.Module:
 
 
 def spec(factory: str) -> ModelSpec:
-    source = f"python:tests.models.test_traps_forwards:{factory}"
+    source = f"python:tests.models.capture.test_traps_forwards:{factory}"
     return ModelSpec("net", source, device="cpu", inputs=(InputSpec("x", (5,)),))
 
 

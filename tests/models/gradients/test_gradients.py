@@ -245,7 +245,7 @@ def test_tied_modules_and_calls() -> None:
 
 
 def test_zero_where_nothing_flows() -> None:
-    """A layer before the objective that it does not hang on has the gradient zero."""
+    """A layer before the objective that it does not depend on has the gradient zero."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -348,7 +348,7 @@ def test_no_graph_outlives_its_forward() -> None:
 
 
 def graphs() -> int:
-    """How many tensors there are that a graph hangs on."""
+    """How many tensors there are that a graph depends on."""
     gc.collect()
     return sum(type(value) is Tensor and value.requires_grad for value in gc.get_objects())
 
@@ -369,7 +369,7 @@ class Scratch(nn.Module):
 
 
 def test_buffers_keep_no_graph() -> None:
-    """What a model writes to its buffers is there after the forward, and no graph hangs on it."""
+    """What a model writes to its buffers is there after the forward, and no graph depends on it."""
     module, catalog = exact(Scratch(), 4)
     x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10))
     first, second = (ours(module, catalog, x, Objective("sum"), "linear:grad_output") for _ in range(2))

@@ -312,7 +312,7 @@ def test_alias() -> None:
     assert [item.key for item in found("*conv*:input", alias="x")] == several
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLES = [path for path in (ROOT / "examples").iterdir() if path.suffix in (".md", ".py", ".sh")]
 WRITTEN = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *EXAMPLES]
 IN_QUOTES = re.compile(rf"""[`"']([^`"'\s]+(?::(?:{"|".join(SITES)})|#[-\d*]+)[^`"'\s]*)[`"']""")
