@@ -11,14 +11,13 @@ import pytest
 from tests.examples.printed import ROOT, open_project, read_blocks, read_diffs
 
 COPIED = ("models", "service", "src", "tests")
-PAGES = ("add-a-model-source", "add-a-pooling", "add-a-reply-format")
+PAGES = [path for path in sorted((ROOT / "docs" / "how-to").glob("*.md")) if read_diffs(path)]
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_change(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_change(page: Path, tmp_path: Path) -> None:
     """The diffs of a page apply to a copy of the project, and what the page runs then succeeds there."""
-    page = ROOT / "docs" / "how-to" / f"{name}.md"
     with open_project(tmp_path) as project:
         for folder in COPIED:
             left_out = shutil.ignore_patterns("__pycache__")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.examples.printed import ROOT, Project, open_project, read_blocks
+from tests.examples.printed import ROOT, Project, open_project, read_blocks, read_diffs
 from tests.examples.test_examples import COMMANDS
 
 README_LINES = 120
-PAGES = ("how-to/gradients", "how-to/interventions", "how-to/resume", "tutorial")
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if read_blocks(path) and not read_diffs(path)]
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
@@ -23,12 +24,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         yield opened
 
 
-def run_document(name: str, project: Project) -> None:
+def run_document(path: Path, project: Project) -> None:
     """Run the shell blocks of a document in their order; each prints what the document shows after it.
 
     The scripts among the examples have tests of their own.
     """
-    blocks = [block for block in read_blocks(ROOT / name) if block.command.strip() not in COMMANDS]
+    blocks = [block for block in read_blocks(path) if block.command.strip() not in COMMANDS]
     assert blocks
     for block in blocks:
         text = project.run(block.command)
@@ -39,17 +40,17 @@ def run_document(name: str, project: Project) -> None:
 @needs_curl
 def test_readme(project: Project) -> None:
     """The README's two commands and five things to do run as printed; the Grad-CAM has light in every colour."""
-    run_document("README.md", project)
+    run_document(ROOT / "README.md", project)
     with Image.open(project.path / "cam.png") as picture:
         assert picture.size == (320, 320)
         assert [high for _, high in picture.getextrema()] == [255, 255, 255]
 
 
 @needs_curl
-@pytest.mark.parametrize("name", PAGES)
-def test_document(name: str, project: Project) -> None:
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_document(path: Path, project: Project) -> None:
     """The shell blocks of a document run as printed."""
-    run_document(f"docs/{name}.md", project)
+    run_document(path, project)
 
 
 def test_readme_is_short() -> None:
