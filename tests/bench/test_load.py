@@ -512,9 +512,16 @@ def test_interrupted(live: Live, tmp_path: Path) -> None:
     module = gated_module(live)
     module.forwards.clear()
     words = [sys.executable, "-m", "bench.load", file, "--url", live.url, "--seconds", "120", "--json", results]
-    with subprocess.Popen(
-        list(map(str, words)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    ignored = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # what shells run in the background inherits that
+    try:
+        process = subprocess.Popen(
+            list(map(str, words)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    with process:
         try:
             wait_until(lambda: len(module.forwards) >= 20 or process.poll() is not None)
             process.send_signal(signal.SIGINT)

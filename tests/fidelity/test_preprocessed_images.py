@@ -28,14 +28,14 @@ from tests.server import Live, serving
 from tests.service.support import Array, arrays_of, text64
 
 PICTURES = (("china.jpg", "JPEG"), ("flower.jpg", "PNG"))
-# By architecture, a layer in its midst. Their presets: bilinear, bicubic, of other sizes and means, without a crop.
+# By architecture, a layer in its midst. Presets: bilinear, bicubic; slow ones are of other sizes, or without a crop.
 LAYERS = {
     "resnet18": "layer2.0.bn1",
     "efficientnet_b0": "features.3",
-    "swin_t": "features.3",
-    "inception_v3": "Mixed_5b",
 }
 SLOW = {
+    "swin_t": "features.3",
+    "inception_v3": "Mixed_5b",
     "convnext_tiny": "features.3",
     "efficientnet_b3": "features.3",
     "efficientnet_v2_l": "features.3",

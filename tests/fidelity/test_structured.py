@@ -32,7 +32,7 @@ SCENES = [
 CLIPS = [
     parameter(torchvision_case(name, shape), slow=slow)
     for name, shape, slow in (
-        ("r3d_18", CLIP, False),
+        ("r3d_18", CLIP, True),
         ("mc3_18", CLIP, True),
         ("r2plus1d_18", CLIP, True),
         ("swin3d_t", (3, 4, 64, 48), True),

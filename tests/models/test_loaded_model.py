@@ -23,11 +23,13 @@ from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
+from tests.marks import slow
 from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, Chain, batch, resnet
 from tests.oracle import record
 
 SMALL = PreprocessSpec(resize=48, crop=48)
+LARGE = ("bottlenecks", "swin")
 ONE_AT_A_TIME = ("BatchCentred", "BatchScaled", "Recurrent", "Backwards", "OneRow", "PerRow")
 
 
@@ -58,7 +60,9 @@ def extract(model: LoadedModel, rows: dict[str, Tensor], *texts: str, max_rows: 
 
 
 @pytest.mark.parametrize("pool", ["none", "mean"])
-@pytest.mark.parametrize("name", [name for name in INPUTS if name not in ONE_AT_A_TIME])
+@pytest.mark.parametrize(
+    "name", [slow(name) if name in LARGE else name for name in INPUTS if name not in ONE_AT_A_TIME]
+)
 def test_chunks(load_net: Loader, name: str, pool: str) -> None:
     """Rows that run in several forwards give what they give in one, whichever axis they are on."""
     model = load_net(name)
@@ -330,7 +334,7 @@ def test_half_precision(load_net: Loader, dtype: str) -> None:
     assert model.identity != full.identity
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 5e-2), ("float16", 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), slow("bfloat16", 5e-2), slow("float16", 1e-2)])
 def test_channels_last(load_net: Loader, dtype: str, tolerance: float) -> None:
     """In another memory format every layer gives what hooks see offline in it, in the order that its shape says."""
     model, plain = load_net("resnet", dtype=dtype, memory_format="channels_last"), load_net("resnet", dtype=dtype)

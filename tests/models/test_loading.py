@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,8 @@ def spec(factory: str, **fields: object) -> ModelSpec:
 
 def test_seeds_do_not_meet() -> None:
     """Models that are constructed at the same time have the weights of their seeds, as one after another."""
-    specs = [ModelSpec(arch, f"torchvision:{arch}", weights="random:0") for arch in ("resnet18", "squeezenet1_1") * 2]
+    small: dict[str, Any] = {"inputs": (InputSpec("x", (3, 32, 32)),), "preprocess": "none", "weights": "random:0"}
+    specs = [ModelSpec(arch, f"torchvision:{arch}", **small) for arch in ("resnet18", "squeezenet1_1") * 2]
     alone = [load_model(each).digest for each in specs[:2]]
     with ThreadPoolExecutor(4) as pool:
         assert [model.digest for model in pool.map(load_model, specs)] == alone * 2

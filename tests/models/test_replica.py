@@ -23,6 +23,7 @@ from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
+from tests.marks import slow_but
 from tests.nets import Chain, Tied, batch, resnet
 from tests.oracle import record
 
@@ -210,7 +211,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
 MIDDLE = {"Chain": "conv", "bottlenecks": "layer1"}  # runs once, whatever is asked for
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", slow_but(("Chain",), ROUNDS))
 def test_two_threads_at_once(name: str) -> None:
     """Two forwards that are halfway at the same moment, with hooks of different requests: each gets its own."""
     model = load_model(net_spec(name), replicas=2)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from layertap.models.spec import InputSpec
+from tests.marks import slow_but
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import admitted_rows, connect, encode_request, gated_module, wait_until
@@ -201,7 +202,7 @@ def check_bad(live: Live, count: int, marks: dict[int, int]) -> None:
     assert live.client.get("/models/moody").json()["hooks"] == 0
 
 
-@pytest.mark.parametrize("count", range(1, 10))
+@pytest.mark.parametrize("count", slow_but((1, 2, 5, 9), range(1, 10)))
 def test_bad_request_in_a_batch(troubled: Live, count: int) -> None:
     """What makes a forward raise is refused alone, wherever it stands; all others get what is right."""
     for place in range(count):

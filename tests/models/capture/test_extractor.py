@@ -20,6 +20,7 @@ from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
+from tests.marks import slow
 from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
@@ -69,7 +70,7 @@ def equal(found: Tensor, expected: Tensor, exact: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ROWWISE)
+@pytest.mark.parametrize("name", [slow(name) if name == "bottlenecks" else name for name in ROWWISE])
 def test_every_tensor_of_every_call(load_net: Loader, name: str, rows: int) -> None:
     """All captures of a model at once are bit for bit what independent hooks copied, of the size that was predicted."""
     model = load_net(name)
@@ -89,7 +90,9 @@ def test_every_tensor_of_every_call(load_net: Loader, name: str, rows: int) -> N
     assert model.hooks == 0
 
 
-@pytest.mark.parametrize("name", ["resnet", "bottlenecks", "swin", "vit", "TimeFirst", "Recursive", "Retries", "Views"])
+@pytest.mark.parametrize(
+    "name", ["resnet", slow("bottlenecks"), "swin", "vit", "TimeFirst", "Recursive", "Retries", "Views"]
+)
 def test_every_tensor_alone(load_net: Loader, name: str) -> None:
     """Each capture by itself, with the forward stopped after it, is the same as with all the others."""
     model = load_net(name)
@@ -117,7 +120,9 @@ def test_half_precision(load_net: Loader, name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("pool", ["none", "mean", "max", "flatten"])
-@pytest.mark.parametrize("name", ["resnet", "vit", "swin", "TimeFirst", "TimeOut", "Windows", "Tied", "Views", "Kinds"])
+@pytest.mark.parametrize(
+    "name", [slow("resnet"), "vit", slow("swin"), "TimeFirst", "TimeOut", "Windows", "Tied", "Views", "Kinds"]
+)
 def test_chunks(load_net: Loader, name: str, pool: Pool) -> None:
     """Rows in several forwards are joined along the right axis: the same as in one, but for rounding."""
     model = load_net(name)

@@ -14,6 +14,7 @@ from layertap.models.errors import InputError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader
+from tests.marks import slow
 from tests.nets import INPUTS, BatchCentred, Recursive, batch, surveyed
 from tests.oracle import Key, record, seeded
 
@@ -222,8 +223,8 @@ def test_a_call_that_fails(load_net: Loader) -> None:
     assert [leaf.shape for leaf in second.output.tensors] == [(1, 4)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["resnet", "vit", "swin"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
+@pytest.mark.parametrize("name", [slow("resnet"), "vit", "swin"])
 def test_rounding_is_no_mixing(load_net: Loader, name: str, dtype: str) -> None:
     """In no dtype does rounding make rows look as if they affected each other."""
     catalog = load_net(name, dtype=dtype).catalog

@@ -29,6 +29,7 @@ from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import WarmSpec
 from tests.conftest import WARM, net_spec
+from tests.marks import slow
 from tests.models.extraction import extract_plan
 from tests.nets import batch
 from tests.oracle import record
@@ -82,18 +83,21 @@ class Plain:
 
 CASES = [
     ("resnet", ["layer1.0.bn2", "layer1.0.relu#0", "layer2", "layer2.0.conv1:input", "."], {}),
-    ("resnet", ["layer2", "layer4"], {"pool": "mean", "normalize": True}),
-    ("bottlenecks", ["layer1.0.relu#0", "layer1.0.relu#1", "layer1.0.relu#2", "layer1.0.bn3"], {"pool": "flatten"}),
+    slow("resnet", ["layer2", "layer4"], {"pool": "mean", "normalize": True}),
+    slow("bottlenecks", ["layer1.0.relu#0", "layer1.0.relu#1", "layer1.0.relu#2", "layer1.0.bn3"], {"pool": "flatten"}),
     ("vit", ["encoder.layers.encoder_layer_0", "encoder.ln"], {"pool": "cls"}),
-    ("vit", ["encoder.layers.encoder_layer_1"], {"pool": "mean", "dtype": "float16"}),
+    slow("vit", ["encoder.layers.encoder_layer_1"], {"pool": "mean", "dtype": "float16"}),
     ("vit", ["encoder.ln"], {"pool": "mean_all"}),
-    ("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
+    slow("swin", ["features.1.0", "features.3.1.attn", "norm"], {"pool": "max"}),
     ("Windows", ["inner"], {"pool": "gem"}),
     ("Structured", ["nested[pair][left]", "nested[list][0][0]", "."], {}),
     ("Structured", ["nested[card][value]"], {"pool": "flatten", "dtype": "int8"}),
     ("Keywords", ["gate#0", "gate#1", "gate#0[gate]:input"], {}),
     ("Tied", ["encode#0", "decode#1", "act"], {}),
     ("TimeFirst", ["norm", "attention[0]"], {"pool": "mean"}),
+    ("Chain", ["conv"], {"pool": "max"}),
+    ("Chain", ["conv"], {"pool": "mean", "normalize": True}),
+    ("Tied", ["act"], {"dtype": "float16"}),
 ]
 
 

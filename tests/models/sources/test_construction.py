@@ -17,6 +17,7 @@ from torchvision.models import resnet18
 
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.weights.digest import digest_weights
+from tests.marks import slow
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(5),
@@ -219,7 +220,7 @@ def test_default_dtype_of_other_threads() -> None:
     assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
 
 
-@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("order", [slow("first"), "last"])
 def test_compilers(order: str) -> None:
     """What torch compiles, exports and scripts elsewhere it also does where the file is imported, before or after."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.models.sources.compilers", order]
