@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from layertap.models import loading
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec, WarmSpec
+from tests.loading import LOADED, load_model
 from tests.nets import INPUTS
 
 Loader = Callable[..., LoadedModel]
@@ -30,42 +31,49 @@ def net_spec(factory: str, **fields: object) -> ModelSpec:
     return ModelSpec(factory, f"python:tests.nets:{factory}", **chosen)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def kept() -> list[LoadedModel]:
-    """Models that live until the end of the test, so that their hooks can be counted then."""
-    return []
-
-
 @pytest.fixture(scope="session")
-def blamed() -> list[LoadedModel]:
-    """Models whose hooks a test has failed for: those after it are not to blame."""
+def shared_nets() -> Callable[[str, frozenset[tuple[str, object]]], LoadedModel]:
+    """Each net of ``tests.nets`` once for each set of options; nobody changes them."""
+    return cache(lambda factory, fields: loading.load_model(net_spec(factory, **dict(fields))))
+
+
+@pytest.fixture
+def touched() -> list[LoadedModel]:
+    """Shared models that a test was given; their hooks are counted at its end."""
     return []
+
+
+@pytest.fixture
+def load_net(shared_nets: Callable[..., LoadedModel], touched: list[LoadedModel]) -> Loader:
+    """A module of ``tests.nets`` by its name, with fields of its configuration; shared: not to be changed."""
+
+    def load(factory: str, **fields: object) -> LoadedModel:
+        touched.append(shared_nets(factory, frozenset(fields.items())))
+        return touched[-1]
+
+    return load
+
+
+@pytest.fixture
+def load_fresh_net() -> Loader:
+    """As ``load_net``, but each time another model, which may be changed."""
+    return lambda factory, **fields: load_model(net_spec(factory, **fields))
 
 
 @pytest.fixture(autouse=True)
-def _no_hooks_left(kept: list[LoadedModel], blamed: list[LoadedModel]) -> Iterator[None]:
-    """After every test, no model that anything loaded has a hook that it did not bring along."""
+def _no_hooks_left(touched: list[LoadedModel]) -> Iterator[None]:
+    """After every test, no model that was loaded for tests has a hook that it did not bring along."""
     yield
-    alive = [item for item in gc.get_referrers(LoadedModel) if type(item) is LoadedModel]
-    left = [model for model in alive if not any(model is each for each in blamed) and not _idle(model)]
-    blamed += left
-    assert {model.spec.name: model.hooks for model in left} == {}
+    left = [(number, model) for number, model in list(LOADED.items()) if not _idle(model)]
+    for number, _ in left:
+        del LOADED[number]  # tests that come after this one are not to blame
+    models = [*(model for _, model in left), *(model for model in touched if not _idle(model))]
+    assert {model.spec.name: model.hooks for model in models} == {}
 
 
 def _idle(model: LoadedModel) -> bool:
     """Whether a model is without hooks, if need be once a server's thread is through with it."""
     return not model.hooks or any(threading.Event().wait(TRY_S) or not model.hooks for _ in range(TRIES))
-
-
-@pytest.fixture
-def load_net(kept: list[LoadedModel]) -> Loader:
-    """Loads a module of ``tests.nets`` by its name; fields of its configuration may be given."""
-
-    def loaded(factory: str, **fields: object) -> LoadedModel:
-        kept.append(load_model(net_spec(factory, **fields)))
-        return kept[-1]
-
-    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -79,12 +87,3 @@ def compiler() -> str:
 def plans(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of compiled graphs that tests share: compiling takes long."""
     return tmp_path_factory.mktemp("cache") / "plans"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Takes what imports made out of the garbage collector's sight: looking for models after each test is quick."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

@@ -71,7 +71,7 @@ def _idle(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "live" in request.fixturenames:
         live: Live = request.getfixturevalue("live")
-        wait_until(lambda: admitted_rows(live) == admitted_rows(live, "digits") == 0)
+        wait_until(lambda: admitted_rows(live) == 0)
         wait_until(lambda: live.client.get("/models/digits").json()["hooks"] == 0)
 
 

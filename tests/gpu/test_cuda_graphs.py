@@ -22,12 +22,12 @@ from layertap.models.compiled.export import export_graph
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import transfer
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.config.configuration import Configuration
+from tests.loading import load_model
 from tests.nets import batch
 from tests.server import serving
 from tests.service.support import arrays_of, npy, raw

@@ -26,13 +26,13 @@ from layertap.models.fingerprint import (
     digest_result,
     digest_rows,
 )
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.nets import Chain, Tied
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,6 @@ from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, LoadError
 from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.model_catalogs import MAX_CATALOGS
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Reduction
@@ -23,6 +22,7 @@ from layertap.models.selection.plan import Capture, Plan, Result
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.conftest import Loader, net_spec
+from tests.loading import load_model
 from tests.marks import slow
 from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, Chain, batch, resnet
@@ -254,9 +254,9 @@ def test_embedding(load_net: Loader, name: str, embedding: str) -> None:
     assert load_net(name, embedding=".").embedding == "."
 
 
-def test_other_shape(load_net: Loader) -> None:
+def test_other_shape(load_fresh_net: Loader) -> None:
     """Another shape of input has a catalogue of its own, and the configured one stays."""
-    model = load_net("Chain")
+    model = load_fresh_net("Chain")
     own = model.catalog
     other = model.catalogs.survey(((3, 12, 10),))
     assert other.layers["conv"].calls[0].output.tensors[0].shape == (1, 8, 12, 10)
@@ -268,9 +268,9 @@ def test_other_shape(load_net: Loader) -> None:
     torch.testing.assert_close(found.values, record(model.module, x)["conv", 0, (), "output"])
 
 
-def test_catalogs_bound(load_net: Loader) -> None:
+def test_catalogs_bound(load_fresh_net: Loader) -> None:
     """No more catalogues are kept than the bound: the one asked for longest ago goes, the configured one never."""
-    model = load_net("Chain")
+    model = load_fresh_net("Chain")
     own = model.catalog
     shapes = [((3, 8 + more, 8),) for more in range(1, MAX_CATALOGS + 3)]
     first = model.catalogs.survey(shapes[0])
@@ -283,9 +283,9 @@ def test_catalogs_bound(load_net: Loader) -> None:
 
 
 @pytest.mark.parametrize("shape", [(5, 8, 8), (3, 8), (3,), (0, 0, 0)], ids=str)
-def test_wrong_shape(load_net: Loader, shape: tuple[int, ...]) -> None:
+def test_wrong_shape(load_fresh_net: Loader, shape: tuple[int, ...]) -> None:
     """A shape that the model can't take is refused, and leaves neither hook nor catalogue behind."""
-    model = load_net("Chain")
+    model = load_fresh_net("Chain")
     with pytest.raises(InputError, match="can't take an input of this shape: x"):
         model.catalogs.survey((shape,))
     assert model.hooks == 0

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from layertap.models import fingerprint
 from layertap.models.errors import LoadError
-from layertap.models.loading import load_model
 from layertap.models.registry import Registry
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.digest import digest_weights
+from tests.loading import load_model
 
 ROW = (InputSpec("x", (4,)),)
 HERE = "python:tests.models.test_loading"

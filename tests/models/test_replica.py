@@ -17,12 +17,12 @@ from layertap.models import replica
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.hooks import attach
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.marks import slow_but
 from tests.nets import Chain, Tied, batch, resnet
 from tests.oracle import record

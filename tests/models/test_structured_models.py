@@ -15,11 +15,11 @@ from torch.nn.utils import parametrizations
 
 from layertap.models.errors import InputError, RequestError
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Intervention, Objective, Operation, Reduction, Selector
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
+from tests.loading import load_model
 from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, batch
 from tests.oracle import Key, Path, flatten, record, seeded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,7 +103,9 @@ def _idle(lives: list[Live]) -> Iterator[None]:
     """After every test no row is admitted anywhere and no model has a hook on it."""
     yield
     for live in lives:
-        workers = live.engine.manager.workers
-        wait_until(lambda workers=workers: all(worker.rows == 0 for worker in workers.values()))  # type: ignore[misc]
-        models = [entry.model for entry in live.engine.manager.registry if entry.model is not None]
-        wait_until(lambda models=models: all(model.hooks == 0 for model in models))  # type: ignore[misc]
+        wait_until(partial(_is_idle, live))
+
+
+def _is_idle(live: Live) -> bool:
+    now = live.engine.take_snapshot()
+    return now.queue_rows == now.running_rows == 0 and not any(now.hooks.values())

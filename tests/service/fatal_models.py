@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 LIMIT = 1000  # the survey's noise is far below
-LOOK_S = 0.01
+DOOMED: deque[int] = deque(maxlen=1)  # the thread
 LONG_S = 600.0
 
 
@@ -25,10 +25,25 @@ class Doomed(nn.Module):
         self.broken: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
+        DOOMED.append(threading.get_ident())
         mark = int(x[:, 0].amax())
         if mark >= LIMIT:
             self.broken = list(WAYS.values())[mark - LIMIT]
         self.broken()
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Reaper(nn.Module):
+    """Kills the thread that ``Doomed`` ran in last: it dies of the next thing that it has to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(x[:, 0].amax()) == LIMIT:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(DOOMED[-1]), ctypes.py_object(SystemExit))
         out: Tensor = self.linear(x)
         return out
 
@@ -84,20 +99,7 @@ def _exit() -> None:
     raise SystemExit(0)
 
 
-def _thread() -> None:
-    """Kill this thread as soon as it is done with all that it has to do."""
-    threading.Thread(target=_kill, args=(threading.get_ident(),), daemon=True).start()
-
-
-def _kill(ident: int) -> None:
-    while (frame := sys._current_frames().get(ident)) is not None:
-        if frame.f_code.co_name == "_work":  # it waits for something to do
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
-        del frame
-        time.sleep(LOOK_S)
-
-
-WAYS: dict[str, Callable[[], None]] = {"device": _device, "model": _model, "exit": _exit, "thread": _thread}
+WAYS: dict[str, Callable[[], None]] = {"device": _device, "model": _model, "exit": _exit}
 
 
 def mark(way: str) -> float:

@@ -78,9 +78,9 @@ def post(live: Live, request: Json) -> httpx.Response:
     return live.client.post("/extract", **request)
 
 
-def queued_rows(live: Live, name: str) -> int:
-    """Rows of a model that wait for their forward, decoded."""
-    return live.engine.manager.scheduler.count_waiting_rows(name)
+def queued_rows(live: Live) -> int:
+    """Rows that wait for their forward, decoded, of all models."""
+    return live.engine.take_snapshot().queue_rows
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class QueueHarness:
 
     def enqueue(self, request: Json, count: int) -> Future[httpx.Response]:
         """Send a request of so many rows; it waits for its forward when this returns."""
-        before = queued_rows(self.live, self.name)
+        before = queued_rows(self.live)
         reply = self.pool.submit(post, self.live, request)
-        wait_until(lambda: queued_rows(self.live, self.name) == before + count or reply.done())
+        wait_until(lambda: queued_rows(self.live) == before + count or reply.done())
         assert not reply.done(), reply.result().text
         return reply
 

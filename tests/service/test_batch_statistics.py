@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from layertap.models.loading import load_model
 from layertap.models.spec import InputSpec, ModelSpec
+from tests.loading import load_model
 from tests.nets import BatchCentred
 from tests.server import Live
 from tests.service.conftest import Serve

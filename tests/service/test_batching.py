@@ -330,7 +330,7 @@ def test_one_models_backlog_is_its_own(crowded: Live) -> None:
         for seed in range(3):
             reply = post(crowded, extract_request(random_rows(2, seed), "stages", "late"))
             check(reply, own(crowded, random_rows(2, seed), "late", name="stages"))
-        assert queued_rows(crowded, "tower") == 20
+        assert queued_rows(crowded) == 20
     assert [reply.result().status_code for reply in waits] == [200] * 5
     ledger.check(batch_counts("single", 6, 3, times=3), row_counts(6))
     other.check(HELD_COUNTS, batch_counts("isolated", 20, 5, times=5), row_counts(20))

@@ -256,11 +256,11 @@ def test_who_leaves_and_who_is_late(troubled: Live) -> None:
                 "POST", "/extract", **extract_request(random_rows(4), "tower", "tail")
             )
             connection.sendall(encode_request(request))
-            wait_until(lambda: queued_rows(troubled, "tower") == 7)
-        wait_until(lambda: queued_rows(troubled, "tower") < 7 and admitted_rows(troubled, "tower") <= HELD_ROWS + 3)
+            wait_until(lambda: queued_rows(troubled) == 7)
+        wait_until(lambda: queued_rows(troubled) < 7 and admitted_rows(troubled) <= HELD_ROWS + 3)
         last = pile.enqueue(extract_request(random_rows(3, 2), "tower", "tail"), 3)
         problem(expired.result(), 504, seconds=True)
-        wait_until(lambda: queued_rows(troubled, "tower") == 4)
+        wait_until(lambda: queued_rows(troubled) == 4)
         stack.pop_all().close()
     right(troubled, "tower", "tail", random_rows(1), first)
     right(troubled, "tower", "tail", random_rows(3, 2), last)
@@ -284,9 +284,9 @@ def test_a_large_request_that_leaves(serve: Serve, caplog: pytest.LogCaptureFixt
             request = live.client.build_request("POST", "/extract", **extract_request(random_rows(20), "tower", "tail"))
             connection.sendall(encode_request(request) + behind)
             assert module.entered.wait(30)
-            wait_until(lambda: queued_rows(live, "tower") == 16)
-        wait_until(lambda: admitted_rows(live, "tower") == 0)
-        assert queued_rows(live, "tower") == 0
+            wait_until(lambda: queued_rows(live) == 16)
+        wait_until(lambda: admitted_rows(live) == 0)
+        assert queued_rows(live) == 0
         module.gate.set()
         right(live, "tower", "tail", random_rows(1), post(live, extract_request(random_rows(1), "tower", "tail")))
         assert module.forwards == [4, 1]

@@ -14,7 +14,7 @@ from torch import nn
 from tests.server import Live
 from tests.service import nets_http
 from tests.service.conftest import Serve
-from tests.service.gated_server import gated_module, hold_model, post_rows, wait_until
+from tests.service.gated_server import admitted_rows, gated_module, hold_model, post_rows, wait_until
 from tests.service.nets_http import Gated
 from tests.service.support import configured, net, problem
 
@@ -113,7 +113,7 @@ def test_unload_finishes_the_queue(serve: Serve, maker: Maker) -> None:
     with serve(configured(net("gated", "made"))) as live, ThreadPoolExecutor(2) as pool:
         with hold_model(live) as module:
             waits = pool.submit(post_rows, live, 2)
-            wait_until(lambda: live.engine.manager.workers["gated"].rows == 3)
+            wait_until(lambda: admitted_rows(live) == 3)
             unloading = pool.submit(live.client.post, "/models/gated/unload")
             wait_until(lambda: post_rows(live, 3, timeout="0.1").status_code == 503)
             problem(post_rows(live, 3), 503, seconds=True)

@@ -18,7 +18,9 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.models.weights import plain_weights
 from tests.oracle import seeded
+from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.gated_server import wait_until
 from tests.service.support import arrays_of, net, npy, raw, rows
 from tests.transformers_nets import TEXT, saved
 
@@ -93,6 +95,12 @@ def test_a_mixture_of_models(serve: Serve, mixture: Mixture, starts: int) -> Non
     assert wrong == []
 
 
+def listed(live: Live) -> list[dict[str, Any]]:
+    """What ``GET /models`` says."""
+    models: list[dict[str, Any]] = live.client.get("/models").json()["models"]
+    return models
+
+
 def _start(serve: Serve, mixture: Mixture) -> list[object]:
     """What goes wrong in a start."""
     with serve(mixture.configuration, wait=False, cpu_threads=2) as live:
@@ -101,9 +109,8 @@ def _start(serve: Serve, mixture: Mixture) -> list[object]:
         for thread in threads:
             thread.start()
         live.client.get("/models")  # once this is answered all are on their way
-        for resident in list(live.engine.manager.workers.values()):
-            resident.settled.result(timeout=120)
-        found = {each["name"]: each for each in live.client.get("/models").json()["models"]}
+        wait_until(lambda: not any(each["state"] == "loading" for each in listed(live)))
+        found = {each["name"]: each for each in listed(live)}
         for asker, thread in zip(askers, threads, strict=True):
             asker.stop.set()
             thread.join()

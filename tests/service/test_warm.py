@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from layertap.models.compiled.prepare import prepare_warm_plans
-from layertap.models.loading import load_model
 from layertap.models.spec import WarmSpec
 from layertap.service.config.configuration import Configuration
 from tests.conftest import WARM, net_spec
+from tests.loading import load_model
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.support import Array, Json, arrays_of, npy, raw, same, tensor

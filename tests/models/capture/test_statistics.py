@@ -17,13 +17,13 @@ from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.errors import RequestError
 from layertap.models.hooks.sites import Site
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Objective, Reduction, Selector, format_path
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.selection.statistics import STATS, list_columns
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.models.extraction import extract_plan
 from tests.nets import batch, surveyed
 from tests.oracle import record

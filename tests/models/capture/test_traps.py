@@ -67,9 +67,9 @@ def rows(model: LoadedModel, count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("layer", ["bn1", "layer1.0.bn1", "layer1.0.bn2"])
-def test_1_a_kept_reference_shows_a_later_value(load_net: Loader, layer: str) -> None:
+def test_1_a_kept_reference_shows_a_later_value(load_fresh_net: Loader, layer: str) -> None:
     """A kept output is overwritten by an in-place ReLU or ``+=``; ours is not."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     truth = record(model.module, x)[layer, 0, (), "output"]
     with naive(model.module, [layer]) as found:
@@ -79,9 +79,9 @@ def test_1_a_kept_reference_shows_a_later_value(load_net: Loader, layer: str) ->
 
 
 @pytest.mark.parametrize("layer", ["bn1", "layer1.0.bn1"])
-def test_1_torchvisions_own_extractor(load_net: Loader, layer: str) -> None:
+def test_1_torchvisions_own_extractor(load_fresh_net: Loader, layer: str) -> None:
     """``create_feature_extractor`` gives a norm's output as the ReLU after it left it; ours does not."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     truth = record(model.module, x)
     graph = create_feature_extractor(model.module, {layer: "norm", "layer1": "later"})
@@ -92,9 +92,9 @@ def test_1_torchvisions_own_extractor(load_net: Loader, layer: str) -> None:
     assert torch.equal(ours(model, x, layer, "layer1")[layer], truth[layer, 0, (), "output"])
 
 
-def test_1_inplace_off_is_not_enough(load_net: Loader) -> None:
+def test_1_inplace_off_is_not_enough(load_fresh_net: Loader) -> None:
     """With every ``inplace`` off, ``out += identity`` still writes over what ``bn2`` returned."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     truth = record(model.module, x)["layer1.0.bn2", 0, (), "output"]
     for part in model.module.modules():
@@ -106,9 +106,9 @@ def test_1_inplace_off_is_not_enough(load_net: Loader) -> None:
     assert torch.equal(ours(model, x, "layer1.0.bn2")["layer1.0.bn2"], truth)
 
 
-def test_1_the_input_of_an_in_place_module(load_net: Loader) -> None:
+def test_1_the_input_of_an_in_place_module(load_fresh_net: Loader) -> None:
     """A forward hook finds an in-place ReLU's input to be its output already, even if it copies; ours does not."""
-    model = load_net("Chain")
+    model = load_fresh_net("Chain")
     x = rows(model, 2)
     truth = record(model.module, x)
     seen: list[Tensor] = []
@@ -126,9 +126,9 @@ def test_1_the_input_of_an_in_place_module(load_net: Loader) -> None:
 # 2. Shared modules
 
 
-def test_2_a_module_that_runs_three_times(load_net: Loader) -> None:
+def test_2_a_module_that_runs_three_times(load_fresh_net: Loader) -> None:
     """By module name only the last of a bottleneck's three ReLU calls is left; ours keeps them apart."""
-    model = load_net("bottlenecks")
+    model = load_fresh_net("bottlenecks")
     x = rows(model, 2)
     truth = record(model.module, x)
     name = "layer1.0.relu"
@@ -146,9 +146,9 @@ def test_2_a_module_that_runs_three_times(load_net: Loader) -> None:
 # 3. Structured outputs
 
 
-def test_3_outputs_that_are_no_tensor(load_net: Loader) -> None:
+def test_3_outputs_that_are_no_tensor(load_fresh_net: Loader) -> None:
     """``output.clone()`` fails on a dictionary, and a look at its values misses what lies deeper; ours gives all."""
-    model = load_net("Structured")
+    model = load_fresh_net("Structured")
     x = rows(model, 2)
     with naive(model.module, ["nested"], lambda output: output.clone()), pytest.raises(AttributeError):
         model.module(x)
@@ -191,9 +191,9 @@ def test_4_hooks_are_seen_by_every_forward_through_the_module() -> None:
     assert {1.0, 2.0} <= set(received["a"])
 
 
-def test_4_one_thread_for_each_module_and_a_collector_for_each_forward(load_net: Loader) -> None:
+def test_4_one_thread_for_each_module_and_a_collector_for_each_forward(load_fresh_net: Loader) -> None:
     """Requests that share a model run in its one thread, each with a collector of its own: each gets what it wanted."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     inputs = [rows(model, 2, seed) for seed in range(6)]
     wanted = [("conv1", "bn1"), ("bn1:input", "layer1"), ("fc", "conv1")] * 2
     truth = [record(model.module, x) for x in inputs]
@@ -236,9 +236,9 @@ def test_4_replicas_share_weights_and_no_hooks() -> None:
 # 5. A hook that returns anything but None
 
 
-def test_5_a_return_value_replaces_the_output(load_net: Loader) -> None:
+def test_5_a_return_value_replaces_the_output(load_fresh_net: Loader) -> None:
     """A hook that returns False breaks a ResNet; with ours everywhere the model's own output is the same bits."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     with torch.no_grad():
         plain = model.module(x)
@@ -254,9 +254,9 @@ def test_5_a_return_value_replaces_the_output(load_net: Loader) -> None:
 # 6. Exceptions leave hooks behind
 
 
-def test_6_a_bad_name_midway(load_net: Loader) -> None:
+def test_6_a_bad_name_midway(load_fresh_net: Loader) -> None:
     """Attaching in a loop leaves the hooks before the bad name for good; ours are gone, and a user's own are not."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     parts = dict(model.module.named_modules())
     left = []
 
@@ -303,9 +303,9 @@ class Stop(Exception):  # noqa: N818
     """What people raise to end a forward."""
 
 
-def test_7_a_model_that_catches_exceptions(load_net: Loader) -> None:
+def test_7_a_model_that_catches_exceptions(load_fresh_net: Loader) -> None:
     """An Exception that is to end the forward is caught by the model, which runs on; ours ends it."""
-    model = load_net("Swallows")
+    model = load_fresh_net("Swallows")
     module, x = model.module, rows(model, 1)
     assert isinstance(module, Swallows)
 
@@ -321,9 +321,9 @@ def test_7_a_model_that_catches_exceptions(load_net: Loader) -> None:
     assert module.tails == before + 1
 
 
-def test_7_the_last_name_listed_is_not_the_last_to_run(load_net: Loader) -> None:
+def test_7_the_last_name_listed_is_not_the_last_to_run(load_fresh_net: Loader) -> None:
     """Ending at the last name of the list loses what runs after it; ours ends when nothing is pending."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 1)
     names = ["layer2", "bn1"]
 
@@ -342,9 +342,9 @@ def test_7_the_last_name_listed_is_not_the_last_to_run(load_net: Loader) -> None
     assert all(torch.equal(taken[name], truth[name, 0, (), "output"]) for name in names)
 
 
-def test_7_nothing_runs_after_the_last_point(load_net: Loader) -> None:
+def test_7_nothing_runs_after_the_last_point(load_fresh_net: Loader) -> None:
     """A hook alone lets the rest of the model run; ours leaves when the last point is there."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 1)
     begun: list[str] = []
     handle = model.module.layer4.register_forward_pre_hook(lambda _, args: begun.append("layer4"))  # type: ignore[union-attr]
@@ -358,9 +358,9 @@ def test_7_nothing_runs_after_the_last_point(load_net: Loader) -> None:
     handle.remove()
 
 
-def test_7_a_point_that_is_never_reached(load_net: Loader) -> None:
+def test_7_a_point_that_is_never_reached(load_fresh_net: Loader) -> None:
     """A dictionary simply lacks a layer that this input did not reach; ours says so."""
-    model = load_net("EarlyExit")
+    model = load_fresh_net("EarlyExit")
     assert isinstance(model.module, EarlyExit)
     x = torch.full((1, 4), 1e6)
     with naive(model.module, ["first", "second"]) as found:
@@ -373,9 +373,9 @@ def test_7_a_point_that_is_never_reached(load_net: Loader) -> None:
 # 13. Layouts
 
 
-def test_13_channels_are_not_always_second(load_net: Loader) -> None:
+def test_13_channels_are_not_always_second(load_fresh_net: Loader) -> None:
     """The mean over axes 2 and 3 of a Swin layer is a mean over width and channels; ours is over the map."""
-    model = load_net("swin")
+    model = load_fresh_net("swin")
     x = rows(model, 2)
     truth = record(model.module, x)["features.1", 0, (), "output"]
     assert truth.shape == (2, 8, 12, 24)
@@ -385,9 +385,9 @@ def test_13_channels_are_not_always_second(load_net: Loader) -> None:
     torch.testing.assert_close(found, truth.mean((1, 2)))
 
 
-def test_13_prefix_tokens(load_net: Loader) -> None:
+def test_13_prefix_tokens(load_fresh_net: Loader) -> None:
     """The mean over a transformer's tokens takes in the class token; ours leaves it out, and gives it as ``cls``."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     truth = record(model.module, x)["encoder", 0, (), "output"]
     found = ours(model, x, "encoder", pool="mean")["encoder"]
@@ -396,9 +396,9 @@ def test_13_prefix_tokens(load_net: Loader) -> None:
     assert torch.equal(ours(model, x, "encoder", pool="cls")["encoder"], truth[:, 0])
 
 
-def test_13_rows_are_not_always_first(load_net: Loader) -> None:
+def test_13_rows_are_not_always_first(load_fresh_net: Loader) -> None:
     """``output[row]`` of attention that runs (T, N, C) is a token of all rows; ours knows where the rows are."""
-    model = load_net("TimeFirst")
+    model = load_fresh_net("TimeFirst")
     x = rows(model, 5)
     truth = record(model.module, x)["attention", 0, ("0",), "output"]
     assert truth.shape == (5, 5, 8)
@@ -408,9 +408,9 @@ def test_13_rows_are_not_always_first(load_net: Loader) -> None:
         assert torch.equal(truth[:, row].flatten(), found[row])
 
 
-def test_13_windows_are_not_rows(load_net: Loader) -> None:
+def test_13_windows_are_not_rows(load_fresh_net: Loader) -> None:
     """Windows folded into the batch axis make ``output[row]`` a window of the first row; ours counts them together."""
-    model = load_net("Windows")
+    model = load_fresh_net("Windows")
     x = rows(model, 3)
     truth = record(model.module, x)["inner", 0, (), "output"]
     assert truth.shape == (12, 2, 6)
@@ -423,9 +423,9 @@ def test_13_windows_are_not_rows(load_net: Loader) -> None:
 # 14. A slice pins its whole storage
 
 
-def test_14_a_class_token_kept_as_a_view(load_net: Loader) -> None:
+def test_14_a_class_token_kept_as_a_view(load_fresh_net: Loader) -> None:
     """A class token kept as a slice holds the memory of all tokens; ours holds its own size."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     with naive(model.module, ["encoder"], lambda output: output[:, 0]) as found:
         model.module(x)
@@ -439,9 +439,9 @@ def test_14_a_class_token_kept_as_a_view(load_net: Loader) -> None:
 # 15. bfloat16 has no numpy type; channels_last is not contiguous
 
 
-def test_15_bfloat16_and_numpy(load_net: Loader) -> None:
+def test_15_bfloat16_and_numpy(load_fresh_net: Loader) -> None:
     """``numpy()`` refuses bfloat16; ours come as float32 with the same values."""
-    model = load_net("resnet", dtype="bfloat16")
+    model = load_fresh_net("resnet", dtype="bfloat16")
     x = rows(model, 2)
     with naive(model.module, ["layer1"], lambda output: output.clone()) as found:
         model.module(x.bfloat16())
@@ -452,9 +452,9 @@ def test_15_bfloat16_and_numpy(load_net: Loader) -> None:
     np.testing.assert_array_equal(taken, found["layer1"].float().numpy())
 
 
-def test_15_channels_last(load_net: Loader) -> None:
+def test_15_channels_last(load_fresh_net: Loader) -> None:
     """The bytes of a channels_last tensor are not in C order; ours are."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     model.module.to(memory_format=torch.channels_last)
     x = rows(model, 2).contiguous(memory_format=torch.channels_last)
     with naive(model.module, ["layer1"], lambda output: output.clone()) as found:
@@ -470,9 +470,9 @@ def test_15_channels_last(load_net: Loader) -> None:
 # 16. Tied modules vanish
 
 
-def test_16_tied_modules(load_net: Loader) -> None:
+def test_16_tied_modules(load_fresh_net: Loader) -> None:
     """A plain walk over the modules does not know the second name of a tied one; ours gives it under both."""
-    model = load_net("Tied")
+    model = load_fresh_net("Tied")
     x = rows(model, 2)
     assert "decode" not in dict(model.module.named_modules())
     with pytest.raises(KeyError), naive(model.module, ["decode"]):
@@ -486,9 +486,9 @@ def test_16_tied_modules(load_net: Loader) -> None:
 # 17. Graph names are not module names
 
 
-def test_17_a_traced_name(load_net: Loader) -> None:
+def test_17_a_traced_name(load_fresh_net: Loader) -> None:
     """A traced transformer's ``ln_1`` is the module ``ln_2``: torchvision's extractor gives another layer; ours not."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     name = "encoder.layers.encoder_layer_0.ln_1"
     assert name in get_graph_node_names(model.module)[1]

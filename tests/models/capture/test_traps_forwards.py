@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
+from tests.loading import load_model
 from tests.models.capture.test_traps import naive, ours, rows
 from tests.nets import Tied
 from tests.oracle import record, seeded
@@ -144,9 +144,9 @@ def test_12_what_hides_no_module_is_taken(make: Callable[[], nn.Module]) -> None
 # 18. Batch size changes last bits
 
 
-def test_18_bits_depend_on_the_number_of_rows(load_net: Loader) -> None:
+def test_18_bits_depend_on_the_number_of_rows(load_fresh_net: Loader) -> None:
     """A row alone and among others differs in its last bits; in a forward of one size it never does."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 8)
     with torch.no_grad():
         alone, together = model.module(x[:1]), model.module(x)[:1]
@@ -177,9 +177,9 @@ def test_18_bits_depend_on_the_number_of_rows(load_net: Loader) -> None:
 
 
 @pytest.mark.parametrize("name", ["BatchCentred", "BatchScaled", "Backwards"])
-def test_19_rows_that_affect_each_other(load_net: Loader, name: str) -> None:
+def test_19_rows_that_affect_each_other(load_fresh_net: Loader, name: str) -> None:
     """A row's features among others are not its own; ours runs such a model one row at a time."""
-    model = load_net(name)
+    model = load_fresh_net(name)
     x = rows(model, 3)
     alone = [record(model.module, x[row : row + 1])[".", 0, (), "output"] for row in range(3)]
     with naive(model.module, [""]) as found:
@@ -191,9 +191,9 @@ def test_19_rows_that_affect_each_other(load_net: Loader, name: str) -> None:
         torch.testing.assert_close(taken[row : row + 1], alone[row])
 
 
-def test_19_axis_0_is_not_rows(load_net: Loader) -> None:
+def test_19_axis_0_is_not_rows(load_fresh_net: Loader) -> None:
     """``output[row]`` of a model that returns (T, N, C) is a token of all rows; ours gives each request its own."""
-    model = load_net("TimeOut")
+    model = load_fresh_net("TimeOut")
     x = rows(model, 5)
     with naive(model.module, [""]) as found:
         model.module(x)

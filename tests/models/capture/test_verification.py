@@ -13,7 +13,6 @@ from layertap.models.capture.verification import check_outputs, check_possible, 
 from layertap.models.catalog.catalog import Layer
 from layertap.models.errors import RequestError
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.replica import call_module
 from layertap.models.selection.hook_points import Reduction, Selector
@@ -21,6 +20,7 @@ from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.nets import batch
 from tests.oracle import record
 

@@ -253,9 +253,9 @@ def test_a_small_effect_is_seen() -> None:
     assert not surveyed(Slightly(), 4).rowwise
 
 
-def test_a_shape_that_does_not_fit(load_net: Loader) -> None:
+def test_a_shape_that_does_not_fit(load_fresh_net: Loader) -> None:
     """A shape that the model can't take is an InputError that names it, and nothing stays behind."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     with pytest.raises(InputError, match=r"can't take an input of this shape: x \[2, 32, 32\]"):
         model.catalogs.survey(((2, 32, 32),))
     assert model.hooks == 0

@@ -21,11 +21,11 @@ from layertap.models.compiled.compile import WarmError
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.nets import batch
 from tests.oracle import record
 

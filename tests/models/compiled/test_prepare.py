@@ -22,13 +22,13 @@ from layertap.models.compiled.export import export_graph
 from layertap.models.compiled.prepare import _wait_for_compiler, compile_warm_plans, make_warm_plan, prepare_warm_plans
 from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Objective, Reduction, Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import WarmSpec
 from tests.conftest import WARM, net_spec
+from tests.loading import load_model
 from tests.marks import slow
 from tests.models.extraction import extract_plan
 from tests.nets import batch

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from layertap.models.devices import costs, memory, threads
 from layertap.models.errors import InputError
 from layertap.models.hooks import attach
-from layertap.models.loading import load_model
 from layertap.models.replica import call_module
 from layertap.models.spec import InputSpec
 from tests.conftest import Loader, net_spec
+from tests.loading import load_model
 from tests.nets import INPUTS, batch
 
 LARGE = ("resnet", "bottlenecks", "vit", "swin")
@@ -211,9 +211,9 @@ def test_tensors_without_plain_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet", "Chain", "Writes", "Keywords", "Sound", "Encoder", "Recurrent"])
-def test_as_it_was(load_net: Loader, name: str) -> None:
+def test_as_it_was(load_fresh_net: Loader, name: str) -> None:
     """Weights, buffers, modes, hooks and rows are the same afterwards, also where the model writes to its input."""
-    model = load_net(name)
+    model = load_fresh_net(name)
     rows = batch(model.inputs, 1)
     before = {key: value.clone() for key, value in rows.items()}
     state = {key: value.clone() for key, value in model.module.state_dict().items()}
@@ -300,9 +300,9 @@ def test_measure(rowwise: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in INPUTS if name not in LARGE])
-def test_figures_of_every_net(load_net: Loader, name: str) -> None:
+def test_figures_of_every_net(load_fresh_net: Loader, name: str) -> None:
     """Loading gives each model costs that are finite and positive."""
-    model = load_net(name)
+    model = load_fresh_net(name)
     figures = model.catalog.costs
     own = sum(math.prod(spec.shape) * (8 if spec.dtype == "int64" else FLOAT) for spec in model.inputs)
     assert figures.row_bytes > own
@@ -320,15 +320,15 @@ def test_available() -> None:
 # Costs in catalogues
 
 
-def test_costs_of_the_configured_shape_by_hand(load_net: Loader) -> None:
+def test_costs_of_the_configured_shape_by_hand(load_fresh_net: Loader) -> None:
     """A picture, what a convolution makes of it, means and scores."""
-    costs = load_net("Chain").catalog.costs
+    costs = load_fresh_net("Chain").catalog.costs
     assert costs.row_bytes == (3 * 8 * 8 + 8 * 8 * 8 + 8 + 5) * FLOAT
 
 
-def test_costs_of_another_shape(load_net: Loader) -> None:
+def test_costs_of_another_shape(load_fresh_net: Loader) -> None:
     """Its memory is its own; its time follows from that of the configured shape."""
-    model = load_net("Chain")
+    model = load_fresh_net("Chain")
     known = model.catalog.costs
     larger, smaller = (model.catalogs.survey(((3, side, side),)) for side in (16, 4))
     assert larger.costs.row_bytes == (3 * 16 * 16 + 8 * 16 * 16 + 8 + 5) * FLOAT
@@ -340,15 +340,15 @@ def test_costs_of_another_shape(load_net: Loader) -> None:
     assert model.catalog.costs is known
 
 
-def test_costs_in_half_precision(load_net: Loader) -> None:
+def test_costs_in_half_precision(load_fresh_net: Loader) -> None:
     """Half the bytes."""
-    full, half = (load_net("Chain", dtype=dtype).catalog.costs.row_bytes for dtype in ("float32", "bfloat16"))
+    full, half = (load_fresh_net("Chain", dtype=dtype).catalog.costs.row_bytes for dtype in ("float32", "bfloat16"))
     assert full == 2 * half
 
 
-def test_a_shape_that_the_model_does_not_take(load_net: Loader) -> None:
+def test_a_shape_that_the_model_does_not_take(load_fresh_net: Loader) -> None:
     """It has no costs, and nothing of trying them is left."""
-    model = load_net("Chain")
+    model = load_fresh_net("Chain")
     with pytest.raises(InputError):
         model.catalogs.survey(((4, 8, 8),))
     assert _get_current_dispatch_mode() is None

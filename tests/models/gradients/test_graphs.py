@@ -17,12 +17,12 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.survey import survey
 from layertap.models.errors import InputError
 from layertap.models.hooks import attach
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Intervention, Objective, Operation
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
+from tests.loading import load_model
 from tests.models.extraction import extract_plan
 from tests.oracle import record, seeded
 

@@ -57,9 +57,9 @@ def same(found: Tensor, truth: Tensor) -> None:
 # 8. Attention
 
 
-def test_8_torchvisions_attention_returns_no_weights(load_net: Loader) -> None:
+def test_8_torchvisions_attention_returns_no_weights(load_fresh_net: Loader) -> None:
     """A hook on a ViT's attention finds None where weights would be; ours are softmax(QKᵀ), heads apart."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     name = "encoder.layers.encoder_layer_1.self_attention"
     with naive(model.module, [name]) as found:
@@ -71,9 +71,9 @@ def test_8_torchvisions_attention_returns_no_weights(load_net: Loader) -> None:
     torch.testing.assert_close(ours(model, x, f"{name}:attention")[f"{name}:attention"], weights)
 
 
-def test_8_asked_for_weights_pytorch_averages_the_heads(load_net: Loader) -> None:
+def test_8_asked_for_weights_pytorch_averages_the_heads(load_fresh_net: Loader) -> None:
     """A pre-hook that turns ``need_weights`` on and no more gets the mean of all heads; ours has each."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     name = "encoder.layers.encoder_layer_0.self_attention"
     part = model.module.get_submodule(name)
@@ -106,9 +106,9 @@ def test_8_timms_fused_kernel_skips_its_dropout() -> None:
     torch.testing.assert_close(next(iter(taken.values())).values, weights)
 
 
-def test_8_a_projection_that_is_used_without_being_called(load_net: Loader) -> None:
+def test_8_a_projection_that_is_used_without_being_called(load_fresh_net: Loader) -> None:
     """``out_proj`` never fires: a dictionary simply lacks it. Ours says so, and names the part that does run."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     name = "encoder.layers.encoder_layer_0.self_attention.out_proj"
     with naive(model.module, [name]) as found:
         model.module(rows(model, 1))
@@ -118,9 +118,9 @@ def test_8_a_projection_that_is_used_without_being_called(load_net: Loader) -> N
     assert "self_attention'" in caught.value.hint
 
 
-def test_8_gradients_arrive_last_layer_first(load_net: Loader) -> None:
+def test_8_gradients_arrive_last_layer_first(load_fresh_net: Loader) -> None:
     """A list filled by backward hooks, zipped with the layers in order, swaps them; ours carry names."""
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     net: Any = model.module
     names = [f"encoder.layers.encoder_layer_{number}" for number in range(2)]
@@ -144,9 +144,9 @@ def test_8_gradients_arrive_last_layer_first(load_net: Loader) -> None:
 # 9. Backward hooks and in-place
 
 
-def test_9_a_backward_hook_before_an_in_place_module(load_net: Loader) -> None:
+def test_9_a_backward_hook_before_an_in_place_module(load_fresh_net: Loader) -> None:
     """A full backward hook on a norm whose output a ReLU overwrites raises; ours gives the gradient there."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     net: Any = model.module
     handle = net.bn1.register_full_backward_hook(lambda _, before, after: None)
@@ -162,9 +162,9 @@ def test_9_a_backward_hook_before_an_in_place_module(load_net: Loader) -> None:
         same(got, truth)
 
 
-def test_9_retain_grad_follows_what_is_written(load_net: Loader) -> None:
+def test_9_retain_grad_follows_what_is_written(load_fresh_net: Loader) -> None:
     """``retain_grad`` on a norm's output gives the gradient of what the in-place ReLU made of it; ours does not."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     net: Any = model.module
     kept: list[Tensor] = []
@@ -192,9 +192,9 @@ def test_9_retain_grad_follows_what_is_written(load_net: Loader) -> None:
 # 10. Frozen weights and an input without grad
 
 
-def test_10_nothing_flows_where_nothing_asks_for_it(load_net: Loader) -> None:
+def test_10_nothing_flows_where_nothing_asks_for_it(load_fresh_net: Loader) -> None:
     """A frozen model's backward raises and its hooks stay silent; ours asks for the gradient where it is wanted."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     net: Any = model.module
     assert not any(value.requires_grad for value in net.parameters())
@@ -217,9 +217,9 @@ def test_10_nothing_flows_where_nothing_asks_for_it(load_net: Loader) -> None:
 # 11. Tensors of inference mode
 
 
-def test_11_inference_tensors_are_of_no_use_later(load_net: Loader) -> None:
+def test_11_inference_tensors_are_of_no_use_later(load_fresh_net: Loader) -> None:
     """What was taken in inference mode can neither be hooked nor differentiated; ours choose the mode by batch."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 2)
     net: Any = model.module
     with torch.inference_mode():
@@ -241,9 +241,9 @@ def test_11_inference_tensors_are_of_no_use_later(load_net: Loader) -> None:
     head(plain).sum().backward()
 
 
-def test_11_a_batch_of_both_kinds(load_net: Loader) -> None:
+def test_11_a_batch_of_both_kinds(load_fresh_net: Loader) -> None:
     """One that differentiates and one that does not share a forward: each gets what it gets alone."""
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     x = rows(model, 3)
     plans = [
         make_plan([parse_selector("layer2")], model.catalog),
@@ -259,11 +259,11 @@ def test_11_a_batch_of_both_kinds(load_net: Loader) -> None:
 # 20. Degenerate seeded weights
 
 
-def test_20_torchvisions_transformer_starts_its_head_at_zero(load_net: Loader) -> None:
+def test_20_torchvisions_transformer_starts_its_head_at_zero(load_fresh_net: Loader) -> None:
     """By its own seeded weights every logit and gradient of a ViT is 0, right or wrong; ours are tested on others."""
     torch.manual_seed(0)
     fresh = VisionTransformer(32, 8, 2, 2, 24, 48, num_classes=7).eval()
-    model = load_net("vit")
+    model = load_fresh_net("vit")
     x = rows(model, 2)
     start = x.clone().requires_grad_()
     logits = fresh(start)
@@ -276,12 +276,12 @@ def test_20_torchvisions_transformer_starts_its_head_at_zero(load_net: Loader) -
     same(gradients(model, x, ".:grad_input")[".:grad_input"], truth)
 
 
-def test_20_fresh_batch_norm_hides_what_it_does(load_net: Loader) -> None:
+def test_20_fresh_batch_norm_hides_what_it_does(load_fresh_net: Loader) -> None:
     """A fresh norm hands on what it takes, so that input and output can be mistaken; in our tests they can't."""
     fresh = nn.BatchNorm2d(3).eval()
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(fresh(x), x, rtol=1e-4, atol=1e-4)
-    model = load_net("resnet")
+    model = load_fresh_net("resnet")
     for name, part in model.module.named_modules():
         if isinstance(part, nn.BatchNorm2d):
             found = ours(model, rows(model, 1), f"{name}:input", name)

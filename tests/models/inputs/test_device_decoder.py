@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,17 @@ import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
+from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as tvf
 
 from layertap.models.inputs.device_decoder import DeviceDecoder, create_device_decoder, matches_cpu
 from layertap.models.inputs.preprocess import preprocess_pixels
 from layertap.models.spec import FOR_TENSORS, Interpolation, ModelSpec, PreprocessSpec
-from tests.service.gated_server import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*decod:DeprecationWarning")  # torchvision names a successor
 CPU = torch.device("cpu")
+LONG_S = 60.0
 CHINA = Image.fromarray(load_sample_image("china.jpg"))
 PLAIN = PreprocessSpec(resize=64, crop=56, mean=(0, 0, 0), std=(1, 1, 1))
 MOST = {"bilinear": (1, 0.2), "bicubic": (12, 0.2)}  # greatest and mean difference, in steps of 8 bits
@@ -80,18 +82,40 @@ def test_each_gets_its_own() -> None:
         assert (row - wanted).abs().mean() < 0.5 / 255
 
 
+class LateFile:
+    """A file whose bytes are ``there`` when a test says so."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.asked, self.there = data, Event(), Event()
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked.set()
+        assert self.there.wait(LONG_S)
+        return iter(self.data)
+
+
 def test_a_bad_one_among_others() -> None:
     """Pictures that wait are decoded together; one that can't be, or is of another size, harms no other."""
     decoder = DeviceDecoder(CPU, PLAIN)
     good = [(jpeg(picture), picture.size) for picture in PICTURES[:4]]
     bad = [(good[0][0][:300], PICTURES[0].size), (good[1][0], (1, 1)), (b"no picture", (5, 5))]
     asked = [good[0], bad[0], good[1], bad[1], bad[2], *good[2:]]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        with decoder._turn:
-            answers = [pool.submit(decoder.decode_row, *each) for each in asked]
-            wait_until(lambda: len(decoder._waiting) == len(asked))
-            assert not any(answer.done() for answer in answers)
+    first = LateFile(good[3][0])
+    begun = Barrier(len(asked) + 1, timeout=LONG_S)
+
+    def decode(file: bytes, size: tuple[int, int]) -> Tensor | None:
+        begun.wait()
+        return decoder.decode_row(file, size)
+
+    with ThreadPoolExecutor(len(asked) + 1) as pool:
+        held_up = pool.submit(decoder.decode_row, first, good[3][1])  # type: ignore[arg-type]
+        assert first.asked.wait(LONG_S)
+        answers = [pool.submit(decode, *each) for each in asked]
+        begun.wait()
+        assert not any(answer.done() for answer in answers)
+        first.there.set()
         rows = [answer.result() for answer in answers]
+        assert held_up.result() is not None
     assert [row is None for row in rows] == [each in bad for each in asked]
     for (file, _), row in zip(asked, rows, strict=True):
         if row is not None:

@@ -17,7 +17,6 @@ from layertap.models import fingerprint
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.hook_points import Objective, Selector
@@ -25,6 +24,7 @@ from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.nets import batch
 from tests.oracle import Key, record
 

@@ -24,7 +24,6 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import LoadError
 from layertap.models.inputs.preprocess import preprocess
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Operation, Reduction
 from layertap.models.selection.plan import Capture
@@ -32,6 +31,7 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.digest import digest_weights
 from tests.conftest import net_spec
+from tests.loading import load_model
 from tests.models.extraction import extract_plan
 from tests.oracle import Key, record
 from tests.transformers_nets import CLS, POSITIONS, VOCABULARY, net, pictures, saved, texts, tokenizer

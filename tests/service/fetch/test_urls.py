@@ -25,7 +25,7 @@ from tests.service import hostile_server as answers
 from tests.service import support
 from tests.service.bad_urls import FORBIDDEN, FORMS, OWN, PUBLIC
 from tests.service.conftest import Serve
-from tests.service.gated_server import connect, encode_request, wait_until
+from tests.service.gated_server import admitted_rows, connect, encode_request, wait_until
 from tests.service.hostile_server import PNG, HostileServer, run_hostile_server
 from tests.service.support import Control, Json, arrays_of, configured, image, net, picture, problem, same
 
@@ -428,7 +428,7 @@ def test_few_at_once(serve: Serve, hostile: HostileServer, settings: Json, most:
             asked = pool.submit(live.client.post, "/extract", **body(*[f"http://{host}/gate"] * 20))
             wait_until(lambda: hostile.under_way == most)
             assert live.client.get("/readyz").status_code == 200  # time for more to come, if they may
-            assert live.engine.manager.workers["digits"].rows == 1
+            assert admitted_rows(live) == 1
             assert hostile.hits == most
         finally:
             hostile.gate.set()

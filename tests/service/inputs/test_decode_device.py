@@ -18,13 +18,13 @@ from layertap.models.digits import spec as digits
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.engine.decoder import decode_item
 from layertap.service.inputs.images import get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
+from tests.loading import load_model
 from tests.service.conftest import Serve
 from tests.service.support import arrays_of, image, problem, raw
 
