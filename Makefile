@@ -17,11 +17,14 @@ setup: $(STAMP) ## Build .venv from requirements.lock
 serve: $(STAMP) ## Start the server; options in ARGS="--port 9000 --config models.yaml"
 	@$(BIN)/layertap serve $(ARGS)
 
-test: $(STAMP) ## Run the tests, without the slow and hard ones and those that need a GPU; pytest's options in ARGS
-	$(BIN)/python -m pytest $(ARGS)
+# Workers share the cores: torch takes one thread in each. A file stays in one worker, for the servers that its tests share.
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+test: $(STAMP) ## Run the quick tests, as many at once as there are cores; pytest's options in ARGS, "-n 0" for one at a time
+	$(PARALLEL) $(ARGS)
 
 test-all: $(STAMP) ## Run the slow tests too
-	$(BIN)/python -m pytest -m 'not gpu and not hard' $(ARGS)
+	$(PARALLEL) -m 'not gpu and not hard' $(ARGS)
 
 test-hard: $(STAMP) ## Run hostile input and faults at length (an hour and more)
 	$(BIN)/python -m pytest -m hard $(ARGS)
