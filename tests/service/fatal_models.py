@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 LIMIT = 1000  # the survey's noise is far below
-DOOMED: deque[int] = deque(maxlen=1)  # the thread
 LONG_S = 600.0
 
 
@@ -25,25 +22,10 @@ class Doomed(nn.Module):
         self.broken: Callable[[], None] = lambda: None
 
     def forward(self, x: Tensor) -> Tensor:
-        DOOMED.append(threading.get_ident())
         mark = int(x[:, 0].amax())
         if mark >= LIMIT:
             self.broken = list(WAYS.values())[mark - LIMIT]
         self.broken()
-        out: Tensor = self.linear(x)
-        return out
-
-
-class Reaper(nn.Module):
-    """Kills the thread that ``Doomed`` ran in last: it dies of the next thing that it has to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if int(x[:, 0].amax()) == LIMIT:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(DOOMED[-1]), ctypes.py_object(SystemExit))
         out: Tensor = self.linear(x)
         return out
 

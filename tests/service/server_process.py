@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 
 from layertap.models.spec import ModelSpec
-from tests.service.fatal_models import LIMIT
 from tests.service.gated_server import TRIES, TRY_S, read_response
 from tests.service.support import ROW, npy, raw, rows
 
@@ -33,14 +32,6 @@ def build_row_request(url: str, model: str, value: float = 1.0, **headers: str) 
     request = raw(npy(rows(1, value)), "application/x-npy", layers="linear", model=model, format="npy")
     request["headers"] |= {"connection": "close", **headers}
     return httpx.Client(base_url=url).build_request("POST", "/extract", **request)
-
-
-def kill_thread(url: str) -> httpx.Response:
-    """Have the thread of the model ``doomed`` die of what it does next; the reply to that, 503 once it is dead."""
-    with httpx.Client(timeout=TRIES * TRY_S) as client:
-        for model, value in (("doomed", 1.0), ("reaper", float(LIMIT))):
-            client.send(build_row_request(url, model, value))
-        return client.send(build_row_request(url, "doomed"))
 
 
 def send_when_accepted(request: httpx.Request, begun: Callable[[], None] = lambda: None) -> httpx.Response | None:

@@ -35,7 +35,6 @@ from tests.service.server_process import (
     descendants,
     fatal_model_spec,
     has_left,
-    kill_thread,
     run_crowd,
     send_when_accepted,
 )
@@ -109,7 +108,7 @@ DEADLINE = {"LAYERTAP_DEADLINE_S": "30", "LAYERTAP_REPLICAS": "1"}
 @pytest.fixture
 def doomed(serve: Serve) -> Iterator[Live]:
     """A server that nothing has happened to yet."""
-    with serve(configured(fatal_model_spec("Doomed"), fatal_model_spec("Reaper")), replicas=1) as live:
+    with serve(configured(fatal_model_spec("Doomed")), replicas=1) as live:
         yield live
 
 
@@ -119,12 +118,16 @@ def ask(live: Live, value: float = 1.0) -> httpx.Response:
     return live.client.post("/extract", **request)
 
 
+def _fail() -> None:
+    raise RuntimeError
+
+
 @pytest.mark.parametrize("way", [*WAYS, "thread"])
 def test_failure_that_lasts(doomed: Live, way: str) -> None:
     """A device, a model or a thread that fails for good: whoever asks gets 503 and is told so, never 200 again."""
     assert ask(doomed).status_code == 200
     if way == "thread":
-        wait_until(lambda: kill_thread(doomed.url).status_code == 503)
+        doomed.engine.manager.workers["doomed"].submit(0, _fail)
     else:
         assert ask(doomed, mark(way)).status_code == 503
     wait_until(lambda: ask(doomed).status_code != 200)
@@ -240,23 +243,6 @@ def test_end_by_itself(tmp_path: Path, way: str) -> None:
         check_end(crowd, after)
         said = [line["message"] for line in server.logged() if line["level"] == "critical"]
         assert said == ["the server has to be restarted"]
-
-
-@pytest.mark.hard
-def test_end_by_a_dead_thread(tmp_path: Path) -> None:
-    """A thread that dies ends the process as well."""
-    with process([fatal_model_spec("Doomed"), fatal_model_spec("Reaper")], tmp_path, **DEADLINE) as server:
-
-        def is_dead() -> bool:
-            try:
-                return kill_thread(server.url).status_code == 503
-            except httpx.TransportError:
-                return True
-
-        wait_until(is_dead)
-        assert server.running.wait(LOST_S) == EXIT_FAILED
-        said = [line["message"] for line in server.logged() if line["level"] == "critical"]
-        assert said == ["a thread died", "the server has to be restarted"]
 
 
 def check_end(crowd: ClientCrowd, after: int) -> None:
