@@ -103,13 +103,13 @@ def digest_reply(results: Iterable[str]) -> str:
 
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
-    fields = {name: value for name, value in _to_plain_data(change).items() if name != "leaf"}
-    return fields | ({"tokens": "own"} if change.leaf.token_axes else {})
+    fields = {name: value for name, value in _to_plain_data(change).items() if name != "tensor"}
+    return fields | ({"tokens": "own"} if change.tensor.token_axes else {})
 
 
 def _describe_picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
     """How a picture becomes a row; exact decoding is younger than the recipe and goes without saying."""
-    return asdict(how) | ({"decode": decode} if how.altered(decode) else {})
+    return asdict(how) | ({"decode": decode} if how.changes_pixels(decode) else {})
 
 
 def _describe_input(spec: InputSpec) -> dict[str, Any]:

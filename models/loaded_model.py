@@ -113,8 +113,8 @@ class LoadedModel:
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 batch = {name: _repeat_rows(value, rows, place) for name, value in noise.items()}
                 tensors = dict(iterate_tensors(call_module(batch, self.module)))
-                kept = [(tensors[leaf.path], leaf) for leaf in outputs if leaf.path in tensors]
-                rows_by_place.append([select_rows(value, leaf, (place, place + 1)).clone() for value, leaf in kept])
+                pairs = [(tensors[leaf.path], leaf) for leaf in outputs if leaf.path in tensors]
+                rows_by_place.append([select_rows(value, leaf, (place, place + 1)).clone() for value, leaf in pairs])
         first = rows_by_place[0]
         return all(torch.equal(*pair) for each in rows_by_place for pair in zip(each, first, strict=True))
 

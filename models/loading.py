@@ -22,7 +22,7 @@ from layertap.models.inputs.noise import make_noise
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
-from layertap.models.selection.embedding import default_embedding, find_embedding
+from layertap.models.selection.embedding import find_default_embedding, find_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.sources import build
 from layertap.models.spec import ModelSpec
@@ -106,7 +106,7 @@ def _survey(
 def _find_embedding(spec: ModelSpec, catalog: Catalog) -> Selector | None:
     """What is configured, which must be an embedding, else what the catalogue suggests; None where nothing does."""
     if spec.embedding is None:
-        return default_embedding(catalog)
+        return find_default_embedding(catalog)
     try:
         return find_embedding(spec.embedding, catalog)
     except RequestError as error:

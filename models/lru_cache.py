@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -36,6 +36,16 @@ class LRUCache(Generic[K, V]):
             self._values.move_to_end(key)
             if len(self._values) > self._max_size:
                 self._values.popitem(last=False)
+
+    def get_or_create(self, key: K, create: Callable[[], V]) -> V:
+        """The value of a key, made and kept where there is none; ``create`` is quick, and others wait for it."""
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = create()
+            self._values.move_to_end(key)
+            if len(self._values) > self._max_size:
+                self._values.popitem(last=False)
+            return self._values[key]
 
     def values(self) -> list[V]:
         """All values, the one used most recently last."""

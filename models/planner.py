@@ -76,8 +76,8 @@ class _Match:
 
     def capture(self, tensor: SelectorMatch) -> Capture:
         """What is to be taken of one of the tensors."""
-        length = self.length if tensor.leaf.token_axes else None
-        return Capture(tensor.point, tensor.leaf, self.selector.reduction, length)
+        length = self.length if tensor.tensor.token_axes else None
+        return Capture(tensor.point, tensor.tensor, self.selector.reduction, length)
 
 
 def _match_selector(
@@ -154,12 +154,12 @@ class _Faults:
 
 
 def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
-    return catalog.layers[point.layer].calls[point.call].at(point.site)
+    return catalog.layers[point.layer].calls[point.call].get_boundary(point.site)
 
 
 def _check_reduction(tensor: SelectorMatch, reduction: Reduction, lengths: TextLengths | None) -> None:
     """SelectorError where a tensor can't be reduced that way."""
-    name, leaf = escape(tensor.point.layer + format_path(tensor.point.path)), tensor.leaf
+    name, leaf = escape(tensor.point.layer + format_path(tensor.point.path)), tensor.tensor
     if leaf.dtype not in CARRIED and not leaf.is_floating:
         raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
     if reduction.stats is not None:

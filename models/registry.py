@@ -60,7 +60,7 @@ class Registry:
     def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._entries.values())
 
-    def entry(self, name: str) -> ModelEntry:
+    def get_entry(self, name: str) -> ModelEntry:
         """The entry of that name; UnknownModelError with near matches where there is none."""
         entry = self._entries.get(name)
         if entry is None:
@@ -70,7 +70,7 @@ class Registry:
 
     def load(self, name: str) -> LoadedModel:
         """Load a model that is not loaded yet; LoadError, kept as the entry's reason, where it can't be."""
-        entry = self.entry(name)
+        entry = self.get_entry(name)
         if entry.model is not None:
             return entry.model
         entry.state, entry.reason, entry.kind = "loading", "", ""
@@ -95,10 +95,10 @@ class Registry:
 
     def fail(self, name: str, reason: str, kind: Failure = "lost") -> None:
         """Forget a model that was loaded and then turned out not to run."""
-        entry = self.entry(name)
+        entry = self.get_entry(name)
         entry.model, entry.state, entry.reason, entry.kind = None, "failed", reason, kind
 
     def unload(self, name: str) -> None:
         """Forget a loaded model; it can be loaded again."""
-        entry = self.entry(name)
+        entry = self.get_entry(name)
         entry.model, entry.state, entry.reason, entry.kind = None, "available", "", ""

@@ -56,7 +56,7 @@ class PreprocessSpec:
         """Whether every step is there for tensors as well, and nearly the same, so that a GPU can do it."""
         return self.resize is None or self.interpolation in FOR_TENSORS
 
-    def altered(self, decode: Decode) -> bool:
+    def changes_pixels(self, decode: Decode) -> bool:
         """Whether a way of decoding makes other numbers than ``exact`` of some pictures."""
         return {"exact": False, "fast": self.reducible, "device": self.placeable}[decode]
 

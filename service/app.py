@@ -20,7 +20,7 @@ from layertap.service.http.middleware import RequestContextMiddleware
 from layertap.service.http.routes import docs, explain, extract, health, metrics, models
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
-from layertap.service.version import version
+from layertap.service.version import get_version
 
 
 def create_app(
@@ -48,7 +48,7 @@ def create_app(
     app = FastAPI(
         title="layertap",
         summary="Any layer of any PyTorch model, over HTTP.",
-        version=version(),
+        version=get_version(),
         servers=[{"url": settings.root_path}] if settings.root_path else None,
         routes=[extract.ROUTE, explain.ROUTE],
         exception_handlers=problems.EXCEPTION_HANDLERS,

@@ -28,7 +28,7 @@ class Snapshot:
     running_rows: int = 0
     states: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, int] = field(default_factory=dict)
-    ceilings: Mapping[str, int] = field(default_factory=dict)
+    max_batch_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -68,7 +68,7 @@ class Metrics:
                 histogram.observe(milliseconds / 1000)
 
     def observe_batch(
-        self, model: str, rows: int, ceiling: int, requests: int, depth: float, seconds: float, why: BatchReason
+        self, model: str, rows: int, max_rows: int, requests: int, depth: float, seconds: float, why: BatchReason
     ) -> None:
         """A batch that has ended: its rows, the most that it might have had (at least 1), how many requests'.
 
@@ -78,7 +78,7 @@ class Metrics:
         metrics = self._get_model(model)
         metrics.batches[why].inc()
         metrics.rows.observe(rows)
-        metrics.fill.observe(rows / ceiling)
+        metrics.fill.observe(rows / max_rows)
         metrics.requests.observe(requests)
         metrics.depth.observe(depth)
         metrics.seconds.observe(seconds)
@@ -162,7 +162,9 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
         _make_gauge_by_model(
             "layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", snapshot.hooks
         ),
-        _make_gauge_by_model("layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.ceilings),
+        _make_gauge_by_model(
+            "layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.max_batch_rows
+        ),
     ]
 
 

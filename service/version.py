@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 
-def version() -> str:
+def get_version() -> str:
     """The installed version; "0" in a folder that was never installed."""
     try:
         return metadata.version("layertap")

@@ -130,7 +130,7 @@ def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
 
 def join_parts(capture: Capture, parts: list[ReducedTensor]) -> ReducedTensor:
     """A request's rows from several forwards as those of one; what is the same for all rows is there once."""
-    if len(parts) == 1 or capture.leaf.row_axis is None:
+    if len(parts) == 1 or capture.tensor.row_axis is None:
         return parts[0]
     values = torch.cat([part.values for part in parts], dim=capture.rows_axis)
     scales = [scale for part in parts if (scale := part.scale) is not None]
@@ -145,7 +145,7 @@ def _is_exact(capture: Capture) -> bool:
 
 
 def _has_rows(capture: Capture) -> bool:
-    return capture.leaf.row_axis is not None and not capture.leaf.mixed
+    return capture.tensor.row_axis is not None and not capture.tensor.mixed
 
 
 def _select_reduced(reduced: ReducedTensor, capture: Capture, span: Span, rows: Span) -> ReducedTensor:

@@ -53,7 +53,7 @@ def group_actions(
         return groups[modules[point.layer], point.side][point.call]
 
     def get_anchor(item: ResolvedIntervention | Capture) -> GradientAnchor:
-        return get_actions(item.point).anchors.setdefault(item.point.path, GradientAnchor(item.point, item.leaf))
+        return get_actions(item.point).anchors.setdefault(item.point.path, GradientAnchor(item.point, item.tensor))
 
     captures = tuple(captures)
     for request_slice in slices:

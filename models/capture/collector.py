@@ -56,12 +56,12 @@ class Collector:
         # Not inference mode: what a model keeps of a forward (tables, caches) must be fit for one with a graph.
         return torch.enable_grad() if self._has_graph else torch.no_grad()
 
-    def callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
+    def list_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """One for each module and side, though a tied module may be asked for under several names."""
         for (module, side), calls in self._actions.items():
             yield module, side, partial(self._on_call, calls, self._calls_run[module, side])
 
-    def recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
+    def list_recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """For the backward, in which a model that checkpoints computes again what it did not keep."""
         for (module, side), calls in self._actions.items():
             changing = {call: actions for call, actions in calls.items() if actions.interventions or actions.anchors}
@@ -80,7 +80,7 @@ class Collector:
         """Differentiate the objectives, and reduce the gradients that are wanted."""
         if not self._gradients:
             return
-        gradients = self._tape.gradients()
+        gradients = self._tape.compute_gradients()
         for capture, spans in self._gradients.items():
             gradient = gradients.get(self._get_key(capture.point))
             if gradient is None:
@@ -155,7 +155,7 @@ class Collector:
         for request_slice, change in actions.interventions:
             tensor = tensors.get(change.point.path)
             if tensor is not None:
-                self._check_tensor(tensor, change.leaf, change.point)
+                self._check_tensor(tensor, change.tensor, change.point)
                 changed = _apply_intervention(request_slice, change, self._rows, self._real, tensor)
                 tensors[change.point.path] = changes[change.point.path] = changed
 
@@ -171,24 +171,24 @@ class Collector:
         tensor = tensors.get(capture.point.path)
         if tensor is None or capture not in self._pending:
             return
-        self._check_tensor(tensor, capture.leaf, capture.point)
+        self._check_tensor(tensor, capture.tensor, capture.point)
         for span in self._pending.pop(capture):
             self._reduce(capture, span, tensor.detach())
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
-        part = select_span_rows(tensor, capture.leaf, span, self._rows)
+        part = select_span_rows(tensor, capture.tensor, span, self._rows)
         real = _select_real(self._real, span)
-        self.results[capture, span] = reduce(part, capture.leaf, capture.reduction, real, capture.length)
+        self.results[capture, span] = reduce(part, capture.tensor, capture.reduction, real, capture.length)
 
     def _add_objective(self, place: int, tensors: Mapping[Path, Tensor]) -> None:
         objective = self._objectives.get(place)
         tensor = tensors.get(objective.point.path) if objective is not None else None
         if objective is not None and tensor is not None:
-            self._check_tensor(tensor, objective.leaf, objective.point)
+            self._check_tensor(tensor, objective.tensor, objective.point)
             self._check_differentiable(objective.point)
             span = self._slices[place].span
-            part, real = select_span_rows(tensor, objective.leaf, span, self._rows), _select_real(self._real, span)
-            self._tape.add(objective.point, compute_objective(part, objective.leaf, objective.objective, real))
+            part, real = select_span_rows(tensor, objective.tensor, span, self._rows), _select_real(self._real, span)
+            self._tape.add(objective.point, compute_objective(part, objective.tensor, objective.objective, real))
             del self._objectives[place]
 
     def _check_tensor(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> None:
@@ -230,11 +230,11 @@ def _apply_intervention(
 ) -> Tensor:
     """A tensor of so many rows in which those of one request are changed."""
     span = request_slice.span
-    part = select_span_rows(value, change.leaf, span, rows)
-    changed = apply_operation(part, change.leaf, change.operation, request_slice.first, _select_real(real, span))
+    part = select_span_rows(value, change.tensor, span, rows)
+    changed = apply_operation(part, change.tensor, change.operation, request_slice.first, _select_real(real, span))
     if changed.shape == value.shape:
         return changed
-    axis, entries = change.leaf.row_axis or 0, change.leaf.entries_per_row
+    axis, entries = change.tensor.row_axis or 0, change.tensor.entries_per_row
     before = value.narrow(axis, 0, span[0] * entries)
     after = value.narrow(axis, span[1] * entries, value.shape[axis] - span[1] * entries)
     return torch.cat([before, changed, after], dim=axis)

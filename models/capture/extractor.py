@@ -53,13 +53,13 @@ class FeatureExtractor:
         with ExitStack() as cleanup, collector.set_grad_mode():
             cleanup.callback(collector.release_graph)
             with ExitStack() as stack:
-                for module, side, on_call in collector.callbacks():
+                for module, side, on_call in collector.list_callbacks():
                     ATTACH[side](stack, module, on_call)
                 with suppress(StopForward):
                     forward()
             collector.check()
             with ExitStack() as stack:
-                for module, side, on_call in collector.recompute_callbacks():
+                for module, side, on_call in collector.list_recompute_callbacks():
                     ATTACH[side](stack, module, on_call)
                 with suppress(StopForward):
                     collector.backward()

@@ -70,11 +70,11 @@ class CallTimer(CallObserver):
         """Note the time."""
         self._ends[module, call] = self._now()
 
-    def before(self, module: nn.Module, call: int) -> float:
+    def get_cost_before(self, module: nn.Module, call: int) -> float:
         """The share of the whole forward spent when a call began, 0 to 1."""
         return self._share(self._starts.get((module, call)))
 
-    def after(self, module: nn.Module, call: int) -> float:
+    def get_cost_after(self, module: nn.Module, call: int) -> float:
         """The share of the whole forward spent when a call ended, 0 to 1."""
         return self._share(self._ends.get((module, call)))
 

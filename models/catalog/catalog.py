@@ -97,7 +97,7 @@ class Call:
     output: CallBoundary
     attention: CallBoundary | None = None
 
-    def at(self, site: Site) -> CallBoundary:
+    def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention."""
         if SITES[site].is_attention:
             return self.attention or replace(self.output, tensors=(), refused=())
@@ -134,7 +134,7 @@ class Costs:
     row_bytes: int = 1
     speedup: float = 1.0
 
-    def seconds(self, rows: int, depth: float = 1.0) -> float:
+    def estimate_seconds(self, rows: int, depth: float = 1.0) -> float:
         """A forward of so many rows up to a share of its cost."""
         return depth * (self.base + rows * self.per_row)
 

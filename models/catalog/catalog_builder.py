@@ -94,7 +94,7 @@ class CatalogBuilder:
                 info = replace(self._build_tensor(path, one.weights, other.weights), source=one.source)
                 yield self._add_token_axes(module, number, info, partial(_find_weights, place))
 
-        before, after = self._timer.before(module, number), self._timer.after(module, number)
+        before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)
         weights = tuple(build_attention())
         return Call(
             CallBoundary(alone.start, before, build_tensors("input"), alone.inputs_refused),

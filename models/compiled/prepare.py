@@ -182,7 +182,7 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
     if model.text is not None:
         raise WarmError("texts come in many lengths")
     for capture in plan.captures:
-        if capture.point.site not in SITES or capture.leaf.row_axis is None or capture.leaf.mixed:
+        if capture.point.site not in SITES or capture.tensor.row_axis is None or capture.tensor.mixed:
             raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))
 

@@ -34,16 +34,16 @@ def is_device_error(error: BaseException) -> bool:
 def measure_peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: torch.device) -> int:
     """The most memory that a forward's inputs and intermediate values take at one time, weights not counted."""
     batch = {name: value.clone() for name, value in rows.items()}
-    own = sum(value.nbytes for value in batch.values())
+    input_bytes = sum(value.nbytes for value in batch.values())
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         forward(batch)
-        return max(torch.cuda.max_memory_allocated(device) - before, 0) + own
+        return max(torch.cuda.max_memory_allocated(device) - before, 0) + input_bytes
     watch = _PeakMemory([*module.parameters(), *module.buffers(), *batch.values()])
     with watch:
         forward(batch)
-    return watch.peak + own
+    return watch.peak + input_bytes
 
 
 class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]

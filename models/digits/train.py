@@ -41,12 +41,12 @@ class Split:
     labels: Tensor
 
 
-def picture(pixels: NDArray[np.float64]) -> Image.Image:
+def make_picture(pixels: NDArray[np.float64]) -> Image.Image:
     """One of scikit-learn's arrays, (8, 8) with values 0…16, as an RGB image."""
     return Image.fromarray(np.rint(pixels * (255 / 16)).astype(np.uint8)).convert("RGB")
 
 
-def splits() -> tuple[Split, Split]:
+def load_splits() -> tuple[Split, Split]:
     """Training and held-out pictures, stratified by digit; the same on every call."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -54,7 +54,7 @@ def splits() -> tuple[Split, Split]:
     data = load_digits()
     rows = range(len(data.target))
     train, held_out = train_test_split(rows, test_size=HELD_OUT, stratify=data.target, random_state=SEED)
-    images = torch.stack([preprocess(picture(pixels), PREPROCESS) for pixels in data.images])
+    images = torch.stack([preprocess(make_picture(pixels), PREPROCESS) for pixels in data.images])
     labels = torch.from_numpy(data.target).long()
     return Split(images[train], labels[train]), Split(images[held_out], labels[held_out])
 
@@ -71,7 +71,7 @@ def train(split: Split, epochs: int = EPOCHS) -> nn.Module:
         order = torch.randperm(len(split.labels))
         for start in range(0, len(order), BATCH):
             rows = order[start : start + BATCH]
-            loss = functional.cross_entropy(model(augmented(split.images[rows])), split.labels[rows])
+            loss = functional.cross_entropy(model(augment(split.images[rows])), split.labels[rows])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -81,7 +81,7 @@ def train(split: Split, epochs: int = EPOCHS) -> nn.Module:
     return model.eval()
 
 
-def augmented(images: Tensor) -> Tensor:
+def augment(images: Tensor) -> Tensor:
     """Each picture turned by up to 10 degrees, scaled by up to a tenth and moved by up to two pixels."""
     count = len(images)
     angle = (torch.rand(count) * 2 - 1) * math.radians(10)
@@ -95,7 +95,7 @@ def augmented(images: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def correct(model: nn.Module, split: Split) -> int:
+def count_correct(model: nn.Module, split: Split) -> int:
     """How many pictures of the split are recognised."""
     return int((model(split.images).argmax(1) == split.labels).sum())
 
@@ -110,9 +110,9 @@ def write_card(figures: dict[str, str]) -> None:
 
 def main() -> None:
     """Train, measure once on the held-out pictures, write the weights and the card's figures."""
-    training, held_out = splits()
+    training, held_out = load_splits()
     model = train(training)
-    hits, count = correct(model, held_out), len(held_out.labels)
+    hits, count = count_correct(model, held_out), len(held_out.labels)
     WEIGHTS.write_bytes(save(model.state_dict()))
     figures = {
         "Parameters": f"{sum(parameter.numel() for parameter in model.parameters()):,}",

@@ -21,8 +21,8 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
     target = _find_tensor(objective, catalog)
     if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
-    _check_objective(objective, target.leaf, lengths)
-    return ResolvedObjective(target.point, target.leaf, objective)
+    _check_objective(objective, target.tensor, lengths)
+    return ResolvedObjective(target.point, target.tensor, objective)
 
 
 def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, catalog: Catalog) -> None:
@@ -33,12 +33,12 @@ def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, c
             hint='add "objective": {"kind": "logit", "class": "top"}',
         )
     name = escape(tensor.point.layer + format_path(tensor.point.path))
-    if not tensor.leaf.is_floating:
-        raise SelectorError(f"{name} is of dtype {tensor.leaf.dtype}, which has no gradient")
-    if tensor.leaf.row_axis is None:
+    if not tensor.tensor.is_floating:
+        raise SelectorError(f"{name} is of dtype {tensor.tensor.dtype}, which has no gradient")
+    if tensor.tensor.row_axis is None:
         raise SelectorError(f"{name} is the same for all rows, so no row has a gradient of its own there")
     end = catalog.layers[objective.point.layer].calls[objective.point.call].output.order
-    if catalog.layers[tensor.point.layer].calls[tensor.point.call].at(tensor.point.site).order > end:
+    if catalog.layers[tensor.point.layer].calls[tensor.point.call].get_boundary(tensor.point.site).order > end:
         raise SelectorError(
             f"the objective does not depend on {name}, which runs later",
             hint="ask for the gradient at a layer before it",
@@ -49,7 +49,7 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
     """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
     if objective.selector is not None:
         matches, _ = find_matches(objective.selector, catalog)
-        floating = [match for match in matches if match.leaf.is_floating and match.point.site == "output"]
+        floating = [match for match in matches if match.tensor.is_floating and match.point.site == "output"]
         if len(floating) != 1:
             raise SelectorError(
                 f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"

@@ -56,7 +56,7 @@ class Tape:
         ends = {get_gradient_edge(anchor).node for key, anchor in self._anchors.items() if key[:3] == first}
         return not ends.isdisjoint(_collect_nodes(self._totals[where]))
 
-    def gradients(self) -> Mapping[Key, Tensor]:
+    def compute_gradients(self) -> Mapping[Key, Tensor]:
         """The gradient at each anchor: zero where the objective does not depend on it. Ends the graph.
 
         InputError where the model computes what has no derivative.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from layertap.models.spec import InputSpec
 
-MIN_BUCKET = 8  # tokens of the smallest bucket; each further one has twice as many
+MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further one has twice as many
 SURVEY_TOKENS = 32  # tokens of the row that a model is surveyed with
 
 
@@ -40,7 +40,7 @@ class TextSpec:
         """The length that so many tokens are padded to: few lengths, so that requests share forwards."""
         if self.mask is None:
             return tokens
-        size = MIN_BUCKET
+        size = MIN_PADDED_LENGTH
         while size < tokens:
             size *= 2
         return min(size, self.max_tokens)

@@ -43,11 +43,11 @@ def resolve_intervention(
     _check_parameters(operation)
     every_call = selector.call is None
     matches, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
-    floating = [match for match in matches if match.leaf.is_floating]
+    floating = [match for match in matches if match.tensor.is_floating]
     if every_call and selector.site in GRADIENTS:
         floating = _select_differentiable(floating, objective, catalog)
     if not floating:
-        point, dtype = matches[0].point, matches[0].leaf.dtype
+        point, dtype = matches[0].point, matches[0].tensor.dtype
         name = escape(point.layer + format_path(point.path))
         raise SelectorError(f"{name} is of dtype {dtype}; only floating values are changed")
     for match in floating:
@@ -57,7 +57,7 @@ def resolve_intervention(
             raise _offer_call(error, [each for each in others if not _find_error(each, operation, catalog, lengths)])
         if selector.site in GRADIENTS:
             check_gradient(match, objective, catalog)
-    return [ResolvedIntervention(match.point, match.leaf, operation) for match in floating]
+    return [ResolvedIntervention(match.point, match.tensor, operation) for match in floating]
 
 
 def _select_differentiable(
@@ -90,8 +90,8 @@ def _find_error(
     call = f"#{match.point.call}" if several else ""
     name = escape(f"{match.point.layer}{call}{format_path(match.point.path)}")
     try:
-        _check_numbers(name, match.leaf, operation)
-        _check_part(name, match.leaf, operation, lengths)
+        _check_numbers(name, match.tensor, operation)
+        _check_part(name, match.tensor, operation, lengths)
     except SelectorError as error:
         return error
     return None

@@ -30,18 +30,18 @@ class Trial:
 
     def build_catalog(self, catalog: Catalog) -> Catalog:
         """What a catalogue says of the tensors that came out as they were, and of no others."""
-        rest = self._rest(catalog)
+        rest = self._get_remaining_cost(catalog)
         costs = replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest)
         layers = {name: self._build_layer(layer, catalog) for name, layer in catalog.layers.items()}
         start = format_point(self.point)
         return replace(catalog, layers=layers, seconds=catalog.seconds * rest, costs=costs, start=start)
 
-    def _spent(self, catalog: Catalog) -> float:
+    def _get_skipped_cost(self, catalog: Catalog) -> float:
         """The share of a whole forward's cost up to the point."""
         return catalog.layers[self.point.layer].calls[self.point.call].output.cost
 
-    def _rest(self, catalog: Catalog) -> float:
-        return max(1.0 - self._spent(catalog), SMALLEST)
+    def _get_remaining_cost(self, catalog: Catalog) -> float:
+        return max(1.0 - self._get_skipped_cost(catalog), SMALLEST)
 
     def _build_layer(self, layer: Layer, catalog: Catalog) -> Layer:
         module = self.module.get_submodule("" if layer.name == "." else layer.name)
@@ -61,7 +61,7 @@ class Trial:
     def _build_boundary(self, boundary: CallBoundary, paths: Iterable[Path], catalog: Catalog) -> CallBoundary:
         same = frozenset(paths)
         tensors = tuple(leaf for leaf in boundary.tensors if leaf.path in same)
-        cost = max(boundary.cost - self._spent(catalog), 0.0) / self._rest(catalog)
+        cost = max(boundary.cost - self._get_skipped_cost(catalog), 0.0) / self._get_remaining_cost(catalog)
         return replace(boundary, cost=round(cost, 4), tensors=tensors)
 
     @cached_property

@@ -112,7 +112,7 @@ def find_start(selector: Selector, catalog: Catalog) -> tuple[HookPoint, TensorI
             f"{escape(selector.text)} does not name the output of one layer",
             hint="name a layer without a site; where it returns several tensors, one of them: 'LAYER[path]'",
         )
-    point, leaf = matches[0].point, matches[0].leaf
+    point, leaf = matches[0].point, matches[0].tensor
     if point.layer == ".":
         raise SelectorError("nothing runs after the model's own output", hint="resume from a layer inside")
     if leaf.dtype not in DTYPES:

@@ -14,7 +14,7 @@ from layertap.models.selection.selectors import find_matches, parse_selector
 ALLOWED_SITES = ("output", "input")
 
 
-def default_embedding(catalog: Catalog) -> Selector | None:
+def find_default_embedding(catalog: Catalog) -> Selector | None:
     """What goes into the head, else the model's output; None where neither will do.
 
     The head is the last layer with weights that runs, where that is a fully connected one.
@@ -41,7 +41,7 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
         raise SelectorError(
             f"{escape(text)} names {len(matches)} tensors, an embedding is one", hint=f"name one: {keys}"
         )
-    leaf = matches[0].leaf
+    leaf = matches[0].tensor
     if leaf.row_axis is None or leaf.mixed:
         raise SelectorError(f"{escape(text)} does not hold one entry for each input", hint="name another layer")
     return replace(selector, reduction=Reduction(pool=_choose_pool(leaf)))

@@ -20,14 +20,14 @@ class Capture:
     """
 
     point: HookPoint
-    leaf: TensorInfo
+    tensor: TensorInfo
     reduction: Reduction
     length: int | None = None
 
     @property
     def unpadded(self) -> TensorInfo:
         """The tensor without what only pads it."""
-        return self.leaf.with_length(self.length)
+        return self.tensor.with_length(self.length)
 
     def shape(self, rows: int) -> tuple[int, ...]:
         """The result's shape for so many rows."""
@@ -36,18 +36,18 @@ class Capture:
     @property
     def rows_axis(self) -> int:
         """The axis of the result that holds the rows, where one does."""
-        return 0 if self.reduction.is_by_row else self.leaf.row_axis or 0
+        return 0 if self.reduction.is_by_row else self.tensor.row_axis or 0
 
     @property
     def dtype(self) -> str:
         """The result's dtype: integers and booleans keep their own, unless averages or statistics are made of them."""
-        return self.reduction.dtype if self.is_float else self.leaf.dtype
+        return self.reduction.dtype if self.is_float else self.tensor.dtype
 
     @property
     def is_float(self) -> bool:
         """Whether the reduced values are floating."""
         averages = POOLINGS[self.reduction.pool].averages or self.reduction.stats is not None
-        return self.leaf.is_floating or averages or self.reduction.normalize
+        return self.tensor.is_floating or averages or self.reduction.normalize
 
     @property
     def is_scaled(self) -> bool:
@@ -66,7 +66,7 @@ class ResolvedIntervention:
     """One tensor to change on its way, and how."""
 
     point: HookPoint
-    leaf: TensorInfo
+    tensor: TensorInfo
     operation: Operation
 
 
@@ -75,7 +75,7 @@ class ResolvedObjective:
     """What is differentiated: an objective and the tensor that it looks at."""
 
     point: HookPoint
-    leaf: TensorInfo
+    tensor: TensorInfo
     objective: Objective
 
 
@@ -114,7 +114,7 @@ class Plan:
         """What tells the class of each row, where the objective is of its highest."""
         if self.objective is None or self.objective.objective.klass != "top":
             return None
-        return Capture(self.objective.point, self.objective.leaf, Reduction())
+        return Capture(self.objective.point, self.objective.tensor, Reduction())
 
     @cached_property
     def captures(self) -> frozenset[Capture]:
@@ -125,8 +125,10 @@ class Plan:
     @cached_property
     def may_split(self) -> bool:
         """Whether the rows may run in several forwards and be joined again."""
-        leaves = [capture.leaf for capture in self.captures] + [change.leaf for change in self.resolved_interventions]
-        return not any(leaf.mixed for leaf in (*leaves, *([self.objective.leaf] if self.objective else ())))
+        leaves = [capture.tensor for capture in self.captures] + [
+            change.tensor for change in self.resolved_interventions
+        ]
+        return not any(leaf.mixed for leaf in (*leaves, *([self.objective.tensor] if self.objective else ())))
 
     @property
     def changed_selectors(self) -> tuple[tuple[str, ...], ...]:
@@ -148,7 +150,7 @@ class Plan:
         return (
             self.may_split
             and not unfuses
-            and all(change.leaf.row_axis is not None for change in self.resolved_interventions)
+            and all(change.tensor.row_axis is not None for change in self.resolved_interventions)
         )
 
     def count_numbers(self, rows: int) -> int:

@@ -28,7 +28,7 @@ class SelectorMatch:
 
     key: str
     point: HookPoint
-    leaf: TensorInfo
+    tensor: TensorInfo
     module: str
 
 
@@ -170,7 +170,7 @@ def _no_match_error(selector: Selector, catalog: Catalog, not_run: int) -> Unkno
 
 def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
     for call in _find_calls(selector, layer):
-        leaves = layer.calls[call].at(selector.site).tensors
+        leaves = layer.calls[call].get_boundary(selector.site).tensors
         path = selector.path or ()
         named = [leaf for leaf in leaves if leaf.path[: len(path)] == path]
         if not named:
@@ -200,7 +200,7 @@ def _find_calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
 
 def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
     """Why a call has nothing to give at a path, where that is for want of plain memory."""
-    boundary, wanted = layer.calls[call].at(selector.site), selector.path or ()
+    boundary, wanted = layer.calls[call].get_boundary(selector.site), selector.path or ()
     # Within what is wanted, or around it.
     refused = (each for each in boundary.refused if all(a == b for a, b in zip(each[0], wanted, strict=False)))
     path, kind = next(refused, ((), None))

@@ -32,7 +32,7 @@ def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterat
     """
     context = CheckContext(tuple(folders), any(_may_register(spec, folders) for spec in specs))
     for number, spec in enumerate(specs):
-        for place, check in _checks(spec, context):
+        for place, check in _list_checks(spec, context):
             try:
                 check()
             except AbsentError as error:
@@ -42,7 +42,7 @@ def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterat
                 yield (number, *place), error
 
 
-def _checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place, Callable[[], object]]]:
+def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place, Callable[[], object]]]:
     yield ("source",), partial(_check_source, spec, context)
     yield ("weights",), partial(_check_weights, spec)
     yield ("device",), partial(_check_device, spec)
@@ -84,10 +84,10 @@ def _check_device(spec: ModelSpec) -> None:
 
 def _may_have_gpu() -> bool:
     """False only where torch finds none for certain: it is built for none, or there is no driver."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    torch_spec = find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
         return True
-    built = (Path(found.origin).parent / "version.py").read_text(encoding="utf-8")
+    built = (Path(torch_spec.origin).parent / "version.py").read_text(encoding="utf-8")
     without = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b.*= None$", built, re.MULTILINE)}
     if "hip" not in without or sys.platform != "linux":
         return True

@@ -69,7 +69,7 @@ class _ThreadDtype(TorchFunctionMode):
             return func(*args, **options)
         result = func(*args, **options)
         if _is_promoted(func, args, options, result, usual):
-            return _promoted(func, args, options, _own.dtype)
+            return _promote(func, args, options, _own.dtype)
         return result
 
 
@@ -91,7 +91,7 @@ def _has_default(
     func: Any, args: tuple[Any, ...], options: dict[str, Any], usual: torch.dtype, own: torch.dtype
 ) -> bool:
     """Whether what a factory makes has the default dtype, as nothing that it is made of has another."""
-    leaves = list(_leaves([*args, *options.values()])) if func in OF_DATA else [*args, *options.values()]
+    leaves = list(_iterate_values([*args, *options.values()])) if func in OF_DATA else [*args, *options.values()]
     named = [leaf.dtype for leaf in leaves if _is_floating(leaf) and (func in OF_DATA or isinstance(leaf, Tensor))]
     # Numbers have the default dtype; beside others the widest decides.
     numbers = func in OF_DATA and any(isinstance(leaf, float) for leaf in leaves)
@@ -102,10 +102,10 @@ def _has_default(
     return tried.dtype in (usual, own)  # operations that torch has in Python ask for the thread's own
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _iterate_values(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for each in value:
-            yield from _leaves(each)
+            yield from _iterate_values(each)
     else:
         yield value
 
@@ -124,7 +124,7 @@ def _is_promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], resu
     return bool(tensors) and not any(value.is_floating_point() or value.is_complex() for value in tensors)
 
 
-def _promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], dtype: torch.dtype) -> Any:
+def _promote(func: Any, args: tuple[Any, ...], options: dict[str, Any], dtype: torch.dtype) -> Any:
     """The operation on whole numbers again, as numbers of the dtype: that is how it is done under that default."""
 
     def cast(value: Any) -> Any:
@@ -142,12 +142,12 @@ def _promoted(func: Any, args: tuple[Any, ...], options: dict[str, Any], dtype: 
 @functools.cache
 def _with_generator(func: Any) -> Any | None:
     """The overload of a random operation that takes a generator, None where there is none."""
-    names = _arguments(func) - {"generator"}
+    names = _list_arguments(func) - {"generator"}
     overloads = [getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()]
-    return next((each for each in (func, *overloads) if _arguments(each) == names | {"generator"}), None)
+    return next((each for each in (func, *overloads) if _list_arguments(each) == names | {"generator"}), None)
 
 
-def _arguments(func: Any) -> frozenset[str]:
+def _list_arguments(func: Any) -> frozenset[str]:
     return frozenset(argument.name for argument in func._schema.arguments)
 
 

@@ -52,8 +52,8 @@ def isolate() -> None:
         _guard_in_threads(initialization)
         base = modeling.PreTrainedModel
         # Its own decorators are the guard as it was, and this one.
-        base.initialize_weights = torch.no_grad()(_guarded()(inspect.unwrap(base.initialize_weights)))
-        base.tie_weights = _unless_untied(base.tie_weights)
+        base.initialize_weights = torch.no_grad()(_guard_loaded_weights()(inspect.unwrap(base.initialize_weights)))
+        base.tie_weights = _skip_if_untied(base.tie_weights)
         initialization.meta_device_safe_creation_ops = _LinspaceOnCPU
         initialization.no_tie_weights = _no_tie_weights
 
@@ -106,7 +106,7 @@ def _no_tie_weights() -> Iterator[None]:
 
 
 @contextmanager
-def _guarded() -> Iterator[None]:
+def _guard_loaded_weights() -> Iterator[None]:
     before, _thread.guarded = _thread.guarded, True
     try:
         yield
@@ -117,14 +117,14 @@ def _guarded() -> Iterator[None]:
 def _guard_in_threads(initialization: Any) -> None:
     """Have torch's functions that initialize leave loaded weights alone where the thread is guarded, and only there."""
     for name, plain in initialization.TORCH_INIT_FUNCTIONS.items():
-        chosen = _unless_loaded(plain, getattr(initialization, name))
+        chosen = _skip_if_loaded(plain, getattr(initialization, name))
         for place in map(sys.modules.get, initialization.TORCH_MODULES_TO_PATCH):
             if getattr(place, name, None) is plain:
                 setattr(place, name, chosen)
-    initialization.guard_torch_init_functions = _guarded
+    initialization.guard_torch_init_functions = _guard_loaded_weights
 
 
-def _unless_loaded(plain: Any, guarded: Any) -> Any:
+def _skip_if_loaded(plain: Any, guarded: Any) -> Any:
     @functools.wraps(plain)
     def initialize(*args: Any, **options: Any) -> Any:
         return (guarded if _thread.guarded else plain)(*args, **options)
@@ -132,7 +132,7 @@ def _unless_loaded(plain: Any, guarded: Any) -> Any:
     return initialize
 
 
-def _unless_untied(tie: Any) -> Any:
+def _skip_if_untied(tie: Any) -> Any:
     @functools.wraps(tie)
     def tie_weights(self: Any, *args: Any, **options: Any) -> Any:
         return None if _thread.untied else tie(self, *args, **options)

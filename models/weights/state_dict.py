@@ -34,19 +34,21 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Tensor], label: str, 
         detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
         raise LoadError(detail, hint=FIT_HINT) from error
     converted = tuple(_list_converting_prefixes(module))
-    held = {
+    loaded_tensors = {
         name: value
         for name, value in module.state_dict().items()
         if name in state and isinstance(value, Tensor) and not name.startswith(converted)
     }
-    wrong = sorted(
-        name for name, value in held.items() if _count_bits(value) < min_bits or not has_same_values(value, state[name])
+    different_names = sorted(
+        name
+        for name, value in loaded_tensors.items()
+        if _count_bits(value) < min_bits or not has_same_values(value, state[name])
     )
-    for name, other in _pair_tied_names(held, wrong):
+    for name, other in _pair_tied_names(loaded_tensors, different_names):
         if not has_same_values(state[name], state[other]):
             detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
             raise LoadError(detail, hint=TIE_HINT)
-    raise_for_different(wrong, escape(label))
+    raise_for_different(different_names, escape(label))
 
 
 def raise_for_different(names: list[str], shown: str) -> None:

@@ -37,10 +37,10 @@ def _exit(reason: str) -> NoReturn:
 
 
 def _print_version(requested: bool) -> None:
-    from layertap.service.version import version
+    from layertap.service.version import get_version
 
     if requested:
-        stdout.print(f"layertap {version()}", highlight=False)
+        stdout.print(f"layertap {get_version()}", highlight=False)
         raise typer.Exit
 
 

@@ -19,6 +19,6 @@ def plan(config: ConfigOption = None) -> None:
                 model = registry.load(entry.spec.name)
             for warm, compiled in zip(entry.spec.warm, model.compiled, strict=True):
                 costs = compiled.costs if compiled else model.catalog.costs
-                figures = (f"{each.seconds(1) * 1000:.1f}" for each in (costs, model.catalog.costs))
+                figures = (f"{each.estimate_seconds(1) * 1000:.1f}" for each in (costs, model.catalog.costs))
                 table.add_row(entry.spec.name, ", ".join(warm.layers), "a graph" if compiled else "hooks", *figures)
     stdout.print(table)

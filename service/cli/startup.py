@@ -16,7 +16,7 @@ from layertap.service.cli.console import format_list
 from layertap.service.config.configuration import Configuration
 from layertap.service.http.sockets import Address, format_url
 from layertap.service.logs import escape_unprintable
-from layertap.service.version import version
+from layertap.service.version import get_version
 
 if TYPE_CHECKING:  # the first lines are printed before torch is imported
     from layertap.models.loaded_model import LoadedModel
@@ -39,7 +39,7 @@ def print_start(console: Console, configuration: Configuration | None) -> None:
         lazy = format_list([spec.name for spec in configuration.models if spec.load == "lazy"], "models")
     first = ", then ".join(filter(None, ["torch", format_list(startup, "models")]))
     later = f" ({lazy} when first asked for)" if lazy else ""
-    _print(console, f"[bold]layertap {version()}[/] is loading {escape(first + later)}")
+    _print(console, f"[bold]layertap {get_version()}[/] is loading {escape(first + later)}")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ class StartupSummary:
             ("docs", [escape(f"{self.local_url}/docs")]),
             ("end", ["Ctrl+C"]),
         ]
-        _print(self.console, "", f"  [bold]layertap {version()} {state} on {escape(format_url(self.address))}[/]", "")
+        _print(
+            self.console, "", f"  [bold]layertap {get_version()} {state} on {escape(format_url(self.address))}[/]", ""
+        )
         for name, lines in rows:
             for number, line in enumerate(lines):
                 _print(self.console, f"  [cyan]{'' if number else name:<8}[/]{line}")

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from layertap.models.errors import TooLargeError
-from layertap.service.engine.model_worker import ModelWorker, unloading_error
+from layertap.service.engine.model_worker import ModelWorker
+from layertap.service.engine.unavailable import unloading_error
 from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
@@ -44,11 +45,11 @@ class AdmissionControl:
         others = [each for each in self._workers.values() if each is not worker and each.device == worker.device]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
 
-    def check_bytes(self, size: int, held: int) -> None:
-        """QueueFullError where a request that holds some bytes can't have so many more now, TooLargeError never."""
+    def check_bytes(self, size: int, reserved_bytes: int) -> None:
+        """Whether a request that holds some bytes may have more: QueueFullError now, TooLargeError where never."""
         limit = self._settings.max_queue_bytes
-        if held + size > limit:
-            detail = f"the request needs {held + size} bytes, the queue holds {limit}"
+        if reserved_bytes + size > limit:
+            detail = f"the request needs {reserved_bytes + size} bytes, the queue holds {limit}"
             raise TooLargeError(detail, hint="pool the layers, ask for fewer, or send fewer or smaller inputs")
         if self.used_bytes + size > limit:
             self._metrics.count_refused("queue_bytes")
@@ -56,13 +57,13 @@ class AdmissionControl:
             waits = (self.estimate_wait(each, each.rows) for each in self._workers.values())
             raise QueueFullError(detail, hint="come again later", retry_after=max(math.ceil(max(waits, default=0)), 1))
 
-    def check_rows(self, worker: ModelWorker, rows: int, held: int, deadline: float) -> None:
+    def check_rows(self, worker: ModelWorker, rows: int, reserved_rows: int, deadline: float) -> None:
         """Whether a request that holds some rows may have so many in all.
 
         QueueFullError where the queue is full or so long that the deadline would pass, TooLargeError where it could
         never hold as many.
         """
-        limit, others = self._settings.max_queue_rows, worker.rows - held
+        limit, others = self._settings.max_queue_rows, worker.rows - reserved_rows
         if rows > limit:
             detail = f"{rows} inputs are more than the queue holds, {limit}"
             raise TooLargeError(detail, hint=f"send at most {limit} at once")

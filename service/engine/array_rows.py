@@ -32,8 +32,8 @@ def convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) ->
         rows[inputs.text.mask] = _make_mask(rows[inputs.text.ids], inputs.text)
     _check_pixels(rows, inputs, settings)
     counts = {len(value) for value in rows.values()}
-    given = zip(inputs.specs, rows.values(), strict=True)
-    if len({value.shape[1 + spec.long_axis] for spec, value in given if spec.longest}) > 1:
+    spec_values = zip(inputs.specs, rows.values(), strict=True)
+    if len({value.shape[1 + spec.long_axis] for spec, value in spec_values if spec.longest}) > 1:
         raise InputError("the model's inputs have different lengths", hint="send as many mask entries as tokens")
     if len(counts) != 1:
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
@@ -78,9 +78,9 @@ def name_arrays(item: ArraysItem, inputs: ModelInputs) -> dict[str, Array]:
             return {text.ids: next(iter(others.values())), **masks}
     if len(specs) == 1 and len(arrays) == 1 and not item.by_name:
         return {specs[0].name: next(iter(arrays.values()))}
-    wanted = {spec.name for spec in specs}
-    if set(arrays) != wanted:
-        raise _misnamed_error(arrays, sorted(wanted))
+    expected_names = {spec.name for spec in specs}
+    if set(arrays) != expected_names:
+        raise _misnamed_error(arrays, sorted(expected_names))
     return {str(name): array for name, array in arrays.items()}
 
 

@@ -36,11 +36,11 @@ class BatchQueue:
         rows = math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row))
         return min(max(rows, MIN_EFFICIENT_ROWS), self.max_rows)
 
-    def seconds(self, rows: int, depth: float = 1.0) -> float:
+    def estimate_seconds(self, rows: int, depth: float = 1.0) -> float:
         """Forwards of so many rows up to a share of their cost; padding costs what rows cost."""
         if self.padded_rows is None:
-            return self.costs.seconds(rows, depth)
-        return math.ceil(rows / self.padded_rows) * self.costs.seconds(self.padded_rows, depth)
+            return self.costs.estimate_seconds(rows, depth)
+        return math.ceil(rows / self.padded_rows) * self.costs.estimate_seconds(self.padded_rows, depth)
 
 
 @dataclass(eq=False)

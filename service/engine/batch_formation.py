@@ -32,10 +32,10 @@ def form_batch(
     if slots > free_slots:
         return None
     depth = max(row_slice.request.depth for row_slice in slices)
-    seconds = queue.seconds(rows, depth)
+    seconds = queue.estimate_seconds(rows, depth)
     if slots > 1 and is_single_row(queue, rows):
         seconds /= queue.costs.speedup
-    reason = batch_reason(slices, left_out=len(shareable) - len(companions))
+    reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
     return Batch(queue, slices, slots, depth, seconds, reason)
 
 
@@ -62,7 +62,8 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
     cuts: list[tuple[float, int]] = [(0.0, 0)]  # of the first so many depths: seconds, and where the last range starts
     for stop, deepest in enumerate(depths, 1):
         seconds = [
-            cuts[start][0] + queue.seconds(rows_before[stop] - rows_before[start], deepest) for start in range(stop)
+            cuts[start][0] + queue.estimate_seconds(rows_before[stop] - rows_before[start], deepest)
+            for start in range(stop)
         ]
         cuts.append(min(zip(seconds, range(stop), strict=True)))
     stop = len(depths)
@@ -89,7 +90,7 @@ def choose_rows(companions: Sequence[QueuedRequest], device: DeviceSlots, free_s
 def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:
     """Rows of each forward in parallel; all of them where the fixed part of more forwards is more than they gain."""
     share = math.ceil(rows / max(parallel, 1))
-    return rows if queue.seconds(rows) < MIN_SPLIT_SPEEDUP * queue.seconds(share) else share
+    return rows if queue.estimate_seconds(rows) < MIN_SPLIT_SPEEDUP * queue.estimate_seconds(share) else share
 
 
 def slice_rows(companions: Sequence[QueuedRequest], rows: int) -> Iterator[RowSlice]:
@@ -121,7 +122,7 @@ def is_single_row(queue: BatchQueue, rows: int) -> bool:
     return (queue.padded_rows or rows) == 1 and queue.costs.speedup > 1
 
 
-def batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:
+def find_batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:
     """Why a batch has just these rows; ``left_out``: requests that could have shared it, were their depth near."""
     if slices[0].request.runs_alone:
         return "isolated"

@@ -14,6 +14,7 @@ from layertap.service.settings import Settings
 
 MAX_QUEUES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}  # of what is free when a model is loaded: what its forwards may take
+QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 
 
 class BatchQueues:
@@ -23,9 +24,7 @@ class BatchQueues:
         self._model = model
         self._settings = settings
         self._max_bytes = _measure_max_bytes(model, settings)
-        self._queues = LRUCache[tuple[Shapes, bool, str, CompiledPlan | None, bool], tuple[Catalog, BatchQueue]](
-            MAX_QUEUES
-        )
+        self._queues = LRUCache[QueueKey, tuple[Catalog, BatchQueue]](MAX_QUEUES)
 
     def get(
         self,
@@ -40,13 +39,10 @@ class BatchQueues:
         Those whose forward keeps its graph, begins in the middle, or is compiled, wait apart; so do those that affect
         each other and run ``together``.
         """
-        key = shapes, has_graph, catalog.start, compiled, together
-        known = self._queues.get(key)
-        if known is not None and known[0] is catalog:
-            return known[1]
         costs = compiled.costs if compiled else catalog.graph_costs if has_graph else catalog.costs
-        queue = self.create(catalog, costs, together)
-        self._queues.put(key, (catalog, queue))
+        # An id of what the entry keeps is nobody else's.
+        key = id(catalog), shapes, has_graph, compiled, together
+        _, queue = self._queues.get_or_create(key, lambda: (catalog, self.create(catalog, costs, together)))
         return queue
 
     @property

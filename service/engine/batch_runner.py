@@ -31,7 +31,7 @@ log = logging.getLogger("layertap")
 
 @dataclass(frozen=True)
 class SliceResult:
-    """What became of a row_slice: its results in the host's memory, or why there are none.
+    """What became of some rows: its results in the host's memory, or why there are none.
 
     ``rows`` and ``requests`` shared the forward. ``forward`` and ``copy`` (to the host) began and ended then, on the
     clock of ``time.perf_counter``, in seconds.
@@ -49,7 +49,7 @@ class SliceResult:
 class BatchFailures:
     """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
 
-    ``too_many``: rows that memory does not hold, though it holds each of them.
+    ``too_many_rows``: rows that memory does not hold, though it holds each of them.
     """
 
     out_of_memory: int = 0
@@ -61,17 +61,17 @@ class BatchFailures:
 class BatchRunner:
     """Runs one batch; made and used in the thread of its replica.
 
-    ``lost`` says why nothing can be answered any more, where that is so.
+    ``failure`` says why nothing can be answered any more, where that is so.
     """
 
-    def __init__(self, model: LoadedModel, replica: Replica, batch: Batch, jobs: Jobs, threads: int) -> None:
+    def __init__(self, model: LoadedModel, replica: Replica, batch: Batch, jobs: Jobs, thread_count: int) -> None:
         self.failures = BatchFailures()
         self.failure = ""
         self._model = model
         self._replica = replica
         self._batch = batch
         self._jobs = jobs
-        self._threads = threads
+        self._threads = thread_count
         self._padded_rows = None if batch.slices[0].request.unsplittable else batch.queue.padded_rows
 
     def run(self) -> list[SliceResult]:
@@ -151,21 +151,21 @@ class BatchRunner:
         return out_of_memory_error(_count_rows(slices))
 
     def _run(self, slices: Sequence[RowSlice]) -> list[SliceResult]:
-        pieces, requests, at = [], [], 0
+        pieces, requests, start = [], [], 0
         for row_slice in slices:
-            job, count = self._jobs[row_slice.request], row_slice.stop - row_slice.start
+            job, count = self._jobs[row_slice.request], row_slice.rows
             pieces.append({name: value[row_slice.start : row_slice.stop] for name, value in job.inputs.items()})
             requests.append(
                 RequestSlice(
-                    at,
-                    at + count,
+                    start,
+                    start + count,
                     job.plan.captures,
                     job.plan.resolved_interventions,
                     job.plan.objective,
                     row_slice.start,
                 )
             )
-            at += count
+            start += count
         started = time.perf_counter()
         activations = self._forward(pieces, requests, self._jobs[slices[0].request])
         if self._model.device.type == "cuda":
@@ -177,7 +177,7 @@ class BatchRunner:
             SliceResult(
                 row_slice,
                 _ensure_owned(activations.select(request), row_slice),
-                at,
+                start,
                 len(slices),
                 (started, computed),
                 (computed, copied),
@@ -186,7 +186,7 @@ class BatchRunner:
         ]
 
     def _forward(self, pieces: list[dict[str, Tensor]], requests: list[RequestSlice], first: Job) -> BatchActivations:
-        resumption = first.resumption  # the same for all that wait in a lane, and so is what is compiled
+        resumption = first.resumption  # the same for all that wait in a queue, and so is what is compiled
         if not first.verify:  # who asks for it is alone
             return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, first.compiled)
         return self._model.run_verified(
@@ -195,18 +195,21 @@ class BatchRunner:
 
 
 def _count_rows(slices: Sequence[RowSlice]) -> int:
-    return sum(row_slice.stop - row_slice.start for row_slice in slices)
+    return sum(row_slice.rows for row_slice in slices)
 
 
 def _ensure_owned(results: Results, row_slice: RowSlice) -> Results:
     """What waits for a request's other parts must not keep its neighbours' results in memory."""
-    if row_slice.stop - row_slice.start == row_slice.request.rows:
+    if row_slice.rows == row_slice.request.rows:
         return results
-    return {capture: replace(reduced, values=reduced.values.clone()) for capture, reduced in results.items()}
+    return {
+        capture: ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
+        for capture, reduced in results.items()
+    }
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:
-    """Why nothing can be answered until the process is started anew, after an error that ``raised`` made; or nothing.
+    """Why nothing can be answered until the process is started anew, after an error of a forward; or nothing.
 
     A failed assertion in a kernel lasts, and what a model has done to itself; an odd input that no kernel can be
     started for does not.
@@ -237,7 +240,7 @@ def _halve_by_rows(slices: Sequence[RowSlice], rows: int) -> tuple[list[RowSlice
     second: list[RowSlice] = []
     room = rows // 2
     for row_slice in slices:
-        cut = row_slice.start + min(room, row_slice.stop - row_slice.start)
+        cut = row_slice.start + min(room, row_slice.rows)
         if cut > row_slice.start:
             first.append(RowSlice(row_slice.request, row_slice.start, cut))
         if cut < row_slice.stop:

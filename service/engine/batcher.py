@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
 from layertap.service.engine.batch_formation import form_batch
 from layertap.service.engine.fair_share import FairShare
-from layertap.service.engine.waiting import WaitingEntries, WaitingRequests, urgency
+from layertap.service.engine.waiting import WaitingEntries, WaitingRequests, get_urgency
 
 Clock = Callable[[], float]
 MAX_WAIT_IN_FORWARDS = 2.0  # from then on a request is ready: seconds it waited, divided by an efficient forward's
@@ -97,7 +97,7 @@ class Batcher:
     def start_next(self, idle_replicas: Mapping[str, int]) -> Batch | DecodeTask | None:
         """What starts now, None where nothing may; ``idle_replicas``: by model, those that could run a batch."""
         now = self._clock()
-        requests, task = self._first_requests(idle_replicas, now), self._first_decode(now)
+        requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(request, task, now) for request in requests):
             requests = [request for request in requests if request.queue.device != CPU]
         reserved: set[str] = set()  # devices whose slots are kept free for a row that needs all of them
@@ -108,7 +108,9 @@ class Batcher:
             batch = self._form_batch(queue, idle_replicas[queue.model], now)
             if batch is not None:
                 return self._start_batch(batch)
-            if now - request.enqueued_at > queue.costs.seconds(1):  # overdue: others have passed it for long enough
+            if now - request.enqueued_at > queue.costs.estimate_seconds(
+                1
+            ):  # overdue: others have passed it for long enough
                 reserved.add(queue.device)
         if task is not None and CPU not in reserved:
             return self._start_decode(task)
@@ -126,7 +128,7 @@ class Batcher:
 
     # In which order
 
-    def _first_requests(self, idle_replicas: Mapping[str, int], now: float) -> list[QueuedRequest]:
+    def _list_first_requests(self, idle_replicas: Mapping[str, int], now: float) -> list[QueuedRequest]:
         """The first request of each queue that could start something.
 
         Interactive ones are before bulk, then those of the model that has used least time, then the oldest.
@@ -134,18 +136,18 @@ class Batcher:
         requests = []
         for queue, waiting in list(self._waiting.items()):
             if self._free_slots[queue.device] > 0 and idle_replicas.get(queue.model, 0) > 0:
-                request = waiting.first(now)
+                request = waiting.find_first(now)
                 self._forget_if_empty(queue)
                 if request is not None:
                     requests.append(request)
 
         def order(request: QueuedRequest) -> tuple[bool, float, float]:
-            deferred, due_at = urgency(request, now)
+            deferred, due_at = get_urgency(request, now)
             return deferred, self._fair_share.used_seconds[request.queue.model], due_at
 
         return sorted(requests, key=order)
 
-    def _first_decode(self, now: float) -> DecodeTask | None:
+    def _find_first_decode(self, now: float) -> DecodeTask | None:
         """The picture that is decoded next, if the CPU has a slot for it; where batches have all, one more is lent.
 
         A bad picture is then refused at once, and a good one ready for the next batch, however long forwards take.
@@ -153,13 +155,13 @@ class Batcher:
         lent_slots = 0 if self._running_decodes else 1
         if CPU not in self._devices or self._free_slots[CPU] + lent_slots <= 0:
             return None
-        return self._waiting_decodes.first(now)
+        return self._waiting_decodes.find_first(now)
 
     def _precedes(self, request: QueuedRequest, task: DecodeTask, now: float) -> bool:
         """Whether a request on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
         if request.queue.device != CPU:
             return False
-        urgency_of_request, urgency_of_task = urgency(request, now), urgency(task, now)
+        urgency_of_request, urgency_of_task = get_urgency(request, now), get_urgency(task, now)
         if urgency_of_request.deferred != urgency_of_task.deferred:
             return urgency_of_task.deferred
         return self._is_ready(request, now) and request.due_at <= task.due_at + self._bulk_delay
@@ -178,10 +180,10 @@ class Batcher:
         rows = queue.padded_rows or queue.efficient_rows
         if self._waiting[queue].rows >= rows:
             return True
-        return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.seconds(rows, request.depth)
+        return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.estimate_seconds(rows, request.depth)
 
     def _form_batch(self, queue: BatchQueue, idle_replicas: int, now: float) -> Batch | None:
-        candidates = self._waiting[queue].candidates(now)
+        candidates = self._waiting[queue].list_candidates(now)
         return form_batch(candidates, self._devices[queue.device], self._free_slots[queue.device], idle_replicas)
 
     # Starting it

@@ -19,22 +19,22 @@ async def wait_until(deadline: float, awaited: Awaitable[T]) -> T:
         async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
             return await awaited
     except TimeoutError:
-        raise _passed() from None
+        raise _deadline_error() from None
 
 
 def set_deadline(answer: asyncio.Future[Any], deadline: float) -> asyncio.TimerHandle:
     """Have a future raise DeadlineError at a moment on the monotonic clock, unless it is done or the timer cancelled.
 
-    For a future that nobody else sees this is what ``within`` does, in a third of the time.
+    For a future that nobody else sees this is what ``wait_until`` does, in a third of the time.
     """
     left = min(max(deadline - time.monotonic(), 0.0), LONGEST_S)
-    return answer.get_loop().call_later(left, _end, answer)
+    return answer.get_loop().call_later(left, _expire, answer)
 
 
-def _end(answer: asyncio.Future[Any]) -> None:
+def _expire(answer: asyncio.Future[Any]) -> None:
     if not answer.done():
-        answer.set_exception(_passed())
+        answer.set_exception(_deadline_error())
 
 
-def _passed() -> DeadlineError:
+def _deadline_error() -> DeadlineError:
     return DeadlineError("the deadline passed before the answer was there", retry_after=1.0)

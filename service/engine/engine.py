@@ -83,7 +83,7 @@ class Engine:
             running_rows=max(rows - waiting, 0),
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
-            ceilings={name: rows for name, rows in ceilings.items() if rows},
+            max_batch_rows={name: rows for name, rows in ceilings.items() if rows},
         )
 
     async def close(self) -> None:

@@ -94,8 +94,8 @@ async def _find_default_layer(engine: Engine, worker: ModelWorker, objective: Ob
     except RequestError as error:
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
     trial = make_trial_objective(resolved)
-    known = model.catalogs.get_grad_cam_layer(trial)
-    return known or await worker.find_grad_cam_layer(trial, deadline)
+    cached = model.catalogs.get_grad_cam_layer(trial)
+    return cached or await worker.find_grad_cam_layer(trial, deadline)
 
 
 def _make_features(
@@ -142,13 +142,13 @@ def _find_layer(explanation: Explanation, model: LoadedModel) -> list[PointInfo]
     if explanation.selector is None:
         raise ValueError("the layer is to be found out")
     matches, _ = find_matches(explanation.selector, model.catalog)
-    of_maps = [match for match in matches if maps.is_map(match.leaf) and match.point.site == "output"]
+    of_maps = [match for match in matches if maps.is_map(match.tensor) and match.point.site == "output"]
     if len(of_maps) != 1:
         raise SelectorError(
             f"{escape(explanation.selector.text)} names {len(of_maps)} outputs that are maps",
             hint="name one layer of maps",
         )
-    return [(of_maps[0].point, of_maps[0].leaf)]
+    return [(of_maps[0].point, of_maps[0].tensor)]
 
 
 def _find_input(explanation: Explanation, model: LoadedModel) -> list[PointInfo]:

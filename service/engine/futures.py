@@ -20,7 +20,7 @@ def wrap_error(error: BaseException, kind: type[RuntimeError] = RuntimeError) ->
     return wrapped
 
 
-def capture(run: Callable[[], T]) -> T | Failed:
+def call_and_catch(run: Callable[[], T]) -> T | Failed:
     """What a function gives, or what it raises: that belongs to whoever waits."""
     try:
         return run()

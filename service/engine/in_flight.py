@@ -1,4 +1,4 @@
-"""A request from its admission to its answer, as the scheduler sees it."""
+"""A request from its first picture that waits to be decoded to its answer, as the scheduler sees it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InFlight:
         if isinstance(result.results, Exception):
             return result.results
         self.parts[result.row_slice.start] = result.results
-        self.missing -= result.row_slice.stop - result.row_slice.start
+        self.missing -= result.row_slice.rows
         return None if self.missing else [self.parts[start] for start in sorted(self.parts)]
 
     def record(self) -> None:

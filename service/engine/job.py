@@ -52,7 +52,7 @@ def make_job(
         verify=request.verify,
         resumption=planned.resumption,
         compiled=compiled,
-        together=together,
+        single_forward=together,
         preprocessed=planned.preprocessed,
     )
 

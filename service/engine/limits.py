@@ -48,22 +48,22 @@ def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
         )
 
 
-def check_graph(plan: Plan, lane: BatchQueue) -> None:
+def check_graph(plan: Plan, queue: BatchQueue) -> None:
     """TooLargeError where not even one row's graph would fit."""
-    if plan.has_graph and lane.costs.row_bytes > lane.max_bytes:
+    if plan.has_graph and queue.costs.row_bytes > queue.max_bytes:
         raise TooLargeError(
-            f"a forward of one row that keeps its graph takes about {lane.costs.row_bytes} bytes, "
-            f"the limit is {lane.max_bytes}",
+            f"a forward of one row that keeps its graph takes about {queue.costs.row_bytes} bytes, "
+            f"the limit is {queue.max_bytes}",
             hint="ask for outputs, without gradients, or send a smaller input",
         )
 
 
-def check_batch(rows: int, lane: BatchQueue) -> None:
+def check_batch(rows: int, queue: BatchQueue) -> None:
     """TooLargeError where rows that are to be one batch are more than a forward may have."""
-    if rows > lane.max_rows:
+    if rows > queue.max_rows:
         raise TooLargeError(
             f"rows of this model affect each other, and 'isolated' makes one batch of them: these are {rows}, "
-            f"the limit is {lane.max_rows}",
+            f"the limit is {queue.max_rows}",
             hint="send fewer inputs at once, or leave 'isolated' out: each then runs alone",
         )
 

@@ -12,8 +12,9 @@ from layertap.models.errors import Failure, LayertapError, LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.model_worker import ModelWorker, unloading_error
-from layertap.service.engine.scheduler import Scheduler, failure_error
+from layertap.service.engine.model_worker import ModelWorker
+from layertap.service.engine.scheduler import Scheduler
+from layertap.service.engine.unavailable import failure_error, unloading_error
 from layertap.service.errors import DeadlineError, UnavailableError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
@@ -95,7 +96,7 @@ class ModelManager:
 
         UnknownModelError; UnavailableError while draining, where loading failed, or where it lasts beyond the deadline.
         """
-        entry = self.registry.entry(self.default if name is None else name)
+        entry = self.registry.get_entry(self.default if name is None else name)
         if self.draining:
             raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
         if self.scheduler.failure:
@@ -117,13 +118,13 @@ class ModelManager:
 
     async def load(self, name: str, deadline: float) -> None:
         """Load a model, also one whose loading failed before."""
-        if self.registry.entry(name).state == "failed":
+        if self.registry.get_entry(name).state == "failed":
             await self.unload(name)
         await self.get_worker(name, deadline)
 
     async def unload(self, name: str) -> None:
         """Finish the model's queue, then forget it."""
-        self.registry.entry(name)
+        self.registry.get_entry(name)
         await self._stop(name, None)
 
     def _fail_all(self, reason: str) -> None:
@@ -184,7 +185,7 @@ class ModelManager:
             self.registry.unload(oldest.name)
 
     def _may_be_unloaded(self, worker: ModelWorker) -> bool:
-        lazy = self.registry.entry(worker.name).spec.load == "lazy"
+        lazy = self.registry.get_entry(worker.name).spec.load == "lazy"
         return lazy and worker.is_active and not worker.stopping and not worker.rows and self.scheduler.is_idle(worker)
 
     async def _stop(self, name: str, limit_s: float | None) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -27,7 +27,8 @@ from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.plan_cache import PlanCache
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.engine.threads import publish_name, start_single_threaded
-from layertap.service.errors import UnavailableError
+from layertap.service.engine.unavailable import unloading_error
+from layertap.service.engine.worker_thread import WorkerThread
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class ModelWorker:
         self._empty: asyncio.Event | None = None
         self._forward_seconds_per_row = 0.0
         self._decode_seconds_per_row = 0.0
-        self._threads = [ThreadPoolExecutor(1, f"load-{name}", initializer=publish_name)]
+        self._threads = [WorkerThread(f"load-{name}", publish_name)]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
         self.submit(0, partial(self._load, load))
 
@@ -139,14 +140,14 @@ class ModelWorker:
 
     def submit(self, thread: int, task: Callable[[], None]) -> None:
         """Run a task in one of its threads, after all that was submitted before."""
-        self._threads[thread].submit(self._guard, task)
+        self._threads[thread].submit(partial(self._guard, task))
 
     def add_forward_time(self, batch: Batch, seconds: float, parallel: int) -> None:
         """Note how long a batch took, beside as many others as the device computes at the same time."""
-        beside = min(parallel, len(self._threads))
+        parallel_batches = min(parallel, len(self._threads))
         # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
         weight = batch.queue.costs.per_row / self.model.catalog.costs.per_row
-        spent = seconds / beside / batch.rows / weight
+        spent = seconds / parallel_batches / batch.rows / weight
         self._forward_seconds_per_row += SMOOTHING * (spent - self._forward_seconds_per_row)
 
     def add_decode_time(self, seconds: float, rows: int) -> None:
@@ -170,13 +171,12 @@ class ModelWorker:
                 await self._empty.wait()
                 if not self.failed:
                     await asyncio.shield(asyncio.wrap_future(self._scheduler.remove_model(self)))
-                for thread in self._threads:
-                    await asyncio.to_thread(thread.shutdown)
+                await asyncio.wait([asyncio.wrap_future(thread.ended) for thread in self._threads])
 
     def end_threads(self) -> None:
         """Have all threads end after what was submitted."""
         for thread in self._threads:
-            thread.shutdown(wait=False)
+            thread.shutdown()
 
     def _guard(self, task: Callable[[], None]) -> None:
         """Run a task that tells itself what goes wrong: where it raises all the same, nothing here can be relied on."""
@@ -188,7 +188,7 @@ class ModelWorker:
 
     def _load(self, load: Callable[[], LoadedModel]) -> None:
         started = time.monotonic()
-        doing = "loading"
+        stage = "loading"
         try:
             model = load()
             if model.device.type == "cuda":
@@ -196,7 +196,7 @@ class ModelWorker:
             self.queues = BatchQueues(model, self._settings)
             padded_rows = self.queues.create(model.catalog, model.catalog.costs).padded_rows
             if padded_rows is not None:
-                doing = f"a forward of {padded_rows} rows"
+                stage = f"a forward of {padded_rows} rows"
                 self.requires_isolation = not model.is_batch_invariant(padded_rows)
             if model.device.type == "cuda":
                 transfer.synchronize_device(model.device)
@@ -206,9 +206,9 @@ class ModelWorker:
             return
         except BaseException as error:  # a third party's forward may raise anything, SystemExit too
             self.end_threads()
-            reason = f"{doing} ended in {type(error).__name__}"
+            reason = f"{stage} ended in {type(error).__name__}"
             log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self.name}})
-            self._on_failure(f"{reason}; {IN_THE_LOG}", "other" if doing == "loading" else "forward")
+            self._on_failure(f"{reason}; {IN_THE_LOG}", "other" if stage == "loading" else "forward")
             self.loaded.set_exception(LoadError(reason, hint=IN_THE_LOG))
             return
         if self.requires_isolation:
@@ -224,8 +224,7 @@ class ModelWorker:
         # these than cores, which makes every other model's rows on all cores slower.
         self.end_threads()
         self._threads = [
-            ThreadPoolExecutor(1, f"model-{number}-{self.name}", initializer=start_single_threaded)
-            for number in range(len(model.replicas))
+            WorkerThread(f"model-{number}-{self.name}", start_single_threaded) for number in range(len(model.replicas))
         ]
         if model.device.type == "cuda":
             for thread in range(len(self._threads)):
@@ -233,8 +232,3 @@ class ModelWorker:
         self.idle_replicas = list(range(len(self._threads)))
         # On a GPU forwards only overlap.
         self._forward_seconds_per_row = model.catalog.seconds / (len(model.replicas) if model.device.type == CPU else 1)
-
-
-def unloading_error(name: str) -> UnavailableError:
-    """The answer where a model is about to go."""
-    return UnavailableError(f"model {name} is being unloaded", retry_after=1.0)

@@ -27,11 +27,11 @@ def scale_plan(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
 
 
 def _shrink(result: Result) -> Result:
-    return _with_shape(result, (1,) * len(result.capture.leaf.shape)) if _keeps_size(result) else result
+    return _with_shape(result, (1,) * len(result.capture.tensor.shape)) if _keeps_size(result) else result
 
 
 def _grow(result: Result, ratio: float) -> Result:
-    tensor, reduction = result.capture.leaf, result.capture.reduction
+    tensor, reduction = result.capture.tensor, result.capture.reduction
     axes = [axis for axis, letter in enumerate(tensor.layout or "") if letter in "HT" and tensor.shape[axis] > SMALL]
     if not _keeps_size(result) or reduction.tokens is not None or not axes:
         return result
@@ -47,4 +47,4 @@ def _keeps_size(result: Result) -> bool:
 
 
 def _with_shape(result: Result, shape: tuple[int, ...]) -> Result:
-    return replace(result, capture=replace(result.capture, leaf=replace(result.capture.leaf, shape=shape)))
+    return replace(result, capture=replace(result.capture, tensor=replace(result.capture.tensor, shape=shape)))

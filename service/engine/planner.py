@@ -94,11 +94,11 @@ class Planner:
         preprocessed = find_preprocessed_by(items, inputs, shapes)
         identity = _identify(model, inputs, preprocessed, shapes)
         lengths = _assume_lengths(inputs) if request.items else None
-        made = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
+        fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
         if request.verify:
-            verification.check_possible(made.plan, catalog)
+            verification.check_possible(fingerprinted.plan, catalog)
         check_count(rows, self._settings)
-        likely = await self._predict(request, worker, made.plan, identity, shapes, deadline)
+        likely = await self._predict(request, worker, fingerprinted.plan, identity, shapes, deadline)
         check_reply_size(likely, rows, request.reply)
         row_bytes = (
             prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(inputs.specs, shapes, strict=True)
@@ -109,8 +109,8 @@ class Planner:
             inputs=inputs,
             resumption=resumption,
             catalog=catalog,
-            plan=made.plan,
-            fingerprints=made.fingerprints,
+            plan=fingerprinted.plan,
+            fingerprints=fingerprinted.fingerprints,
             identity=identity,
             preprocessed=preprocessed,
             shapes=shapes,
@@ -135,16 +135,16 @@ class Planner:
             catalog = await self._survey(worker, model_shapes, deadline)
             resumption = await self._resume(request, worker, model_shapes, catalog, deadline)
             catalog = catalog if resumption is None else resumption.catalog
-        made = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
+        fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
         if shapes != inputs.shapes or lengths is not None or identity != planned.identity:
-            made = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
-        check_reply_size(made.plan, count, request.reply)
+            fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
+        check_reply_size(fingerprinted.plan, count, request.reply)
         return replace(
             planned,
             resumption=resumption,
             catalog=catalog,
-            plan=made.plan,
-            fingerprints=made.fingerprints,
+            plan=fingerprinted.plan,
+            fingerprints=fingerprinted.fingerprints,
             identity=identity,
             preprocessed=preprocessed,
             shapes=shapes,
@@ -160,12 +160,12 @@ class Planner:
         lengths: TextLengths | None,
         deadline: float,
     ) -> FingerprintedPlan:
-        known = worker.plans.get(request, catalog, identity, lengths)
-        if known is None:
+        cached = worker.plans.get(request, catalog, identity, lengths)
+        if cached is None:
             make = partial(_make_fingerprinted_plan, request, identity, catalog, self._settings.max_results, lengths)
-            known = await self._run_in_thread(make, deadline)
-            worker.plans.put(request, identity, lengths, known)
-        return known
+            cached = await self._run_in_thread(make, deadline)
+            worker.plans.put(request, identity, lengths, cached)
+        return cached
 
     async def _predict(
         self,
@@ -182,10 +182,10 @@ class Planner:
             return plan
         if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
             return scale_plan(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
-        known = model.catalogs.get_catalog(shapes)
-        if known is None:
+        cached = model.catalogs.get_catalog(shapes)
+        if cached is None:
             return scale_plan(plan, shapes, model.shapes)
-        return (await self._make_plan(request, worker, known, identity, None, deadline)).plan
+        return (await self._make_plan(request, worker, cached, identity, None, deadline)).plan
 
     async def _measure_lengths(self, rows: Rows, inputs: ModelInputs, deadline: float) -> TextLengths | None:
         """How many tokens the texts of rows have; None of a model that takes none."""
@@ -197,9 +197,9 @@ class Planner:
 
     async def _survey(self, worker: ModelWorker, shapes: Shapes, deadline: float) -> Catalog:
         """What the model does with rows of a shape."""
-        known = worker.model.catalogs.get_catalog(shapes)
-        if known is not None:
-            return known
+        cached = worker.model.catalogs.get_catalog(shapes)
+        if cached is not None:
+            return cached
         check_survey(worker.model, shapes, self._settings)
         try:
             return await worker.survey(shapes, deadline)
@@ -217,8 +217,8 @@ class Planner:
         try:
             find = partial(find_start, request.resume, catalog)  # a glob may take long
             point, tensor = await self._run_in_thread(find, deadline)
-            known = worker.model.catalogs.get_resumption(point, shapes)
-            return known or await worker.verify_resumption(point, tensor, shapes, deadline)
+            cached = worker.model.catalogs.get_resumption(point, shapes)
+            return cached or await worker.verify_resumption(point, tensor, shapes, deadline)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
 

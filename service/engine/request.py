@@ -109,7 +109,7 @@ class Job:
     verify: bool = False
     resumption: Resumption | None = None
     compiled: CompiledPlan | None = None
-    together: bool = False
+    single_forward: bool = False
     preprocessed: Preprocessed = ""
 
     @property
@@ -122,7 +122,7 @@ class Job:
         """How many rows a forward has where rows affect each other; None where they don't."""
         if self.catalog.rowwise:
             return None
-        return self.rows if self.together else 1
+        return self.rows if self.single_forward else 1
 
     @property
     def fingerprint(self) -> str:

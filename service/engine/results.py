@@ -24,35 +24,35 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
         arrays[result.key] = whole.values.numpy()
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
-    classes = _classes(job, parts)
+    classes = _find_classes(job, parts)
     return Features(
         model=job.model,
         fingerprint=job.fingerprint,
         rows=job.rows,
         arrays=arrays,
         scales=scales,
-        receipts={result.key: _receipt(job, result, classes) for result in job.plan.results},
+        receipts={result.key: _make_receipt(job, result, classes) for result in job.plan.results},
         errors=job.faults,
         verified=job.verify,
         interventions=job.plan.changed_selectors,
     )
 
 
-def _classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
+def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     """The class of each row's highest score, where that is what is differentiated."""
     scores = job.plan.scores
     if scores is None:
         return None
     values = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
     mask = job.inputs.get(job.mask) if job.mask else None
-    if mask is not None and scores.leaf.token_axes:  # a class for each token: what pads a text is none
+    if mask is not None and scores.tensor.token_axes:  # a class for each token: what pads a text is none
         classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
         return tuple((mask.bool().cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
     return tuple(values.argmax(1).tolist())
 
 
-def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
-    point, leaf, how = result.capture.point, result.capture.leaf, result.capture.reduction
+def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
+    point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
     return Receipt(
         layer=point.layer,
         call=point.call,
@@ -62,11 +62,11 @@ def _receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Recei
         layout=leaf.layout,
         captured=result.capture.unpadded.shape_for(job.rows),
         dtype=leaf.dtype,
-        pool=how.pool,
-        normalize=how.normalize,
+        pool=reduction.pool,
+        normalize=reduction.normalize,
         fingerprint=job.fingerprints[result.key],
-        row_axis=0 if how.is_by_row else leaf.row_axis,
-        stats=list_columns(how.stats) if how.stats is not None else None,
+        row_axis=0 if reduction.is_by_row else leaf.row_axis,
+        stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.source,
         resumed=job.catalog.start,
         forward="compiled" if job.compiled else "",

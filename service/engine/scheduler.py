@@ -14,12 +14,12 @@ from layertap.service.engine.batch import CPU, Batch, DeviceSlots, QueuedRequest
 from layertap.service.engine.batch_runner import BatchRunner, Results, find_lasting_failure
 from layertap.service.engine.batcher import Batcher, Clock
 from layertap.service.engine.deadline import set_deadline
-from layertap.service.engine.futures import capture, deliver, settle
+from layertap.service.engine.futures import call_and_catch, deliver, settle
 from layertap.service.engine.in_flight import InFlight, PendingDecode
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt, count_rows
 from layertap.service.engine.threads import start_single_threaded
-from layertap.service.errors import UnavailableError
+from layertap.service.engine.unavailable import failure_error
 from layertap.service.metrics import Metrics
 from layertap.service.types import Priority
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from layertap.service.engine.model_worker import ModelWorker
 
 T = TypeVar("T")
-FAILURE_RETRY_S = 60.0
+log = logging.getLogger("layertap")
 EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
 
 
@@ -200,15 +200,19 @@ class Scheduler:
 
     def _decode_on(self, task: PendingDecode | None) -> None:
         """Decode, and go on as long as there is something; in a thread of the pool."""
-        while task is not None:
-            self._run_decode(task)
-            with self._lock:
-                task = self._dispatch(decoder=True)
+        try:
+            while task is not None:
+                self._run_decode(task)
+                with self._lock:
+                    task = self._dispatch(decoder=True)
+        except BaseException:  # a bug of ours, which would cost a slot for good
+            log.critical("decoding failed", exc_info=True)
+            self.fail_permanently("a thread that decodes failed")
 
     def _run_decode(self, task: PendingDecode) -> None:
         """Decode, and queue what is ready to run; in a thread of the pool."""
         started, flight = time.perf_counter(), task.flight
-        result = RuntimeError("nobody waits") if flight.answer.done() else capture(task.decode)
+        result = RuntimeError("nobody waits") if flight.answer.done() else call_and_catch(task.decode)
         ended = time.perf_counter()
         with self._lock:
             self._batcher.finish(task, ended - started)
@@ -281,7 +285,7 @@ class Scheduler:
     def _call(self, worker: ModelWorker, function: Callable[[LoadedModel], T], future: Future[T]) -> None:
         """Run a function in the thread of the first replica."""
         if future.set_running_or_notify_cancel():
-            result = capture(partial(worker.run, function))
+            result = call_and_catch(partial(worker.run, function))
             reason = ""
             if isinstance(result, Exception):
                 reason = find_lasting_failure(result, worker.model, worker.model.replicas[0])
@@ -291,8 +295,3 @@ class Scheduler:
         with self._lock:
             worker.idle_replicas.append(0)
             self._dispatch()
-
-
-def failure_error(reason: str) -> UnavailableError:
-    """The answer where this process can't go on."""
-    return UnavailableError(reason, hint="the server has to be restarted", retry_after=FAILURE_RETRY_S)

@@ -21,7 +21,7 @@ def tokenize_item(item: TextItem | TokensItem, inputs: ModelInputs) -> dict[str,
     text = inputs.text
     if text is None or not text.is_read:
         raise InputError(f"model {inputs.model} takes no text", hint=f"send {describe_inputs(inputs)}")
-    tokens = _encoded(item.text, text, inputs.model) if isinstance(item, TextItem) else item.tokens
+    tokens = _encode_text(item.text, text, inputs.model) if isinstance(item, TextItem) else item.tokens
     if len(tokens) > text.max_tokens:
         raise InputError(
             f"the text has {len(tokens)} tokens, the limit is {text.max_tokens}", hint="send it in several inputs"
@@ -53,7 +53,7 @@ def describe_inputs(inputs: ModelInputs) -> str:
     return pictures + "; ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in inputs.specs)
 
 
-def _encoded(content: str, text: TextSpec, name: str) -> list[int]:
+def _encode_text(content: str, text: TextSpec, name: str) -> list[int]:
     if text.encode is None:
         raise InputError(f"model {name} has no tokenizer", hint=format_hint(text))
     most = CHARACTERS * text.max_tokens

@@ -23,7 +23,7 @@ class Urgency(NamedTuple):
     due_at: float
 
 
-def urgency(entry: QueuedRequest | DecodeTask, now: float) -> Urgency:
+def get_urgency(entry: QueuedRequest | DecodeTask, now: float) -> Urgency:
     """How urgent something is at a moment; the least is the most urgent."""
     return Urgency(entry.priority == "bulk" and now < entry.due_at, entry.due_at)
 
@@ -48,10 +48,10 @@ class WaitingEntries(Generic[EntryT]):
         """Forget an entry; nothing happens where it does not wait."""
         self._entries[entry.priority].pop(entry, None)
 
-    def first(self, now: float) -> EntryT | None:
+    def find_first(self, now: float) -> EntryT | None:
         """The most urgent entry."""
         oldest = [next(iter(entries)) for entries in self._entries.values() if entries]
-        return min(oldest, key=lambda entry: urgency(entry, now), default=None)
+        return min(oldest, key=lambda entry: get_urgency(entry, now), default=None)
 
 
 class WaitingRequests(WaitingEntries[QueuedRequest]):
@@ -83,21 +83,21 @@ class WaitingRequests(WaitingEntries[QueuedRequest]):
         if row_slice.request.waiting_rows == 0:
             self.remove(row_slice.request)
 
-    def first(self, now: float) -> QueuedRequest | None:
+    def find_first(self, now: float) -> QueuedRequest | None:
         """The most urgent request that is not past its deadline."""
         for requests in self._entries.values():
             while (oldest := next(iter(requests), None)) is not None and oldest.deadline <= now:
                 self.remove(oldest)
-        return super().first(now)
+        return super().find_first(now)
 
-    def candidates(self, now: float) -> list[QueuedRequest]:
+    def list_candidates(self, now: float) -> list[QueuedRequest]:
         """What the next batch is chosen from, by arrival: deferred bulk only where nothing interactive waits."""
-        interactive, bulk = self._oldest("interactive", now), self._oldest("bulk", now)
+        interactive, bulk = self._list_oldest("interactive", now), self._list_oldest("bulk", now)
         if interactive:
-            bulk = [request for request in bulk if not urgency(request, now).deferred]
+            bulk = [request for request in bulk if not get_urgency(request, now).deferred]
         return sorted([*interactive, *bulk], key=lambda request: request.due_at)
 
-    def _oldest(self, priority: Priority, now: float) -> list[QueuedRequest]:
+    def _list_oldest(self, priority: Priority, now: float) -> list[QueuedRequest]:
         requests = list(islice(self._entries[priority], MAX_NUM_CANDIDATES))
         for request in [request for request in requests if request.deadline <= now]:
             self.remove(request)

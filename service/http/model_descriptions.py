@@ -84,7 +84,7 @@ def _describe_layer(layer: Layer) -> Json:
         "attention": [
             {"call": number, **_describe_tensor(tensor), "how": tensor.source}
             for number, call in enumerate(layer.calls)
-            for tensor in call.at("attention").tensors
+            for tensor in call.get_boundary("attention").tensors
         ],
         "parameters": layer.parameters,
         "layout": last.tensors[0].layout if last and last.tensors else None,

@@ -28,7 +28,7 @@ PROBLEM: dict[str, Any] = {
 }
 
 
-def _parameter(name: str, schema: dict[str, Any], where: str = "query") -> dict[str, Any]:
+def _make_parameter(name: str, schema: dict[str, Any], where: str = "query") -> dict[str, Any]:
     return {"name": name, "in": where, "required": False, "schema": schema}
 
 
@@ -42,19 +42,19 @@ def describe_problem(description: str) -> dict[str, Any]:
 
 OTHER_PROBLEMS: dict[int | str, dict[str, Any]] = {"default": describe_problem("Any other error")}
 COMMON = [
-    _parameter("format", {"type": "string", "enum": list(FORMATS)}),
-    _parameter("model", {"type": "string"}),
-    _parameter("encoding", {"type": "string"}),
-    _parameter("on_error", {"type": "string"}),
-    _parameter("isolated", {"type": "boolean"}),
-    _parameter("priority", {"enum": ["interactive", "bulk"]}),
-    _parameter("objective", {"type": "string", "description": "what gradients are of: its kind"}),
-    _parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
-    _parameter("X-Request-Timeout", {"type": "number"}, "header"),
+    _make_parameter("format", {"type": "string", "enum": list(FORMATS)}),
+    _make_parameter("model", {"type": "string"}),
+    _make_parameter("encoding", {"type": "string"}),
+    _make_parameter("on_error", {"type": "string"}),
+    _make_parameter("isolated", {"type": "boolean"}),
+    _make_parameter("priority", {"enum": ["interactive", "bulk"]}),
+    _make_parameter("objective", {"type": "string", "description": "what gradients are of: its kind"}),
+    _make_parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
+    _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
 ]
 
 
-def _operation(
+def _make_operation(
     name: str, summary: str, description: str, body: type[BaseModel], *parameters: dict[str, Any]
 ) -> dict[str, Any]:
     """An operation that takes inputs in three ways and replies in every format."""
@@ -116,37 +116,37 @@ def _operation(
 
 PLAIN_PATHS = {
     "/extract": {
-        "post": _operation(
+        "post": _make_operation(
             "extract",
             "What layers of a model compute for your inputs",
             "Name layers, send inputs, get what these layers take or return, raw or pooled.",
             ExtractBody,
-            _parameter("dry_run", {"type": "boolean"}),
-            _parameter(
+            _make_parameter("dry_run", {"type": "boolean"}),
+            _make_parameter(
                 "layers", {"type": "string", "description": "separated by commas; the model's embedding without them"}
             ),
-            _parameter("pool", {"type": "string"}),
-            _parameter("normalize", {"type": "boolean"}),
-            _parameter("dtype", {"type": "string"}),
-            _parameter("verify", {"type": "boolean"}),
-            _parameter("resume", {"type": "string", "description": "the layer whose outputs the inputs are"}),
+            _make_parameter("pool", {"type": "string"}),
+            _make_parameter("normalize", {"type": "boolean"}),
+            _make_parameter("dtype", {"type": "string"}),
+            _make_parameter("verify", {"type": "boolean"}),
+            _make_parameter("resume", {"type": "string", "description": "the layer whose outputs the inputs are"}),
         )
     },
     "/explain": {
-        "post": _operation(
+        "post": _make_operation(
             "explain",
             "Maps of what speaks for a model's answer",
             "Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture.",
             ExplainBody,
-            _parameter("method", {"enum": list(get_args(Method))}),
-            _parameter(
+            _make_parameter("method", {"enum": list(get_args(Method))}),
+            _make_parameter(
                 "layer",
                 {
                     "type": "string",
                     "description": "for grad_cam: without it the last one of maps that bears on the objective",
                 },
             ),
-            _parameter("discard_ratio", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
+            _make_parameter("discard_ratio", {"type": "number", "minimum": 0, "exclusiveMaximum": 1}),
         )
     },
 }
@@ -161,14 +161,14 @@ def install(app: FastAPI) -> None:
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers
             )
             schema["paths"] = PLAIN_PATHS | schema["paths"]
-            schema["components"] = {"schemas": _schemas()}
+            schema["components"] = {"schemas": _make_schemas()}
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _schemas() -> dict[str, Any]:
+def _make_schemas() -> dict[str, Any]:
     schemas: dict[str, Any] = {"Problem": PROBLEM}
     for model in (ExtractBody, ExplainBody):
         schema = model.model_json_schema(ref_template=TEMPLATE)

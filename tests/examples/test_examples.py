@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from layertap.models.digits.train import splits
+from layertap.models.digits.train import load_splits
 from tests.server import Live, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -167,7 +167,7 @@ def test_index_holds_the_training_pictures(folder: Folder, runs: dict[str, subpr
     Their vectors agree; but who preprocessed them was not the server, so fingerprints do not.
     """
     output(runs[RETRIEVAL])
-    training, _ = splits()
+    training, _ = load_splits()
     count, some = len(training.labels), 256
     stream = io.BytesIO()
     np.save(stream, training.images[:some].numpy())

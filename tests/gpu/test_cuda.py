@@ -78,7 +78,7 @@ def test_many_at_once_each_get_their_own(streams: int) -> None:
         for number in range(48)
     ]
     with serving(Configuration((spec,), "net"), gpu_streams=streams) as live:
-        model = live.engine.manager.registry.entry("net").model
+        model = live.engine.manager.registry.get_entry("net").model
         assert model is not None
         assert len(model.replicas) == streams
         alone = [_extract(live.client, rows, layers) for rows, layers in wanted]

@@ -80,7 +80,7 @@ def live() -> Any:
         for name in ("exact", "device")
     ]
     with serving(Configuration(tuple(specs), "exact")) as server:
-        model = server.engine.manager.registry.entry("device").model
+        model = server.engine.manager.registry.get_entry("device").model
         assert model is not None
         assert model.model_inputs.decoder is not None
         yield server

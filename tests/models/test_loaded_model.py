@@ -38,7 +38,7 @@ def captures(model: LoadedModel, how: Reduction) -> Iterator[Capture]:
     for layer in model.catalog.layers.values():
         for number, call in enumerate(layer.calls):
             for site in ("output", "input"):
-                for leaf in call.at(site).tensors:  # type: ignore[arg-type]
+                for leaf in call.get_boundary(site).tensors:  # type: ignore[arg-type]
                     if not leaf.mixed and leaf.dtype != "complex64" and _fits(leaf, how):
                         yield Capture(HookPoint(layer.name, number, leaf.path, site), leaf, how)  # type: ignore[arg-type]
 

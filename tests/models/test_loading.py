@@ -71,7 +71,7 @@ def test_a_factory_that_exits() -> None:
     registry = Registry([spec("leaves", weights="random:0")])
     with pytest.raises(LoadError, match=r"could not be built|SystemExit"):
         registry.load("net")
-    assert registry.entry("net").state == "failed"
+    assert registry.get_entry("net").state == "failed"
 
 
 def test_what_no_checkpoint_holds_counts() -> None:

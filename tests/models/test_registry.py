@@ -42,7 +42,7 @@ class Demanding(nn.Linear):
 def watching() -> nn.Module:
     """Notes in which state its own entry is while it is made."""
     registry, states = SEEN.get()
-    states.append(registry.entry("m").state)
+    states.append(registry.get_entry("m").state)
     return nn.Linear(4, 4)
 
 
@@ -53,18 +53,18 @@ def own(factory: str) -> ModelSpec:
 def test_states() -> None:
     """A model is available, then loading, then ready; unloaded it is available and can be loaded again."""
     registry = Registry([own("watching")])
-    entry = registry.entry("m")
+    entry = registry.get_entry("m")
     states: list[str] = [entry.state]
     token = SEEN.set((registry, states))
     try:
         first = registry.load("m")
-        states.append(registry.entry("m").state)
-        assert registry.entry("m").model is first
+        states.append(registry.get_entry("m").state)
+        assert registry.get_entry("m").model is first
         registry.unload("m")
-        states.append(registry.entry("m").state)
-        assert registry.entry("m").model is None
+        states.append(registry.get_entry("m").state)
+        assert registry.get_entry("m").model is None
         assert registry.load("m") is not first
-        states.append(registry.entry("m").state)
+        states.append(registry.get_entry("m").state)
     finally:
         SEEN.reset(token)
     assert states == ["available", "loading", "ready", "available", "loading", "ready"]
@@ -95,7 +95,7 @@ def test_failed(spec: ModelSpec, reason: str) -> None:
     for _ in range(2):
         with pytest.raises(LoadError):
             registry.load(spec.name)
-        entry = registry.entry(spec.name)
+        entry = registry.get_entry(spec.name)
         assert (entry.state, entry.model) == ("failed", None)
         assert reason in entry.reason
         assert "/" not in entry.reason
@@ -106,9 +106,9 @@ def test_failed_then_unloaded() -> None:
     registry = Registry([own("Demanding"), net_spec("Chain")])
     with pytest.raises(LoadError):
         registry.load("m")
-    assert registry.load("Chain") is registry.entry("Chain").model
+    assert registry.load("Chain") is registry.get_entry("Chain").model
     registry.unload("m")
-    assert (registry.entry("m").state, registry.entry("m").reason) == ("available", "")
+    assert (registry.get_entry("m").state, registry.get_entry("m").reason) == ("available", "")
 
 
 def test_unloaded_is_freed() -> None:
@@ -127,9 +127,9 @@ def test_unknown() -> None:
     """A name that is not configured is refused with the names that look like it, or the way to the list."""
     registry = Registry([net_spec("Chain"), net_spec("Tied")])
     with pytest.raises(UnknownModelError, match="no model 'Chian'") as caught:
-        registry.entry("Chian")
+        registry.get_entry("Chian")
     assert caught.value.hint == "did you mean 'Chain'?"
-    for call in (registry.entry, registry.load, registry.unload):
+    for call in (registry.get_entry, registry.load, registry.unload):
         with pytest.raises(UnknownModelError) as caught:
             call("\x00" * 500)
         assert caught.value.hint == "GET /models lists every model"

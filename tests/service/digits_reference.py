@@ -14,7 +14,7 @@ from tests.service.support import Array
 
 def copy_digits(live: Live) -> Any:
     """A copy of the embedded model that no hook ever touches."""
-    model = live.engine.manager.registry.entry("digits").model
+    model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
     return copy.deepcopy(model.module).eval()
 

@@ -25,7 +25,7 @@ def wait_until(come_true: Callable[[], bool]) -> None:
 
 def gated_module(live: Live, name: str = "gated") -> Gated:
     """The module of a model that can be held up."""
-    model = live.engine.manager.registry.entry(name).model
+    model = live.engine.manager.registry.get_entry(name).model
     assert model is not None
     assert isinstance(model.module, Gated)
     return model.module

@@ -56,7 +56,7 @@ def serving_nets(serve: Serve, *names: str, **settings: Any) -> Iterator[Live]:
     chosen: Json = {"cpu_threads": 2, "deadline_s": LONG_S, **settings}
     with serve(configured(*(batch_net(name) for name in names)), **chosen) as live:
         for name in names:
-            model = live.engine.manager.registry.entry(name).model
+            model = live.engine.manager.registry.get_entry(name).model
             assert model is not None
             costs = replace(COSTS.get(name, ONE_FORWARD), row_bytes=model.catalog.costs.row_bytes)
             model.catalogs.configured = replace(model.catalog, costs=costs)

@@ -420,7 +420,7 @@ def test_large_reply_of_a_large_picture(serve: Serve) -> None:
     """All layers of a picture many times the usual size are refused by what they would take, before any forward."""
     spec = replace(batch_net("residual", "Residual", InputSpec("x", (3, SIDE, SIDE))))
     with serve(configured(spec), cpu_threads=2) as live:
-        model = live.engine.manager.registry.entry("residual").model
+        model = live.engine.manager.registry.get_entry("residual").model
         assert model is not None
         module = model.module
         assert isinstance(module, Residual)

@@ -164,7 +164,7 @@ def test_all_at_once(changing: Live) -> None:
         replies = list(pool.map(lambda pair: changing.client.post("/extract", **pair[0]), made))
     for reply, (_, wanted) in zip(replies, made, strict=True):
         check(reply, wanted)
-    model = changing.engine.manager.registry.entry("digits").model
+    model = changing.engine.manager.registry.get_entry("digits").model
     assert model is not None
     for replica in model.replicas:
         assert replica.hooks == 0

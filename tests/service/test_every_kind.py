@@ -173,7 +173,7 @@ def check(reply: Any, wanted: dict[str, Array]) -> None:
 
 
 def model_of(live: Live) -> LoadedModel:
-    model = live.engine.manager.registry.entry("vit").model
+    model = live.engine.manager.registry.get_entry("vit").model
     assert model is not None
     return model
 

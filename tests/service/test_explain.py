@@ -159,7 +159,7 @@ def attended(module: Any, x: Array) -> tuple[Tensor, list[Tensor], list[Tensor]]
 
 def module_of(live: Live, name: str) -> Any:
     """A copy of a served model that no hook ever touches."""
-    model = live.engine.manager.registry.entry(name).model
+    model = live.engine.manager.registry.get_entry(name).model
     assert model is not None
     return copy.deepcopy(model.module).eval()
 

@@ -51,11 +51,11 @@ def test_threads(serve: Serve, maker: Maker) -> None:
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(post_rows, live, model="lazy")
             assert maker.entered.wait(30)
-            assert "load-lazy_0" in {thread.name for thread in threading.enumerate()}
+            assert "load-lazy" in {thread.name for thread in threading.enumerate()}
             maker.gate.set()
             assert reply.result().status_code == 200
-        wait_until(lambda: "load-lazy_0" not in {thread.name for thread in threading.enumerate()})
-        assert {"model-0-lazy_0"} <= {thread.name for thread in threading.enumerate()}
+        wait_until(lambda: "load-lazy" not in {thread.name for thread in threading.enumerate()})
+        assert {"model-0-lazy"} <= {thread.name for thread in threading.enumerate()}
 
 
 def state(live: Live, name: str) -> str:

@@ -257,7 +257,7 @@ def edges(found: Figures, name: str, label: str) -> list[float]:
 def test_batch() -> None:
     """Each figure of a forward, with the buckets it falls into."""
     metrics = Metrics()
-    metrics.observe_batch("digits", rows=8, ceiling=32, requests=3, depth=0.5, seconds=0.02, why="same_depth")
+    metrics.observe_batch("digits", rows=8, max_rows=32, requests=3, depth=0.5, seconds=0.02, why="same_depth")
     found = nonzero(metrics)
     of = "{model=digits}"
     assert {key: value for key, value in found.items() if "_bucket" not in key} == {
@@ -283,7 +283,7 @@ def test_batch() -> None:
 def test_whole_range() -> None:
     """One row alone and a full batch fall into the outermost finite buckets."""
     metrics = Metrics()
-    metrics.observe_batch("digits", rows=1, ceiling=1, requests=1, depth=1.0, seconds=0.0, why="isolated")
+    metrics.observe_batch("digits", rows=1, max_rows=1, requests=1, depth=1.0, seconds=0.0, why="isolated")
     found = nonzero(metrics)
     assert edges(found, "layertap_batch_rows", "model=digits") == [1, 2, 4, 8, 16, 32, 64, 128]
     assert edges(found, "layertap_batch_fill_ratio", "model=digits") == [1]

@@ -72,7 +72,7 @@ def close(found: dict[str, Array], wanted: dict[str, Array]) -> bool:
 
 def test_one_meaning(two: Live) -> None:
     """JSON, multipart by query or by a request part, with rows in a batch or a single one, and npz give the same."""
-    model = two.engine.manager.registry.entry("two").model or two.engine.manager.registry.load("two")
+    model = two.engine.manager.registry.get_entry("two").model or two.engine.manager.registry.load("two")
     offline = model.module(pixels=torch.from_numpy(PIXELS), kind=torch.from_numpy(KIND))
     wanted = {f".[{key}]": value.detach().numpy() for key, value in offline.items()}
     files = parts(("pixels", npy(PIXELS)), ("kind", npy(KIND)))

@@ -44,7 +44,7 @@ def request(form: str, array: Array, **fields: Any) -> Json:
 
 def chain(live: Live) -> LoadedModel:
     """The model that takes large rows."""
-    model = live.engine.manager.registry.entry("Chain").model
+    model = live.engine.manager.registry.get_entry("Chain").model
     assert model is not None
     return model
 

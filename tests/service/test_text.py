@@ -115,7 +115,7 @@ def test_lengths_are_few(texts: Texts) -> None:
     """Texts of all lengths make no more catalogues than there are buckets."""
     for words in range(POSITIONS - 1):
         assert texts.post({"text": "a " * words}).status_code == 200
-    model = texts.live.engine.manager.registry.entry("bert").model
+    model = texts.live.engine.manager.registry.get_entry("bert").model
     assert model is not None
     known = [
         size for size in range(1, POSITIONS + 1) if model.catalogs.get_catalog(tuple((size,) for _ in model.inputs))

@@ -28,7 +28,7 @@ async def extract(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     async with receive(request, engine, SPEC) as (parsed, admission):
         if parsed.dry_run:
-            return _estimate(await engine.dry_run(parsed, admission))
+            return _make_estimate(await engine.dry_run(parsed, admission))
         features = await engine.extract(parsed, admission)
         return await encode_response(features, parsed, engine, admission.deadline)
 
@@ -36,7 +36,7 @@ async def extract(request: Request) -> Response:
 ROUTE = PlainRoute("/extract", extract, methods=["POST"])
 
 
-def _estimate(job: Job) -> Response:
+def _make_estimate(job: Job) -> Response:
     """What a request would get, with no forward."""
     plan, rows, catalog = job.plan, job.rows, job.catalog
     body: dict[str, Any] = {
@@ -57,19 +57,19 @@ def _estimate(job: Job) -> Response:
         **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
         "seconds": round((BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
-        "warnings": list(_warnings(job)),
+        "warnings": list(_list_warnings(job)),
         "errors": [format_fault(fault) for fault in job.faults],
     }
     headers = make_headers(job.fingerprint, job.faults)
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)
 
 
-def _warnings(job: Job) -> list[str]:
+def _list_warnings(job: Job) -> list[str]:
     warnings = []
     if job.plan.skipped:
         names = ", ".join(job.plan.skipped[:10]) + (" …" if len(job.plan.skipped) > 10 else "")
         warnings.append(f"{len(job.plan.skipped)} matching layers never run in a forward and are left out: {names}")
-    if not job.catalog.rowwise and not job.together:
+    if not job.catalog.rowwise and not job.single_forward:
         batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
         warnings.append(
             f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"

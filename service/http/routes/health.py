@@ -17,7 +17,7 @@ router = APIRouter(tags=["health"], responses=OTHER_PROBLEMS)
 async def livez(engine: EngineDependency) -> dict[str, str]:
     """Whether the process works: 503 once it can't go on and is about to end."""
     if not engine.manager.alive:
-        raise _failed_for_good()
+        raise _permanent_failure_error()
     return {"status": "alive"}
 
 
@@ -25,7 +25,7 @@ async def livez(engine: EngineDependency) -> dict[str, str]:
 async def readyz(engine: EngineDependency) -> dict[str, str]:
     """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
     if not engine.manager.alive:
-        raise _failed_for_good()
+        raise _permanent_failure_error()
     if not engine.manager.ready:
         raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
     if failures := engine.manager.load_failures:
@@ -44,7 +44,7 @@ async def redirect_to_docs(engine: EngineDependency) -> RedirectResponse:
     return RedirectResponse(f"{prefix}/docs" if prefix else "docs")
 
 
-def _failed_for_good() -> UnavailableError:
+def _permanent_failure_error() -> UnavailableError:
     return UnavailableError(
         "a device, a model or a thread has failed for good; the server has to be restarted", retry_after=5.0
     )

@@ -81,7 +81,7 @@ def list_models(engine: EngineDependency) -> Json:
 @router.get("/models/{name}", name="shown", responses=OTHER_PROBLEMS)
 def show_model(engine: EngineDependency, name: str) -> Json:
     """One model: state, source, device, dtype, input, preprocessing, weights, default embedding, hooks on it now."""
-    return describe_model(engine.manager.registry.entry(name))
+    return describe_model(engine.manager.registry.get_entry(name))
 
 
 @router.get("/models/{name}/layers", name="layers", responses=LAYERS_RESPONSES)
@@ -113,14 +113,14 @@ async def list_layers(
 async def load_model(engine: EngineDependency, name: str) -> Json:
     """Load a model now, also one whose loading failed before."""
     await engine.manager.load(name, time.monotonic() + engine.settings.deadline_s)
-    return describe_model(engine.manager.registry.entry(name))
+    return describe_model(engine.manager.registry.get_entry(name))
 
 
 @router.post("/models/{name}/unload", name="unload", dependencies=[Depends(require_admin)], responses=OTHER_PROBLEMS)
 async def unload_model(engine: EngineDependency, name: str) -> Json:
     """Finish what the model has to do, then forget it; the next request loads it again."""
     await engine.manager.unload(name)
-    return describe_model(engine.manager.registry.entry(name))
+    return describe_model(engine.manager.registry.get_entry(name))
 
 
 def _filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:

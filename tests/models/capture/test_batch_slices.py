@@ -98,7 +98,7 @@ def tensors_of(model: LoadedModel) -> list[tuple[HookPoint, TensorInfo]]:
         for layer in model.catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("output", "input")
-        for leaf in call.at(site).tensors
+        for leaf in call.get_boundary(site).tensors
         if not leaf.mixed and leaf.dtype != "complex64"
     ]
 
@@ -135,7 +135,7 @@ def some(
 
 def expected(value: Tensor, capture: Capture) -> Array:
     """What a capture is of a tensor that an independent hook copied in a forward of these rows alone."""
-    leaf, how = capture.leaf, capture.reduction
+    leaf, how = capture.tensor, capture.reduction
     whole: Array = value.numpy() if not value.is_floating_point() else value.to(torch.float64).numpy()
     if how.pool == "none":
         return whole

@@ -227,7 +227,7 @@ def test_models(name: str, site: Site) -> None:
     seen = record(model.module, *rows.values())
     assert len(plan.results) >= 2
     for capture, reduced in found.items():
-        point, here = capture.point, capture.leaf
+        point, here = capture.point, capture.tensor
         value = seen[point.layer, point.call, point.path, point.site].double().numpy()
         check(reduced.values, np.split(value, 3, axis=here.row_axis or 0))
 
@@ -238,7 +238,7 @@ def everywhere(catalog: Catalog, site: Site = "output") -> list[Selector]:
         stats_of(f"{layer.name}#{number}{format_path(leaf.path)}:{site}")
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
-        for leaf in call.at(site).tensors
+        for leaf in call.get_boundary(site).tensors
         if leaf.row_axis is not None and not leaf.mixed and leaf.dtype != "complex64"
     ]
 

@@ -44,7 +44,7 @@ def leaves(catalog: Catalog) -> dict[Key, TensorInfo]:
         for layer in catalog.layers.values()
         for number, call in enumerate(layer.calls)
         for site in ("input", "output")
-        for leaf in call.at(site).tensors
+        for leaf in call.get_boundary(site).tensors
     }
 
 

@@ -287,9 +287,9 @@ def test_measure(rowwise: bool) -> None:
     figures = (measured.base, measured.per_row, measured.speedup, float(measured.row_bytes))
     assert all(math.isfinite(figure) for figure in figures)
     assert measured.base >= 0 < measured.per_row
-    assert measured.seconds(1) == measured.base + measured.per_row
+    assert measured.estimate_seconds(1) == measured.base + measured.per_row
     # Of a forward of one row, a row's part is between an eighth and all of it.
-    assert measured.per_row * 2 * costs.BATCH_ROWS >= 0.999 * measured.seconds(1)
+    assert measured.per_row * 2 * costs.BATCH_ROWS >= 0.999 * measured.estimate_seconds(1)
     assert measured.row_bytes == (4 + 8 + 8) * FLOAT
     assert measured.speedup == 1.0
     assert {threads for _, threads in seen} == {1}

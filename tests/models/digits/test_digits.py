@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from layertap.models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
-from layertap.models.digits.train import CARD, augmented, correct, splits, train
+from layertap.models.digits.train import CARD, augment, count_correct, load_splits, train
 from layertap.models.sources.build import BuiltModel, build_model
 from layertap.models.weights.digest import digest_weights
 
@@ -28,8 +28,8 @@ def figure(name: str) -> str:
 
 def test_held_out_accuracy_is_the_cards(model: BuiltModel) -> None:
     """The shipped weights recognise at least 98 % of the held-out pictures, and the card gives that very figure."""
-    training, held_out = splits()
-    hits, count = correct(model.module, held_out), len(held_out.labels)
+    training, held_out = load_splits()
+    hits, count = count_correct(model.module, held_out), len(held_out.labels)
     assert hits / count >= 0.98
     assert figure("Held-out accuracy") == f"{hits / count:.4f} ({hits} of {count})"
     assert (figure("Training pictures"), figure("Held-out pictures")) == (f"{len(training.labels):,}", f"{count:,}")
@@ -37,12 +37,12 @@ def test_held_out_accuracy_is_the_cards(model: BuiltModel) -> None:
 
 def test_split_holds_out_a_quarter_of_each_digit() -> None:
     """Training and held-out pictures are all of scikit-learn's, apart, and stratified; the same on every call."""
-    training, held_out = splits()
+    training, held_out = load_splits()
     counts = torch.bincount(training.labels) + torch.bincount(held_out.labels)
     shares = torch.bincount(held_out.labels) / counts
     assert int(counts.sum()) == 1797
     assert ((shares > 0.24) & (shares < 0.26)).all()
-    assert torch.equal(splits()[1].images, held_out.images)
+    assert torch.equal(load_splits()[1].images, held_out.images)
 
 
 def test_card_describes_the_shipped_weights(model: BuiltModel) -> None:
@@ -67,15 +67,15 @@ def test_model_as_configured(model: BuiltModel) -> None:
 @pytest.mark.slow
 def test_training_is_repeatable() -> None:
     """Two short trainings end at the same weights."""
-    training, _ = splits()
+    training, _ = load_splits()
     assert digest_weights(train(training, epochs=1)) == digest_weights(train(training, epochs=1))
 
 
 def test_augmented_pictures_stay_pictures() -> None:
     """An augmented picture has the shape and range of a preprocessed one, and is another picture."""
-    images = splits()[1].images[:16]
+    images = load_splits()[1].images[:16]
     torch.manual_seed(0)
-    changed = augmented(images)
+    changed = augment(images)
     assert changed.shape == images.shape
     assert -1 <= float(changed.min()) <= float(changed.max()) <= 1 + 1e-6
     assert not torch.equal(changed, images)

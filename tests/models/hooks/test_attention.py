@@ -283,7 +283,7 @@ def test_weights(name: str) -> None:
     found = run(module, plan_for(catalog, "*:attention"), x)
     assert list(found) == [f"{layer}:attention" for layer in case.layers]
     for layer in case.layers:
-        (leaf,) = catalog.layers[layer].calls[0].at("attention").tensors
+        (leaf,) = catalog.layers[layer].calls[0].get_boundary("attention").tensors
         weights, _ = case.hand(module.get_submodule(layer), entered(module, layer, x))
         assert weights.std() > 0.01
         torch.testing.assert_close(found[f"{layer}:attention"], weights)

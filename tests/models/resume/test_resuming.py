@@ -171,7 +171,7 @@ def test_costs(loaded: Callable[[str], LoadedModel]) -> None:
     assert (whole, rest) == (pytest.approx(1, abs=0.01), pytest.approx(1, abs=0.01))
     assert known.catalog.seconds < model.catalog.seconds
     assert known.catalog.layers["layer3"].calls[0].output.cost == 0
-    assert known.catalog.costs.seconds(1) < model.catalog.costs.seconds(1)
+    assert known.catalog.costs.estimate_seconds(1) < model.catalog.costs.estimate_seconds(1)
 
 
 def test_nothing_stays(loaded: Callable[[str], LoadedModel]) -> None:

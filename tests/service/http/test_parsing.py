@@ -40,7 +40,7 @@ PNG, JPEG = picture(1), picture(2, (64, 48), "JPEG")
 
 def prepared(live: Live, data: bytes) -> Array:
     """What the model takes for a picture."""
-    model = live.engine.manager.registry.entry("digits").model
+    model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
     assert model.preprocess is not None
     return preprocess(decode_image(data, 10**6), model.preprocess).numpy()
@@ -85,7 +85,7 @@ def test_one_meaning(live: Live) -> None:
 
 def test_truth(live: Live) -> None:
     """What comes back is what a hook with an immediate copy sees, though the model goes on in place."""
-    model = live.engine.manager.registry.entry("digits").model
+    model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
     seen = record(model.module, torch.from_numpy(prepared(live, PNG))[None])
     found = arrays_of(live.client.post("/extract", json={"layers": LAYERS, "inputs": [image(PNG)]}))
@@ -175,7 +175,7 @@ def test_several_inputs_of_a_model(live: Live, form: str, count: int | None) -> 
     assert {key: array.shape for key, array in found.items()} == dict.fromkeys(
         (".[sum]", ".[product]"), (count or 1, 3)
     )
-    model = live.engine.manager.registry.entry("two").model
+    model = live.engine.manager.registry.get_entry("two").model
     assert model is not None
     expected = model.module(pixels=torch.from_numpy(pixels), kind=torch.from_numpy(kind))
     np.testing.assert_allclose(found[".[sum]"], expected["sum"].detach().numpy(), atol=1e-6)

@@ -69,7 +69,7 @@ def test_shown(live: Live) -> None:
         "layers": 22,
         "hooks": 0,
     }
-    model = live.engine.manager.registry.entry("digits").model
+    model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
     assert body["weights_digest"] == digest_weights(model.module)
     assert live.client.get("/models").json()["models"][0] == body
