@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow
+
 ROOT = Path(__file__).parents[1]
 NETS = "from torch import nn\n\n\ndef build():\n    return nn.Sequential(nn.Flatten(), nn.Linear(4, 2))\n"
 CONFIG = """
@@ -45,7 +47,7 @@ def test_own_packages(repository: Path) -> None:
     assert "Linear" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["layertap.service.cli.main", "layertap.service.http.routes.extract"])
+@pytest.mark.parametrize("module", ["layertap.service.cli.main", slow("layertap.service.http.routes.extract")])
 def test_one_name(repository: Path, module: str) -> None:
     """Nothing imports a package by the name of a folder."""
     code = f"import sys, {module}; print({{name.split('.')[0] for name in sys.modules}} & {{'models', 'service'}})"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from bench.profile.__main__ import table
 from bench.profile.threads import LOOP, samples, used
 from bench.serving.client import Ask, Line
@@ -15,6 +17,7 @@ from bench.serving.server import serving
 REQUESTS = 30
 
 
+@pytest.mark.slow
 def test_each_role_is_seen(tmp_path: Path) -> None:
     asks = [
         Ask(extract("mobilenet_v3_small", ["avgpool"], "flatten", "npy"), path.read_bytes())

@@ -11,9 +11,11 @@ from PIL import Image
 
 from tests.examples.printed import ROOT, Project, open_project, read_blocks, read_diffs
 from tests.examples.test_examples import COMMANDS
+from tests.marks import slow_but
 
 README_LINES = 120
 PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if read_blocks(path) and not read_diffs(path)]
+QUICK = [path for path in PAGES if path.stem != "tutorial"]
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
 
@@ -47,7 +49,9 @@ def test_readme(project: Project) -> None:
 
 
 @needs_curl
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", slow_but([path for path in PAGES if path.stem != "tutorial"], PAGES), ids=lambda path: path.stem
+)
 def test_document(path: Path, project: Project) -> None:
     """The shell blocks of a document run as printed."""
     run_document(path, project)

@@ -24,7 +24,7 @@ UNLIKE: dict[str, tuple[int, ...]] = {
     "mixer_s32_224": (3, 224, 224),
     "mobilevit_xxs": (3, 64, 64),
 }
-QUICK = ("deit_tiny_distilled_patch16_224", "hrnet_w18_small", "mobilevit_xxs")
+QUICK = ("deit_tiny_distilled_patch16_224",)
 OTHERS = (
     *("cait_xxs24_224", "convit_tiny", "cs3darknet_s", "csatv2", "cspnext_tiny", "dla46_c", "edgenext_xx_small"),
     *("efficientformerv2_s0", "efficientvim_m1", "efficientvit_b0", "efficientvit_m0", "ese_vovnet19b_dw"),

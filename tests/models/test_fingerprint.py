@@ -321,6 +321,7 @@ def test_reply() -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_process() -> None:
     """Another process comes to the same, however it hashes."""
     answer = subprocess.run(

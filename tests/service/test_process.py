@@ -264,6 +264,7 @@ def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
     assert {status for client in clients for status in client.statuses} == {200}
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_arrive(tmp_path: Path) -> None:
     """A request that is not whole when the server waits no longer hears that it ends, as other refusals are told."""
     with process([digits()], tmp_path, LAYERTAP_DEADLINE_S="2") as server:

@@ -17,6 +17,7 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.errors import LayerNotReachedError
+from layertap.models.hooks.attach import count_hooks
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Reduction, Selector
@@ -266,7 +267,7 @@ def test_6_a_bad_name_midway(load_fresh_net: Loader) -> None:
 
     with pytest.raises(KeyError):
         attach()
-    assert attach.count_hooks(model.module) == len(left) == 2
+    assert count_hooks(model.module) == len(left) == 2
     for handle in left:
         handle.remove()
     own = model.module.register_forward_hook(lambda _, args, output: None)
@@ -279,7 +280,7 @@ def test_6_a_bad_name_midway(load_fresh_net: Loader) -> None:
         model.replicas[0].extractor(lambda: None, missing, 1)
     with pytest.raises(RuntimeError, match="expected input"):
         ours(model, torch.ones(1, 2, 8, 8), "bn1:input", "layer1")
-    assert attach.count_hooks(model.module) == 1
+    assert count_hooks(model.module) == 1
     own.remove()
 
 

@@ -132,6 +132,7 @@ def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
     assert (convolutions("layer1"), convolutions("layer2")) == (3, 6)
 
 
+@pytest.mark.slow
 def test_compiled(warmed: LoadedModel) -> None:
     """The compiled graph gives each layer as it left its module, in-place writes or not; alone and beside others."""
     made = own(warmed)
@@ -148,6 +149,7 @@ def test_compiled(warmed: LoadedModel) -> None:
     assert warmed.hooks == 0
 
 
+@pytest.mark.slow
 def test_rows_of_several_requests(warmed: LoadedModel) -> None:
     """Each gets its own rows, and only what it asked for."""
     made = own(warmed)
@@ -166,6 +168,7 @@ def test_rows_of_several_requests(warmed: LoadedModel) -> None:
             torch.testing.assert_close(found[capture].values, wanted.values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     """What is on disk is not compiled again; it is found by what it is made of, in any process."""
     before = {path.name: path.stat().st_mtime_ns for path in plans.iterdir()}
@@ -189,6 +192,7 @@ def test_keys(loaded: Callable[..., LoadedModel]) -> None:
     assert len(keys) == 10
 
 
+@pytest.mark.slow
 def test_what_it_answers(warmed: LoadedModel) -> None:
     """Any part of its layers, reduced as they are there; nothing that is changed or differentiated."""
     known = (own(warmed), None)
@@ -239,6 +243,7 @@ def test_runs_with_hooks(
     assert says in lines[0]["reason"]
 
 
+@pytest.mark.slow
 def test_cuda_graphs_without_a_gpu(plans: Path, warmed: LoadedModel, lines: list[Any]) -> None:
     """A model that may be on a GPU and is not has its compiled graph, on disk by the same name; one line tells."""
     files = {path.name for path in plans.glob("*.pt2")}
@@ -249,6 +254,7 @@ def test_cuda_graphs_without_a_gpu(plans: Path, warmed: LoadedModel, lines: list
     assert {path.name for path in plans.glob("*.pt2")} == files
 
 
+@pytest.mark.slow
 def test_damaged_file(warmed: LoadedModel, plans: Path, tmp_path: Path, lines: list[Any]) -> None:
     """A graph that does not load, or is another's, is not run."""
     for path in plans.glob("*.pt2"):

@@ -220,7 +220,7 @@ def test_default_dtype_of_other_threads() -> None:
     assert torch.get_default_dtype() == torch.zeros(1).dtype == torch.float32
 
 
-@pytest.mark.parametrize("order", [slow("first"), "last"])
+@pytest.mark.parametrize("order", [slow("first"), slow("last")])
 def test_compilers(order: str) -> None:
     """What torch compiles, exports and scripts elsewhere it also does where the file is imported, before or after."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.models.sources.compilers", order]

@@ -340,6 +340,7 @@ def test_timm_refusals(source: str, weights: str, words: str) -> None:
     assert words in error.detail + " | " + error.hint
 
 
+@pytest.mark.slow
 def test_timm_without_network(tmp_path: Path) -> None:
     """Weights of timm that can't be downloaded raise LoadError that says what to give instead."""
     code = (

@@ -155,6 +155,7 @@ def test_nothing_beside_what_is_computed(tmp_path: Path) -> None:
     assert (model.hooks, model.replicas[0].own_hooks) == (0, 0)
 
 
+@pytest.mark.slow
 def test_hooks_of_the_librarys_own(tmp_path: Path) -> None:
     """Hooks that the library puts on at the first forward are the model's, on every replica."""
     saved("depth", tmp_path)

@@ -109,6 +109,7 @@ def _built(folder: Path, **fields: Any) -> Any:
     return build.build_model(ModelSpec("m", f"transformers:{folder}", device="cpu", inputs=inputs, **fields)).module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str) -> None:
     """Every parameter and buffer has the dtype, the shape and the bits that from_pretrained gives in quiet."""
@@ -141,6 +142,7 @@ def test_a_factory_that_loads(folder: Path, plain: dict[str, Plain]) -> None:
     assert torch.zeros(1).dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_factory_that_imports_the_library() -> None:
     """Where a factory is the first to import the library, what it loads changes no model of another thread either."""
     command = [sys.executable, "-m", "tests.models.sources.importing_late"]

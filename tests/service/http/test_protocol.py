@@ -254,7 +254,7 @@ def test_nothing_is_left_of_a_connection(serve: Serve) -> None:
     """A connection that is over, however it ended, does not wait for the garbage collector or a timer."""
 
     def left() -> int:
-        return sum(isinstance(each, protocol.BoundedHttpProtocol) for each in gc.get_objects())
+        return sum(issubclass(type(each), protocol.BoundedHttpProtocol) for each in gc.get_objects())
 
     upload = b"POST /extract HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
     with serve() as live:
