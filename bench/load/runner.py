@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from bench.load.lanes import Lanes
+from bench.load.connection_pool import ConnectionPool
 from bench.load.options import Options
 from bench.load.report import Figuring, Report, Sample, Spread, by_scenario, spread
 from bench.load.scenario import Scenario
@@ -198,7 +198,7 @@ def _looking(record: Record, figuring: Figuring) -> Callable[[], Now]:
 def _client(options: Options) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         headers={"Accept-Encoding": "identity", **options.headers},
-        transport=Lanes(),
+        transport=ConnectionPool(),
         timeout=options.timeout,
         trust_env=False,  # a proxy would be measured too
     )

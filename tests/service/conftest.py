@@ -1,4 +1,4 @@
-"""Servers that tests share, and what holds for them after every test: nothing waits, nothing hangs on a model."""
+"""Servers that tests share, and what holds for them after every test: nothing waits, no hook is on a model."""
 
 from __future__ import annotations
 

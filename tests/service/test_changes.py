@@ -243,7 +243,7 @@ def test_highest_score_by_default(changing: Live) -> None:
 
 @pytest.mark.parametrize("count", [1, 11])
 def test_classes_in_receipts(changing: Live, count: int) -> None:
-    """The class that "top" chose for each row is in the receipt of what hangs on it, on both routes."""
+    """The class that "top" chose for each row is in the receipt of what depends on it, on both routes."""
     x = random_images(count, 12)
     with torch.no_grad():
         chosen = forward(copy_digits(changing), torch.from_numpy(x)).argmax(1).tolist()

@@ -13,7 +13,7 @@ import httpx
 KEEP_S = 2.0  # less than servers keep an idle connection (uvicorn 5 s), so that none is used while it is closed
 
 
-class Lanes(httpx.AsyncBaseTransport):
+class ConnectionPool(httpx.AsyncBaseTransport):
     """As many connections as there are requests at once; the one used last is used again first."""
 
     def __init__(self) -> None:
@@ -22,21 +22,21 @@ class Lanes(httpx.AsyncBaseTransport):
         self._free: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The answer; its lane is free again once it is read or closed."""
-        lane = self._free.pop() if self._free else self._opened()
+        """The answer; its connection is free again once it is read or closed."""
+        connection = self._free.pop() if self._free else self._opened()
         try:
-            response = await lane.handle_async_request(request)
+            response = await connection.handle_async_request(request)
         except BaseException:
-            self._free.append(lane)
+            self._free.append(connection)
             raise
         assert isinstance(response.stream, httpx.AsyncByteStream)
-        response.stream = _Stream(response.stream, lambda: self._free.append(lane))
+        response.stream = _Stream(response.stream, lambda: self._free.append(connection))
         return response
 
     async def aclose(self) -> None:
         """Close all connections."""
-        for lane in self._all:
-            await lane.aclose()
+        for connection in self._all:
+            await connection.aclose()
 
     def _opened(self) -> httpx.AsyncHTTPTransport:
         limits = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEP_S)
