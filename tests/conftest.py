@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -23,6 +24,12 @@ TRIES, TRY_S = 50, 0.05
 WARM = WarmSpec(("conv", "relu#0", "relu", "head", "conv:input"), compile=True)  # of ``tests.nets.Chain``
 settings.register_profile("repeatable", deadline=None, database=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Have Ctrl+C reach what tests start: a shell that runs them in the background has its children ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def net_spec(factory: str, **fields: object) -> ModelSpec:
