@@ -40,6 +40,7 @@ def run(folder: Path, *words: str, path: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_own_packages(repository: Path) -> None:
     """A factory in a package called ``models``, on the path as most repositories have it, serves."""
     done = run(repository, "-m", "layertap", "layers", "own", "--config", "layertap.yaml", path=".")

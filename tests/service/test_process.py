@@ -198,6 +198,7 @@ def test_no_connection_is_reset() -> None:
         assert server.wait(END_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere a connection may be reset")
 def test_stall_at_the_end() -> None:
     """A client that has connected is answered, though the event loop stalls longer than it goes on accepting."""
@@ -229,6 +230,7 @@ def test_another_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
                 make_server_config(FastAPI(), Settings())
 
 
+@pytest.mark.slow
 def test_connections_at_the_end() -> None:
     """When the server stops, a request that has begun to arrive is answered; a connection without one ends, unreset."""
     with subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
@@ -252,6 +254,7 @@ def test_connections_at_the_end() -> None:
         assert server.wait(END_S) == 0
 
 
+@pytest.mark.slow
 def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
     """Asked again, the server waits no more; what it has accepted it still answers."""
     with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:

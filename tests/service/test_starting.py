@@ -175,6 +175,7 @@ def _has_ipv6() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_default_delay() -> None:
     """Where nobody sits before it, a server that is asked to end goes on for 5 s."""
     words = command("serve", "--port", "0")
@@ -311,6 +312,7 @@ def test_on_a_terminal() -> None:
         assert "serving for" not in shown.text
 
 
+@pytest.mark.slow
 def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
     """A model that fails is told with the reason; where keys are needed, the command asks for one and shows none."""
     config = models(tmp_path, CHAIN, BROKEN)
@@ -330,6 +332,7 @@ def test_failure_and_keys_on_a_terminal(tmp_path: Path) -> None:
         assert shown.running.wait(END_S) == 0
 
 
+@pytest.mark.slow
 def test_command_to_try_without_an_embedding(tmp_path: Path) -> None:
     """Where the model has no embedding the command names the whole model; brackets of an address are no glob."""
     host = "::1" if _has_ipv6() else "127.0.0.1"
@@ -372,6 +375,7 @@ def test_compiling_on_a_terminal(tmp_path: Path, compiler: str) -> None:
         assert shown.running.wait(END_S) == 0
 
 
+@pytest.mark.slow
 def test_format_by_setting() -> None:
     """``LOG_FORMAT`` wins over what the terminal suggests, and so does ``DRAIN_DELAY_S``."""
     with terminal("serve", "--port", "0", LAYERTAP_LOG_FORMAT="json", LAYERTAP_DRAIN_DELAY_S="3600") as shown:

@@ -116,6 +116,7 @@ def test_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str
     assert plain_weights.facts(_built(folder / form)) == plain[form].saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bert", "gpt2", "clip", "clip_bf16", "llama_bf16", "mixing_bf16", "vit_bf16"])
 def test_random_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str) -> None:
     """Weights of a seed are those of the class, constructed after manual_seed in a quiet process."""
