@@ -80,12 +80,12 @@ def create_engine(
     if configuration is None:
         configuration = read_configuration(settings.config) if settings.config else make_default_configuration()
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
-    metrics = Metrics()
+    server_metrics = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
     registry = Registry(configuration.models, settings.replicas, settings.cpu_threads, plans, settings.gpu_streams)
-    manager = ModelManager(registry, configuration.default, settings, metrics)
-    engine = Engine(manager, fetcher or Fetcher(settings), settings, metrics)
-    metrics.register_gauges(engine.take_snapshot)
+    manager = ModelManager(registry, configuration.default, settings, server_metrics)
+    engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
+    server_metrics.register_gauges(engine.take_snapshot)
     return engine
 
 

@@ -31,16 +31,15 @@ log = logging.getLogger("layertap")
 
 @dataclass(frozen=True)
 class SliceResult:
-    """What became of some rows: its results in the host's memory, or why there are none.
+    """What became of some rows: their results in the host's memory, or why there are none.
 
-    ``rows`` and ``requests`` shared the forward. ``forward`` and ``copy`` (to the host) began and ended then, on the
+    ``rows`` shared the forward. ``forward`` and ``copy`` (to the host) began and ended then, on the
     clock of ``time.perf_counter``, in seconds.
     """
 
     row_slice: RowSlice
     results: Results | LayertapError | RuntimeError
     rows: int
-    requests: int
     forward: Interval = (0.0, 0.0)
     copy: Interval = (0.0, 0.0)
 
@@ -82,7 +81,7 @@ class BatchRunner:
         except BaseException as error:  # not of a forward: a device that is lost, for one
             wrapped = wrap_error(error)
             self.failure = self.failure or find_lasting_failure(wrapped, self._model, self._replica)
-            return [SliceResult(row_slice, wrapped, self._batch.rows, 1) for row_slice in self._batch.slices]
+            return [SliceResult(row_slice, wrapped, self._batch.rows) for row_slice in self._batch.slices]
 
     def record(self, metrics: Metrics, seconds: float) -> None:
         """Count the batch, which took so long, and what went wrong in it."""
@@ -111,7 +110,7 @@ class BatchRunner:
         if self.failure:
             halves = None
         if halves is None:
-            return [SliceResult(row_slice, outcome, _count_rows(slices), len(slices)) for row_slice in slices]
+            return [SliceResult(row_slice, outcome, _count_rows(slices)) for row_slice in slices]
         del outcome  # its traceback holds what the forward held
         self._count_failure(error_splits=1)
         return [outcome for half in halves for outcome in self._attempt(half)]
@@ -123,7 +122,7 @@ class BatchRunner:
         self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
         _release_memory(self._model.device)
         if pieces is None:
-            return [SliceResult(row_slice, error, rows, len(slices)) for row_slice in slices]
+            return [SliceResult(row_slice, error, rows) for row_slice in slices]
         self._padded_rows = None
         outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
         if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
@@ -178,7 +177,6 @@ class BatchRunner:
                 row_slice,
                 _ensure_owned(activations.select(request), row_slice),
                 start,
-                len(slices),
                 (started, computed),
                 (computed, copied),
             )
