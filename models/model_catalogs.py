@@ -35,8 +35,9 @@ MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, cla
 class ModelCatalogs:
     """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
 
-    ``configured`` is the catalogue of the configured shape, which is never dropped. Any thread may call the methods
-    that get what is kept. The others run the module, with ``threads`` threads on a CPU: only its own thread may.
+    ``configured`` is the catalogue of the configured shape, which is never dropped; ``unsized`` the same for rows of a
+    shape that was not surveyed. Any thread may call the methods that get what is kept. The others run the module, with
+    ``threads`` threads on a CPU: only its own thread may.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ModelCatalogs:
             row = self._make_row(inputs.specs)
             measured = costs.measure_costs(self._forward, row, module, device, catalog.rowwise, threads)
         self.configured = replace(catalog, costs=measured)
+        self.unsized = replace(self.configured, sizes_known=False)
 
     def get_catalog(self, shapes: Shapes) -> Catalog | None:
         """The catalogue of a shape; None where it was not surveyed lately."""

@@ -88,7 +88,7 @@ def _match_selector(
     if selector.site in GRADIENTS:
         tensors = _select_differentiable(tensors, objective, catalog)
     for tensor in tensors:
-        _check_reduction(tensor, selector.reduction, lengths)
+        _check_reduction(tensor, selector.reduction, catalog, lengths)
     length = lengths.kept if lengths is not None else None
     return _Match(selector, tuple(tensors), tuple(skipped), length)
 
@@ -157,13 +157,15 @@ def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
     return catalog.layers[point.layer].calls[point.call].get_boundary(point.site)
 
 
-def _check_reduction(tensor: SelectorMatch, reduction: Reduction, lengths: TextLengths | None) -> None:
+def _check_reduction(
+    tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
+) -> None:
     """SelectorError where a tensor can't be reduced that way."""
     name, leaf = escape(tensor.point.layer + format_path(tensor.point.path)), tensor.tensor
     if leaf.dtype not in CARRIED and not leaf.is_floating:
         raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
     if reduction.stats is not None:
-        _check_stats(name, leaf, reduction)
+        _check_stats(name, leaf, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
         raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
     _check_pool(name, leaf, reduction)
@@ -173,8 +175,8 @@ def _check_reduction(tensor: SelectorMatch, reduction: Reduction, lengths: TextL
             hint="add a pool, or ask for 'float16'",
         )
     common = leaf if lengths is None else leaf.with_length(lengths.common)
-    _check_indices(name, common, "channels", "C", reduction.channels)
-    _check_indices(name, common, "tokens", "T", reduction.tokens)
+    _check_indices(name, common, "channels", "C", reduction.channels, catalog)
+    _check_indices(name, common, "tokens", "T", reduction.tokens, catalog)
 
 
 def _check_pool(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
@@ -192,7 +194,7 @@ def _check_pool(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
 
 
-def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
+def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction, catalog: Catalog) -> None:
     default = Reduction()
     options = [
         option for option in ("pool", "normalize", "dtype") if getattr(reduction, option) != getattr(default, option)
@@ -207,11 +209,13 @@ def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
             f"{name} does not hold one entry for each input, so it has no statistics of each",
             hint="leave 'stats' out: pool 'none' gives the whole tensor",
         )
-    if prod(leaf.shape) == 0:
+    if catalog.sizes_known and prod(leaf.shape) == 0:
         raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
 
 
-def _check_indices(name: str, leaf: TensorInfo, option: str, axis: str, indices: tuple[int, ...] | None) -> None:
+def _check_indices(
+    name: str, leaf: TensorInfo, option: str, axis: str, indices: tuple[int, ...] | None, catalog: Catalog
+) -> None:
     if indices is None:
         return
     if leaf.layout is None or axis not in leaf.layout:
@@ -219,5 +223,5 @@ def _check_indices(name: str, leaf: TensorInfo, option: str, axis: str, indices:
     if len(set(indices)) != len(indices):
         raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")
     size = leaf.shape[leaf.layout.index(axis)]
-    if not indices or not all(0 <= index < size for index in indices):
+    if catalog.sizes_known and not (indices and all(0 <= index < size for index in indices)):
         raise SelectorError(f"'{option}' of {name} must be between 0 and {size - 1}")

@@ -146,7 +146,8 @@ class Catalog:
     ``seconds``: one forward of one row. ``rowwise``: whether a row's output is its own whatever else is in the batch;
     ``batches``: whether a forward takes several rows at all.
     ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
-    has the tensors that follow from that layer's output alone.
+    has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
+    they may have another, sizes are an example.
     """
 
     layers: Mapping[str, Layer]
@@ -155,6 +156,7 @@ class Catalog:
     costs: Costs = Costs()
     start: str = ""
     batches: bool = True
+    sizes_known: bool = True
 
     @property
     def graph_costs(self) -> Costs:

@@ -1,6 +1,7 @@
 """Maps that explain an answer, made of what was captured; nothing is hooked for them beside that.
 
-Each function takes float arrays with rows first and gives a new float32 array.
+Each function takes float arrays with rows first and gives a new float32 array. SelectorError where a grid of patches is
+no square.
 """
 
 from __future__ import annotations
@@ -90,8 +91,18 @@ def _read_patches(mixed: Array, prefix: int) -> Array:
     """The row of the first token, or the mean of all where there is no prefix, as a grid."""
     attention = mixed[:, 0] if prefix else mixed.mean(1)
     patches = attention[:, prefix:]
-    side = isqrt(patches.shape[1])
+    side = _find_side(patches.shape[1])
     return patches.reshape(len(patches), side, side)
+
+
+def _find_side(patches: int) -> int:
+    """How many patches stand beside each other; SelectorError where they make no square."""
+    side = isqrt(patches)
+    if side**2 != patches:
+        raise SelectorError(
+            f"the {patches} patches of an input of this shape do not stand in a square", hint="send a square input"
+        )
+    return side
 
 
 def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, TensorInfo]]:
@@ -173,6 +184,6 @@ def _move_channels_first(values: Array, leaf: TensorInfo) -> Array:
     """(N, C, H, W); prefix tokens are left out, the others stand in a square."""
     if leaf.layout == "NTC":
         grid = values[:, leaf.prefix :]
-        side = isqrt(grid.shape[1])
+        side = _find_side(grid.shape[1])
         values = grid.reshape(len(grid), side, side, grid.shape[2])
     return values if leaf.layout == "NCHW" else np.moveaxis(values, -1, 1)

@@ -21,7 +21,7 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
     target = _find_tensor(objective, catalog)
     if OBJECTIVES[objective.kind].of_classes and objective.klass is None and objective.target is None:
         objective = replace(objective, klass="top")
-    _check_objective(objective, target.tensor, lengths)
+    _check_objective(objective, target.tensor, catalog, lengths)
     return ResolvedObjective(target.point, target.tensor, objective)
 
 
@@ -69,14 +69,14 @@ def _is_scores(leaf: TensorInfo) -> bool:
     return len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1
 
 
-def _check_objective(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
+def _check_objective(objective: Objective, leaf: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
     kind, spec = escape(objective.kind), OBJECTIVES[objective.kind]
     if leaf.row_axis is None:
         raise SelectorError("the objective's tensor is the same for all rows, so it gives none a number of its own")
     if (objective.selector is not None) != spec.of_layer:
         hint = 'add "layer": "NAME"' if spec.of_layer else 'use "kind": "layer"'
         raise SelectorError(f"objective {kind} {'needs' if spec.of_layer else 'takes no'} layer", hint=hint)
-    if objective.channel is not None:
+    if objective.channel is not None and catalog.sizes_known:
         _check_channel(objective.channel, leaf if spec.of_layer else None, lengths)
     if spec.of_classes:
         if not _is_scores(leaf):
@@ -84,7 +84,8 @@ def _check_objective(objective: Objective, leaf: TensorInfo, lengths: TextLength
                 f"objective {kind} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
                 hint='use kind "sum", "mean" or "layer"',
             )
-        _check_class(objective, leaf, lengths)
+        if catalog.sizes_known:
+            _check_class(objective, leaf, lengths)
     elif objective.klass is not None or objective.target is not None:
         raise SelectorError(f"objective {kind} takes neither class nor target", hint="leave them out")
 

@@ -91,7 +91,7 @@ def _find_error(
     name = escape(f"{match.point.layer}{call}{format_path(match.point.path)}")
     try:
         _check_numbers(name, match.tensor, operation)
-        _check_part(name, match.tensor, operation, lengths)
+        _check_part(name, match.tensor, operation, catalog, lengths)
     except SelectorError as error:
         return error
     return None
@@ -136,7 +136,9 @@ def _check_numbers(name: str, leaf: TensorInfo, operation: Operation) -> None:
             )
 
 
-def _check_part(name: str, leaf: TensorInfo, operation: Operation, lengths: TextLengths | None) -> None:
+def _check_part(
+    name: str, leaf: TensorInfo, operation: Operation, catalog: Catalog, lengths: TextLengths | None
+) -> None:
     if leaf.mixed and leaf.row_axis is not None and (operation.tensor is not None or OPERATIONS[operation.op].by_row):
         raise SelectorError(
             f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
@@ -146,17 +148,18 @@ def _check_part(name: str, leaf: TensorInfo, operation: Operation, lengths: Text
         if indices is None:
             continue
         size = _get_size(name, with_common_length(leaf, lengths), option, letter)
-        if not indices or len(set(indices)) != len(indices) or not all(0 <= index < size for index in indices):
+        distinct = indices and len(set(indices)) == len(indices)
+        if catalog.sizes_known and not (distinct and all(0 <= index < size for index in indices)):
             raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")
     if operation.region is not None:
         top, left, bottom, right = operation.region
         height, width = (_get_size(name, with_common_length(leaf, lengths), "region", letter) for letter in "HW")
-        if not (0 <= top < bottom <= height and 0 <= left < right <= width):
+        if catalog.sizes_known and not (0 <= top < bottom <= height and 0 <= left < right <= width):
             raise SelectorError(
                 f"'region' of {name} must lie within {height} by {width}",
                 hint="write [top, left, bottom, right], the last two not included",
             )
-    if operation.tensor is not None:
+    if operation.tensor is not None and catalog.sizes_known:
         check_shape(
             f"the tensor for {name}",
             leaf,

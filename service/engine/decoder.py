@@ -118,7 +118,7 @@ class InputDecoder:
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:
     count = len(next(iter(rows.values())))
     fixed = planned.inputs.text is None  # a text's length, and with it the plan, shows only now
-    return fixed and count == planned.rows and get_row_shapes(rows) == planned.shapes == planned.inputs.shapes
+    return fixed and count == planned.rows and get_row_shapes(rows) == planned.shapes == planned.catalog_shapes
 
 
 def _number(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tuple[int, Fetched, Attempt]]:

@@ -46,6 +46,7 @@ class Engine:
         worker = await self.manager.get_worker(request.model, admission.deadline)
         with admission.queue_rows(worker, len(request.items)):
             planned = await self.planner.plan(request, worker, admission.deadline)
+            admission.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
             items = await fetch_inputs(planned, self.fetcher, admission)
             admission.reserve_bytes(planned.nbytes)
             job, results = await self._decode_and_run(planned, items, admission)

@@ -37,7 +37,7 @@ async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, admission: Adm
         with request.timings.step("fetch"):
             fetching = _fetch_all(targets, fetcher, fetcher.create_budget(admission.reserve_bytes))
             items = await wait_until(admission.deadline, fetching)
-        admission.resize(len(items))
+        admission.resize(planned.rows)
     _check_all_are_good(request, places, items)
     return list(zip(places, items, strict=True))
 

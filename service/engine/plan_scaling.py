@@ -17,12 +17,13 @@ def scale_plan(plan: Plan, shapes: Shapes, known: Shapes) -> Plan:
     """A plan for rows of another shape, meant low.
 
     Maps grow with the picture; what stays as it is, is pooled, or gives statistics, is left so. Of smaller rows
-    whatever may shrink counts as a single number.
+    whatever may shrink counts as a single number. Of several inputs the one that grew least counts: which layers see
+    which is not known.
     """
     ratios = [prod(new) / prod(old) for new, old in zip(shapes, known, strict=True)]
     if min(ratios) < 1:
         return replace(plan, results=tuple(_shrink(result) for result in plan.results))
-    ratio = max(ratios) * GROWTH
+    ratio = min(ratios) * GROWTH
     return replace(plan, results=tuple(_grow(result, ratio) for result in plan.results)) if ratio > 1 else plan
 
 

@@ -6,14 +6,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Protocol, TypeVar
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
-from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -35,7 +33,7 @@ from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.plan_cache import FingerprintedPlan
 from layertap.service.engine.plan_scaling import scale_plan
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.row_shapes import find_preprocessed_by, is_reshaped, predict_shapes
+from layertap.service.engine.row_shapes import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.settings import Settings
 
@@ -55,7 +53,8 @@ class RunInThread(Protocol):
 class PlannedRequest:
     """A request with its plan, by what is known of its rows.
 
-    ``inputs`` is what rows must be like, which may be outputs of a layer. ``identity`` is the model's part of the
+    ``inputs`` is what rows must be like, which may be outputs of a layer. ``catalog_shapes`` is the shape of row that
+    ``catalog`` is of, None where the rows have one that is not surveyed yet. ``identity`` is the model's part of the
     fingerprints. ``nbytes`` is about what its rows and its results take in memory.
     """
 
@@ -64,6 +63,7 @@ class PlannedRequest:
     inputs: ModelInputs
     resumption: Resumption | None
     catalog: Catalog
+    catalog_shapes: Shapes | None
     plan: Plan
     fingerprints: Mapping[str, str]
     identity: str
@@ -88,34 +88,34 @@ class Planner:
         inputs = model.model_inputs
         if resumption is not None:
             inputs = inputs.replace_by_output(resumption.takes)
-        catalog = model.catalog if resumption is None else resumption.catalog
         items = [item for _, item in request.items]
-        shapes, rows = predict_shapes(items, inputs)
-        preprocessed = find_preprocessed_by(items, inputs, shapes)
-        identity = _identify(model, inputs, preprocessed, shapes)
+        rows = predict_rows(items, inputs)
+        catalog, catalog_shapes = _choose_catalog(model, inputs, resumption, rows)
+        preprocessed = find_preprocessed_by(items, inputs, rows.shapes)
+        identity = _identify(model, inputs, preprocessed, rows.shapes)
         lengths = _assume_lengths(inputs) if request.items else None
         fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(fingerprinted.plan, catalog)
-        check_count(rows, self._settings)
-        likely = await self._predict(request, worker, fingerprinted.plan, identity, shapes, deadline)
-        check_reply_size(likely, rows, request.reply)
-        row_bytes = (
-            prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(inputs.specs, shapes, strict=True)
-        )
+        check_count(rows.count, self._settings)
+        likely = fingerprinted.plan
+        if rows.shapes != catalog_shapes:
+            likely = await self._scale(likely, rows.shapes, inputs, deadline)
+        check_reply_size(likely, rows.count, request.reply)
         return PlannedRequest(
             request=request,
             worker=worker,
             inputs=inputs,
             resumption=resumption,
             catalog=catalog,
+            catalog_shapes=catalog_shapes,
             plan=fingerprinted.plan,
             fingerprints=fingerprinted.fingerprints,
             identity=identity,
             preprocessed=preprocessed,
-            shapes=shapes,
-            rows=rows,
-            nbytes=likely.nbytes(rows) + rows * sum(row_bytes),
+            shapes=rows.shapes,
+            rows=rows.count,
+            nbytes=likely.nbytes(rows.count) + rows.nbytes,
         )
 
     async def replan(
@@ -128,21 +128,25 @@ class Planner:
         identity = _identify(model, inputs, preprocessed, shapes)
         lengths = await self._measure_lengths(rows, inputs, deadline)
         resumption, catalog = planned.resumption, planned.catalog
-        if shapes != inputs.shapes:
-            if lengths is None:
-                check_reply_size(scale_plan(planned.plan, shapes, model.shapes), count, request.reply)
+        if shapes != planned.catalog_shapes:
             model_shapes = _get_model_shapes(rows, model, inputs)
+            if model.catalogs.get_catalog(model_shapes) is None:  # what is refused all the same need not be surveyed
+                plan = planned.plan
+                if lengths is not None:
+                    plan = (await self._make_plan(request, worker, catalog, identity, lengths, deadline)).plan
+                check_reply_size(await self._scale(plan, shapes, inputs, deadline), count, request.reply)
             catalog = await self._survey(worker, model_shapes, deadline)
             resumption = await self._resume(request, worker, model_shapes, catalog, deadline)
             catalog = catalog if resumption is None else resumption.catalog
         fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
-        if shapes != inputs.shapes or lengths is not None or identity != planned.identity:
+        if catalog is not planned.catalog or lengths is not None or identity != planned.identity:
             fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
         check_reply_size(fingerprinted.plan, count, request.reply)
         return replace(
             planned,
             resumption=resumption,
             catalog=catalog,
+            catalog_shapes=shapes,
             plan=fingerprinted.plan,
             fingerprints=fingerprinted.fingerprints,
             identity=identity,
@@ -167,25 +171,11 @@ class Planner:
             worker.plans.put(request, identity, lengths, cached)
         return cached
 
-    async def _predict(
-        self,
-        request: ExtractRequest,
-        worker: ModelWorker,
-        plan: Plan,
-        identity: str,
-        shapes: Shapes,
-        deadline: float,
-    ) -> Plan:
-        """What a plan for the configured shape is for rows of another: exactly, where that shape is known already."""
-        model = worker.model
-        if request.resume is not None or shapes == model.shapes:
-            return plan
-        if model.text is not None:  # how much of a tensor is a text's own, its mask tells later
-            return scale_plan(plan, tuple(map(min, shapes, model.shapes)), model.shapes)
-        cached = model.catalogs.get_catalog(shapes)
-        if cached is None:
-            return scale_plan(plan, shapes, model.shapes)
-        return (await self._make_plan(request, worker, cached, identity, None, deadline)).plan
+    async def _scale(self, plan: Plan, shapes: Shapes, inputs: ModelInputs, deadline: float) -> Plan:
+        """What a plan for the configured shape is at least, for rows of another."""
+        if inputs.text is not None:  # how much of a tensor is a text's own, its mask tells, and a plan knows
+            shapes = tuple(map(min, shapes, inputs.shapes))
+        return await self._run_in_thread(partial(scale_plan, plan, shapes, inputs.shapes), deadline)
 
     async def _measure_lengths(self, rows: Rows, inputs: ModelInputs, deadline: float) -> TextLengths | None:
         """How many tokens the texts of rows have; None of a model that takes none."""
@@ -270,6 +260,18 @@ def _name_embedding(request: ExtractRequest, model: LoadedModel) -> ExtractReque
     if model.embedding_selector is None:
         raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
     return replace(request, selectors=(reduce_embedding(model.embedding_selector, request.embedding),))
+
+
+def _choose_catalog(
+    model: LoadedModel, inputs: ModelInputs, resumption: Resumption | None, rows: PredictedRows
+) -> tuple[Catalog, Shapes | None]:
+    """By what to plan rows, and the shape that it is of; None where they may have others that were not surveyed."""
+    if resumption is not None:
+        return resumption.catalog, inputs.shapes
+    if model.text is not None:  # a text's length is measured later
+        return model.catalog, model.shapes
+    cached = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
+    return (model.catalogs.unsized, None) if cached is None else (cached, rows.shapes)
 
 
 def _identify(model: LoadedModel, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:

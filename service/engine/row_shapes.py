@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import prod
 
+from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.array_rows import fits, get_batch_shape, name_arrays
 from layertap.service.inputs.items import ArraysItem, TokensItem
+
+
+@dataclass(frozen=True)
+class PredictedRows:
+    """What is known of a request's rows before anything is decoded.
+
+    ``shapes`` is that of one row, of several shapes the least: which of the inputs are good is not known yet.
+    ``uniform``: all have it. ``count`` and ``nbytes`` are of all rows together.
+    """
+
+    shapes: Shapes
+    uniform: bool
+    count: int
+    nbytes: int
 
 
 def find_preprocessed_by(sent: Iterable[object], inputs: ModelInputs, shapes: Shapes) -> Preprocessed:
@@ -25,14 +41,23 @@ def is_reshaped(inputs: ModelInputs, shapes: Shapes) -> bool:
     return any(shape != spec.shape for spec, shape in zip(inputs.specs, shapes, strict=True) if spec.longest is None)
 
 
-def predict_shapes(items: Iterable[object], inputs: ModelInputs) -> tuple[Shapes, int]:
-    """The shape of a request's rows and how many there will be, as far as that is known before anything is decoded.
+def predict_rows(items: Iterable[object], inputs: ModelInputs) -> PredictedRows:
+    """The rows that a request's items will be made into; one of the configured shape where there are no items.
 
-    Arrays tell; whatever else is sent counts as one row of the configured shape. Of several shapes the least: which of
-    the inputs are good is not known yet.
+    Arrays tell; whatever else is sent counts as one row of the configured shape.
     """
     predicted = [_predict_item(item, inputs) for item in items] or [(inputs.shapes, 1)]
-    return min((shapes for shapes, _ in predicted), key=_count_numbers), sum(rows for _, rows in predicted)
+    return PredictedRows(
+        shapes=min((shapes for shapes, _ in predicted), key=count_numbers),
+        uniform=len({shapes for shapes, _ in predicted}) == 1,
+        count=sum(rows for _, rows in predicted),
+        nbytes=sum(rows * _count_bytes(shapes, inputs) for shapes, rows in predicted),
+    )
+
+
+def count_numbers(shapes: Shapes) -> int:
+    """How many numbers a row of a shape has, in all its inputs."""
+    return sum(prod(shape) for shape in shapes)
 
 
 def _predict_item(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
@@ -53,5 +78,5 @@ def _predict_item(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
     return tuple(shapes[spec.name][1:] for spec in inputs.specs), rows
 
 
-def _count_numbers(shapes: Shapes) -> int:
-    return sum(prod(shape) for shape in shapes)
+def _count_bytes(shapes: Shapes, inputs: ModelInputs) -> int:
+    return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(inputs.specs, shapes, strict=True))

@@ -107,6 +107,35 @@ class NamedAsParts(nn.Module):
         return images + request
 
 
+class Patches(nn.Module):
+    """Patches of 4 pixels with attention among them, of a picture of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 4, stride=4)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(self.embed(x).flatten(2).transpose(1, 2))
+        tokens = tokens + self.attention(tokens, tokens, tokens)[0]
+        scores: Tensor = self.head(tokens.mean(1))
+        return scores
+
+
+class Guided(nn.Module):
+    """Takes a picture and a small hint, each of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.guide = nn.Conv2d(1, 8, 1)
+
+    def forward(self, image: Tensor, hint: Tensor) -> Tensor:
+        return self.conv(image).mean((2, 3)) + self.guide(hint).mean((2, 3))
+
+
 class Filing(nn.Module):
     """Its layers have names that files of results need for themselves."""
 

@@ -21,6 +21,7 @@ from tests.service.gated_server import (
     wait_until,
 )
 from tests.service.nets_http import ERRORS, Touchy
+from tests.service.queue_harness import queued_rows
 from tests.service.support import (
     Control,
     Json,
@@ -100,9 +101,9 @@ def test_shared(live: Live) -> None:
         with hold_model(live) as module:
             replies = []
             for count in (3, 2, 4):
-                before = admitted_rows(live)
+                before = queued_rows(live)
                 replies.append(pool.submit(post_rows, live, count))
-                wait_until(lambda before=before, count=count: admitted_rows(live) == before + count)  # type: ignore[misc]
+                wait_until(lambda before=before, count=count: queued_rows(live) == before + count)  # type: ignore[misc]
         assert [len(arrays_of(reply.result())["linear"]) for reply in replies] == [3, 2, 4]
     assert module.forwards == [9]
 

@@ -124,6 +124,22 @@ def test_lengths_are_few(texts: Texts) -> None:
     assert len(known) < MAX_CATALOGS
 
 
+def test_refused_length_costs_no_forward(serve: Serve, tmp_path: Path) -> None:
+    """A reply that would be too large for a text of its length is refused before anything runs with that length."""
+    saved("bert", tmp_path / "bert")
+    spec = ModelSpec("bert", f"transformers:{tmp_path / 'bert'}", device="cpu")
+    with serve(configured(spec), max_reply_bytes=(POSITIONS - 4) * 32 * 4) as live:
+        model = live.engine.manager.registry.get_entry("bert").model
+        assert model is not None
+        for tokens, status in ((POSITIONS, 413), (POSITIONS - 7, 200), (8, 200)):
+            body = {"model": "bert", "layers": [HIDDEN], "inputs": [{"tokens": [CLS] * tokens}]}
+            reply = live.client.post("/extract?format=npz", json=body)
+            assert reply.status_code == status, reply.text
+            size = next(size for size in (8, 16, 32, POSITIONS) if size >= tokens)
+            known = model.catalogs.get_catalog(tuple((size,) for _ in model.inputs))
+            assert (known is None) == (status == 413)
+
+
 def test_at_the_same_time(texts: Texts) -> None:
     """Requests of several lengths at the same time each get their own values."""
     expected = {
