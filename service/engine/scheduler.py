@@ -209,6 +209,8 @@ class Scheduler:
         except BaseException:  # a bug of ours, which would cost a slot for good
             log.critical("decoding failed", exc_info=True)
             self.fail_permanently("a thread that decodes failed")
+            if task is not None:
+                deliver([(task.flight.answer, failure_error(self.failure))])
 
     def _run_decode(self, task: PendingDecode) -> None:
         """Decode, and queue what is ready to run; in a thread of the pool."""

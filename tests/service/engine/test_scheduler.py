@@ -1,0 +1,66 @@
+"""What becomes of the server where code of ours fails, and of a request's memory while its other rows run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from layertap.models.selection.hook_points import Reduction, Selector
+from layertap.service.engine.batch_runner import Results
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.errors import UnavailableError
+from layertap.service.inputs.items import ArraysItem
+from tests.service.conftest import Serve
+from tests.service.gated_server import wait_until
+from tests.service.queue_harness import extract_request, hold_queue, queued_rows, random_rows, serving_nets
+from tests.service.support import problem
+
+WAIT_S = 60.0
+
+
+def test_failure_while_decoding(serve: Serve) -> None:
+    """A fault of ours in a thread that decodes costs its slot for good: who waits is told, and so are balancers."""
+    with serving_nets(serve, "uphill") as live:
+        scheduler, worker = live.engine.manager.scheduler, live.engine.manager.workers["uphill"]
+
+        def decode() -> Any:
+            return cast("Any", None)  # which is no rows
+
+        with pytest.raises(UnavailableError, match="decodes failed"):
+            asyncio.run(scheduler.decode(worker, decode, "interactive", time.monotonic() + WAIT_S))
+        wait_until(lambda: live.client.get("/livez").status_code == 503)
+        problem(live.client.get("/readyz"), 503, seconds=True)
+
+
+def test_part_of_a_request(serve: Serve) -> None:
+    """What waits for a request's other rows holds its own values and scales, not those of the forward's other rows."""
+    with serving_nets(serve, "tower", max_batch_rows=4) as live, hold_queue(live, "tower") as pile:
+        engine = live.engine
+        reduction = Reduction(pool="mean", dtype="int8")
+        request = ExtractRequest(
+            model="tower",
+            items=((0, ArraysItem({None: random_rows(4)}, may_batch=True)),),
+            selectors=(Selector("conv", "conv", reduction=reduction),),
+        )
+
+        async def run() -> list[Results]:
+            with engine.admission.admit(time.monotonic() + WAIT_S) as admission:
+                return await engine.manager.scheduler.run(await engine.dry_run(request, admission))
+
+        other = pile.enqueue(extract_request(random_rows(3), "tower", "conv", pool="mean", dtype="int8"), 3)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(asyncio.run, run())
+            wait_until(lambda: queued_rows(live) == 7)
+            pile.module.gate.set()
+            parts = running.result()
+        assert other.result().status_code == 200
+    assert pile.module.forwards == [4, 3]
+    found = [tensor for part in parts for each in part.values() for tensor in (each.values, each.scale)]
+    for tensor in found:
+        assert tensor is not None
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert len(found) == 4
