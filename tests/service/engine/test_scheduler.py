@@ -14,9 +14,10 @@ from layertap.service.engine.batch_runner import Results
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import UnavailableError
 from layertap.service.inputs.items import ArraysItem
+from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
-from tests.service.queue_harness import extract_request, hold_queue, queued_rows, random_rows, serving_nets
+from tests.service.queue_harness import hold_queue, queued_rows, random_rows, serving_nets
 from tests.service.support import problem
 
 WAIT_S = 60.0
@@ -39,28 +40,28 @@ def test_failure_while_decoding(serve: Serve) -> None:
 def test_part_of_a_request(serve: Serve) -> None:
     """What waits for a request's other rows holds its own values and scales, not those of the forward's other rows."""
     with serving_nets(serve, "tower", max_batch_rows=4) as live, hold_queue(live, "tower") as pile:
-        engine = live.engine
-        reduction = Reduction(pool="mean", dtype="int8")
-        request = ExtractRequest(
-            model="tower",
-            items=((0, ArraysItem({None: random_rows(4)}, may_batch=True)),),
-            selectors=(Selector("conv", "conv", reduction=reduction),),
-        )
-
-        async def run() -> list[Results]:
-            with engine.admission.admit(time.monotonic() + WAIT_S) as admission:
-                return await engine.manager.scheduler.run(await engine.dry_run(request, admission))
-
-        other = pile.enqueue(extract_request(random_rows(3), "tower", "conv", pool="mean", dtype="int8"), 3)
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(asyncio.run, run())
-            wait_until(lambda: queued_rows(live) == 7)
+            running = pool.submit(asyncio.run, run_together(live, 3, 5))
+            wait_until(lambda: queued_rows(live) == 8)
             pile.module.gate.set()
-            parts = running.result()
-        assert other.result().status_code == 200
-    assert pile.module.forwards == [4, 3]
-    found = [tensor for part in parts for each in part.values() for tensor in (each.values, each.scale)]
-    for tensor in found:
+            requests = running.result()
+    assert pile.module.forwards == [4, 4]
+    assert [len(parts) for parts in requests] == [1, 2]
+    for tensor in [tensor for part in requests[1] for each in part.values() for tensor in (each.values, each.scale)]:
         assert tensor is not None
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-    assert len(found) == 4
+
+
+async def run_together(live: Live, *counts: int) -> list[list[Results]]:
+    """The parts of requests of so many rows for int8, all of which wait at the same time."""
+
+    async def run(count: int) -> list[Results]:
+        request = ExtractRequest(
+            model="tower",
+            items=((0, ArraysItem({None: random_rows(count)}, may_batch=True)),),
+            selectors=(Selector("conv", "conv", reduction=Reduction(dtype="int8")),),
+        )
+        with live.engine.admission.admit(time.monotonic() + WAIT_S) as admission:
+            return await live.engine.manager.scheduler.run(await live.engine.dry_run(request, admission))
+
+    return await asyncio.gather(*map(run, counts))
