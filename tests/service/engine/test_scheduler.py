@@ -39,12 +39,15 @@ def test_failure_while_decoding(serve: Serve) -> None:
 
 def test_part_of_a_request(serve: Serve) -> None:
     """What waits for a request's other rows holds its own values and scales, not those of the forward's other rows."""
-    with serving_nets(serve, "tower", max_batch_rows=4) as live, hold_queue(live, "tower") as pile:
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(asyncio.run, run_together(live, 3, 5))
-            wait_until(lambda: queued_rows(live) == 8)
-            pile.module.gate.set()
-            requests = running.result()
+    with (
+        serving_nets(serve, "tower", max_batch_rows=4) as live,
+        hold_queue(live, "tower") as pile,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        running = pool.submit(asyncio.run, run_together(live, 3, 5))
+        wait_until(lambda: queued_rows(live) == 8)
+        pile.module.gate.set()
+        requests = running.result()
     assert pile.module.forwards == [4, 4]
     assert [len(parts) for parts in requests] == [1, 2]
     for tensor in [tensor for part in requests[1] for each in part.values() for tensor in (each.values, each.scale)]:
