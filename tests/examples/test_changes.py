@@ -9,17 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.examples.printed import ROOT, open_project, read_blocks, read_diffs
-from tests.marks import slow_but
 
 COPIED = ("models", "service", "src", "tests")
 PAGES = [path for path in sorted((ROOT / "docs" / "how-to").glob("*.md")) if read_diffs(path)]
-QUICK = [path for path in PAGES if path.stem == "add-a-pooling"]
-pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("git") is None, reason="needs git")]
 
 
-@pytest.mark.parametrize(
-    "page", slow_but([page for page in PAGES if page.stem == "add-a-pooling"], PAGES), ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_change(page: Path, tmp_path: Path) -> None:
     """The diffs of a page apply to a copy of the project, and what the page runs then succeeds there."""
     with open_project(tmp_path) as project:

@@ -40,6 +40,7 @@ NO_SERVER = "http://127.0.0.1:1"
 LIMIT_S = 240
 
 Array = NDArray[Any]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ def test_every_printed_command_is_run() -> None:
     assert [line for block in blocks("sh") for line in block.splitlines()] == [SERVE, *COMMANDS]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_shell(folder: Folder, runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
     """The three forms by curl give what a request of one's own gives."""

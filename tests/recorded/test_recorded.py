@@ -10,6 +10,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
+import pytest
+
 from tests.recorded.cases import explanations, inputs, interventions, replies, routes
 from tests.recorded.client import Answer
 from tests.recorded.comparison import UNSTABLE, compare
@@ -36,6 +38,7 @@ def few_requests() -> Iterator[Request]:
         yield send(name, picture(seed), "image/png", layers="head")
 
 
+@pytest.mark.slow
 def test_recorded() -> None:
     """A server that starts anew gives the same answers; an answer to another picture is told from the one before."""
     first, second = (record(HERE, [Setup("digits", few_requests)], ()) for _ in range(2))

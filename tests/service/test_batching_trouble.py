@@ -300,6 +300,7 @@ def retry(reply: httpx.Response) -> int:
     return int(reply.headers["retry-after"])
 
 
+@pytest.mark.slow
 def test_too_many_rows(serve: Serve) -> None:
     """A full queue is refused with when to come again, the later the more waits; then its places are free again."""
     with serving_nets(serve, "slow", max_queue_rows=200) as live:
@@ -324,6 +325,7 @@ def hasty(request: Json, seconds: float) -> Json:
     return {**request, "headers": {**request.get("headers", {}), "x-request-timeout": str(seconds)}}
 
 
+@pytest.mark.slow
 def test_too_little_time(serve: Serve) -> None:
     """What can't be served in time for what waits already is refused at once; an idle server refuses nobody."""
     with serving_nets(serve, "slow") as live:

@@ -16,6 +16,7 @@ from torchvision.models import resnet18
 from layertap.models import loading
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
+from tests.marks import slow
 from tests.models.weights import plain_weights
 from tests.oracle import seeded
 from tests.server import Live
@@ -86,7 +87,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-@pytest.mark.parametrize("starts", [1, pytest.param(15, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("starts", [slow(5), pytest.param(50, marks=[pytest.mark.hard, pytest.mark.timeout(1800)])])
 def test_a_mixture_of_models(serve: Serve, mixture: Mixture, starts: int) -> None:
     """Every model is ready with the weights of its file, every answer that is given meanwhile is exactly right."""
     wrong: list[object] = []

@@ -212,6 +212,7 @@ def test_check(tmp_path: Path) -> None:
     assert left.startswith("later: not loaded")
 
 
+@pytest.mark.slow
 def test_check_of_what_fails(tmp_path: Path) -> None:
     """A model whose weights can't be read, and a warm plan for a layer that is not there: status 2, and why."""
     warm = {**CHAIN, "name": "warm", "warm": [{"layers": ["cnv"], "compile": True}]}
@@ -234,6 +235,7 @@ def waiting():
 """
 
 
+@pytest.mark.slow
 def test_interrupted_check(tmp_path: Path) -> None:
     """Ctrl+C ends ``check`` while a model is loaded, with the status that shells know, and says no more."""
     (tmp_path / "own_waiting.py").write_text(WAITING)

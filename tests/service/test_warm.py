@@ -22,6 +22,7 @@ from tests.service.support import Array, Json, arrays_of, npy, raw, same, tensor
 
 ROWS = np.random.default_rng(0).normal(size=(8, 3, 8, 8)).astype(np.float32)
 PLAIN, COMPILED = "plain", "compiled"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import parse_selector
 from tests.conftest import Loader
-from tests.marks import slow
+from tests.marks import slow, slow_but
 from tests.models.extraction import extract_plan
 from tests.nets import INPUTS, EarlyExit, Pruned, Swallows, batch, surveyed
 from tests.oracle import Key, record
@@ -107,7 +107,7 @@ def test_every_tensor_alone(load_net: Loader, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["resnet", "vit", "swin"])
+@pytest.mark.parametrize("name", slow_but(("vit",), ["resnet", "vit", "swin"]))
 def test_half_precision(load_net: Loader, name: str, dtype: str) -> None:
     """A model in half precision gives its own values exactly, as float32."""
     model = load_net(name, dtype=dtype)
