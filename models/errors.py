@@ -14,13 +14,15 @@ LayertapError
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal, Self
 
 Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "warm", "lost", "other"]
 
+MAX_COMPARED = 200  # characters: comparing takes time by their square
 IN_THE_LOG = "the server's log has the traceback"
 
 
@@ -28,6 +30,14 @@ def escape(text: str, limit: int = 80) -> str:
     """A name from outside, safe to show: escaped to printable ASCII, cut to ``limit`` characters, in quotes."""
     shown = text[: limit + 1].encode("unicode_escape").decode("ascii")
     return f"'{shown[:limit]}…'" if len(shown) > limit else f"'{shown}'"
+
+
+def find_nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> tuple[str, ...]:
+    """Up to so many names that look like a word, of which only the beginning is looked at; the nearest comes first.
+
+    ``cutoff`` (0 to 1): how alike they must at least be.
+    """
+    return tuple(get_close_matches(word[:MAX_COMPARED], tuple(known), count, cutoff))
 
 
 def suggest(names: tuple[str, ...]) -> str:

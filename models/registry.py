@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
-from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, suggest
+from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, find_nearest, suggest
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.spec import ModelSpec
@@ -64,7 +63,7 @@ class Registry:
         """The entry of that name; UnknownModelError with near matches where there is none."""
         entry = self._entries.get(name)
         if entry is None:
-            hint = suggest(tuple(difflib.get_close_matches(name[:200], self._entries, n=3)))
+            hint = suggest(find_nearest(name, self._entries, 3))
             raise UnknownModelError(f"there is no model {escape(name)}", hint=hint or "GET /models lists every model")
         return entry
 

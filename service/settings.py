@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, fi
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from layertap.models.errors import LayertapError
+from layertap.models.errors import LayertapError, find_nearest
 
 PREFIX = "LAYERTAP_"
 CLIENT_VARIABLES = frozenset({"URL"})  # not a server's: where clients find one
@@ -214,7 +213,7 @@ def _check_names(environment: Mapping[str, str]) -> Iterator[str]:
             continue
         link = SERVICE_LINK.fullmatch(name) or (name.endswith("_PORT") and SERVICE_URL.fullmatch(value))
         if not (link and "KUBERNETES_SERVICE_HOST" in environment):
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            nearest = find_nearest(name, known, cutoff=0.0)[0]
             yield f"{variable}: there is no such setting; the nearest is {PREFIX}{nearest}"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
 
 MAX_SUGGESTED = 3
@@ -183,12 +183,12 @@ class Catalog:
 
     def suggest_layers(self, name: str) -> tuple[str, ...]:
         """Up to three names that look like this one."""
-        return tuple(difflib.get_close_matches(name[:200], self.layers, n=MAX_SUGGESTED))
+        return find_nearest(name, self.layers, MAX_SUGGESTED)
 
     def suggest_types(self, kind: str) -> tuple[str, ...]:
         """Up to three types that look like this one, in capitals or small letters."""
         types = {each.lower(): each for each in self.types}
-        return tuple(types[each] for each in difflib.get_close_matches(kind[:200].lower(), types, n=MAX_SUGGESTED))
+        return tuple(types[each] for each in find_nearest(kind.lower(), types, MAX_SUGGESTED))
 
     @property
     def types(self) -> tuple[str, ...]:

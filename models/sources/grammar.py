@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
-from layertap.models.errors import LoadError, escape, label_failures, suggest
+from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
 
 CHECKPOINTS = (".safetensors", ".pth", ".pt")
 CHECKPOINT_HINT = (
@@ -67,7 +66,7 @@ def get_base_name(text: str) -> str:
 def unknown_name_error(kind: str, ident: str, names: Iterable[str]) -> LoadError:
     """The refusal of an architecture that a source does not have, with the exact strings of near matches."""
     shown = get_base_name(ident)
-    matches = tuple(f"{kind}:{name}" for name in difflib.get_close_matches(shown, names, n=3))
+    matches = tuple(f"{kind}:{name}" for name in find_nearest(shown, names, 3))
     return LoadError(f"{kind} has no architecture {escape(shown)}", hint=suggest(matches))
 
 

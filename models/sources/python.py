@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from layertap.models.errors import IN_THE_LOG, LoadError, escape, label_failures, suggest
+from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
 from layertap.models.sources import transformers_switches
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
@@ -133,7 +132,7 @@ def _import_factory(name: str, factory: str) -> type[object]:
     # The name is the operator's own configuration; nothing from a request comes here.
     attribute = getattr(loaded, factory, None)
     if not callable(attribute):
-        matches = difflib.get_close_matches(factory, vars(loaded), n=3)
+        matches = find_nearest(factory, vars(loaded), 3)
         hint = suggest(tuple(f"python:{name}:{match}" for match in matches))
         raise LoadError(f"Python module {escape(name)} has no factory {escape(factory)}", hint=hint)
     return attribute  # type: ignore[no-any-return]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from layertap.models.errors import LoadError, escape, suggest
+from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.sources.grammar import get_base_name
 from layertap.models.sources.source_checks import (
     CheckContext,
@@ -46,7 +45,7 @@ def parse_source(text: str) -> tuple[ModelSource, str]:
     shown = escape(get_base_name(kind))
     if not ident:
         raise LoadError(f"source {shown} has no KIND: in front of a name", hint=hint)
-    matches = tuple(f"{name}:{get_base_name(ident)}" for name in difflib.get_close_matches(kind, SOURCES, n=1))
+    matches = tuple(f"{name}:{get_base_name(ident)}" for name in find_nearest(kind, SOURCES))
     raise LoadError(f"sources of kind {shown} are not known", hint=suggest(matches) or hint)
 
 

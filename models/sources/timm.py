@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
-from layertap.models.errors import LoadError, escape, suggest
+from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.inputs.preprocess import from_timm
 from layertap.models.sources.build import FLOAT_BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
@@ -55,7 +54,7 @@ def _check_name(timm: Any, ident: str) -> None:
         timm.get_pretrained_cfg(ident)
     except RuntimeError as error:
         tags = [full for full in timm.list_pretrained() if full.partition(".")[0] == name]
-        matches = tuple(f"timm:{full}" for full in difflib.get_close_matches(ident, tags, n=3, cutoff=0))
+        matches = tuple(f"timm:{full}" for full in find_nearest(ident, tags, 3, cutoff=0.0))
         raise LoadError(f"timm:{name} has no weights tagged {escape(tag)}", hint=suggest(matches)) from error
 
 

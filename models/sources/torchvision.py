@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import re
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
 from torchvision.models.video import MViT
 
-from layertap.models.errors import LoadError, escape, suggest
+from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.inputs.preprocess import from_torchvision
 from layertap.models.sources.build import FLOAT_BITS, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
@@ -95,7 +94,7 @@ def _find_released(ident: str, members: Mapping[str, Any], weights: WeightsSourc
     if (member := members.get(name.removeprefix(prefix))) is not None:
         return member
     names = ", ".join(members)
-    hint = suggest(tuple(difflib.get_close_matches(name, members, n=1))) or f"type one of {names}"
+    hint = suggest(find_nearest(name, members)) or f"type one of {names}"
     raise LoadError(f"torchvision:{ident} has weights {names}, and none named {escape(name)}", hint=hint)
 
 

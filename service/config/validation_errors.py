@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from layertap.models.errors import find_nearest
 from layertap.models.sources.check import Place
 from layertap.service.config.document import Mistake
 from layertap.service.config.schema import FIELDS
@@ -44,7 +44,7 @@ def _describe_error(error: ErrorDetails, place: Place) -> str:
 
 def _find_nearest(name: str, parent: Place) -> str:
     known = FIELDS[tuple("*" if isinstance(part, int) else part for part in parent)]
-    return get_close_matches(name[:100], known, n=1, cutoff=0.0)[0]
+    return find_nearest(name, known, cutoff=0.0)[0]
 
 
 def _get_reason(error: ErrorDetails) -> str:

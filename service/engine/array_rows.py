@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from math import prod
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.devices.dtypes import DTYPES
-from layertap.models.errors import InputError, TooLargeError, escape, suggest
+from layertap.models.errors import InputError, TooLargeError, escape, find_nearest, suggest
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.models.spec import InputSpec
@@ -93,7 +92,7 @@ def _misnamed_error(arrays: Mapping[str | None, Array], wanted: Sequence[str]) -
     if unknown is None:
         missing = next(name for name in wanted if name not in arrays)
         return InputError(f"there is no array for the model's input {escape(missing)}", hint=hint)
-    alike = tuple(get_close_matches(unknown[:100], wanted, n=1))
+    alike = find_nearest(unknown, wanted)
     return InputError(f"the model has no input {escape(unknown)}", hint=suggest(alike) or hint)
 
 

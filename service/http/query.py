@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import lru_cache
 
 from starlette.datastructures import QueryParams
 
-from layertap.models.errors import RequestError, escape, suggest
+from layertap.models.errors import RequestError, escape, find_nearest, suggest
 
 MAX_CACHED, MAX_CACHED_BYTES = 64, 512  # queries that are remembered, and how long each may be
 MAX_LIST_ITEMS = 50_000  # in one parameter
@@ -58,7 +57,7 @@ class Query:
         for key in self.parameters:
             if key not in allowed:
                 offered = ", ".join(sorted(allowed))
-                near = tuple(get_close_matches(key[:100], sorted(allowed), n=1))
+                near = find_nearest(key, sorted(allowed))
                 hint = f"{reason}; its query parameters are {offered}" if reason else suggest(near) or f"use {offered}"
                 raise RequestError(f"the query parameter {escape(key)} is not taken here", hint=hint)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic_core import ErrorDetails
 
-from layertap.models.errors import Fault, escape, suggest
+from layertap.models.errors import Fault, escape, find_nearest, suggest
 from layertap.models.gradients.objectives import ObjectiveKind
 from layertap.models.interventions.operations import Op
 from layertap.models.selection.hook_points import Method, ReplyDType
@@ -39,7 +38,7 @@ def _get_hint(error: ErrorDetails) -> str:
         return ""
     if error["type"] == "extra_forbidden":
         # It may be known elsewhere, but it is refused in this place.
-        return suggest(tuple(get_close_matches(names[-1][:100], sorted(FIELDS - {names[-1]}), n=1)))
+        return suggest(find_nearest(names[-1], sorted(FIELDS - {names[-1]})))
     return HINTS.get(names[-1], "")
 
 
