@@ -26,7 +26,7 @@ test: $(STAMP) ## Run the quick tests, as many at once as there are cores; pytes
 test-all: $(STAMP) ## Run the slow tests too
 	$(PARALLEL) -m 'not gpu and not hard' $(ARGS)
 
-test-hard: $(STAMP) ## Run hostile input and faults at length (an hour and more)
+test-hard: $(STAMP) ## Run every architecture, hostile input and faults at length (two hours and more)
 	$(BIN)/python -m pytest -m hard $(ARGS)
 
 fuzz: READERS := image npy npz safetensors selector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,17 @@ from tests.fidelity.served_model import Case
 
 # Of each kind the cheapest; a vision transformer with prefix tokens is among timm's.
 QUICK = ("googlenet", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1")
+# Of each family the cheapest two or so; all others are hard.
+SLOW = (
+    *("alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "efficientnet_v2_s", "inception_v3", "mnasnet0_5"),
+    *("mobilenet_v2", "mobilenet_v3_large", "regnet_x_400mf", "regnet_y_400mf", "resnet50", "resnext50_32x4d"),
+    *("shufflenet_v2_x1_0", "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11", "vgg11_bn", "vit_b_32", "wide_resnet50_2"),
+)
+MARKS = {
+    "quick": (),
+    "slow": (pytest.mark.slow, pytest.mark.timeout(3600)),
+    "hard": (pytest.mark.hard, pytest.mark.timeout(3600)),
+}
 SURVEYED = frozenset({"mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5", "squeezenet1_1", "swin_t"})
 SMALLEST: dict[str, tuple[int, int]] = {"alexnet": (80, 64), "inception": (96, 80), "maxvit": (224, 224)}
 PATCHED: dict[str, int] = {"vit_b_16": 48, "vit_b_32": 96, "vit_h_14": 42, "vit_l_16": 48, "vit_l_32": 96}
@@ -31,17 +43,21 @@ def torchvision_case(name: str, shape: tuple[int, ...] | None = None, **options:
 
 
 def classifiers() -> list[Any]:
-    """Parameters for every classification architecture; those not in QUICK are slow. A small MaxViT joins in."""
+    """Parameters for every classification architecture; a small MaxViT joins in."""
     names = list_models(module=torchvision.models)
     small = Case("python:tests.fidelity.nets:maxvit_small", maxvit_small, (3, SIDE, SIDE))
-    cases = [parameter(torchvision_case(name), slow=name not in QUICK) for name in names]
-    return [*cases, parameter(small, slow=False)]
+    cases = [parameter(torchvision_case(name), choose_level(name, QUICK, SLOW)) for name in names]
+    return [*cases, parameter(small, "quick")]
 
 
-def parameter(case: Case, *, slow: bool) -> Any:
-    """A case as a parameter of a test."""
-    marks = (pytest.mark.slow, pytest.mark.timeout(3600)) if slow else ()
-    return pytest.param(case, id=case.name, marks=marks)
+def choose_level(name: str, quick: Collection[str], slow: Collection[str]) -> str:
+    """Which of MARKS a case has."""
+    return "quick" if name in quick else "slow" if name in slow else "hard"
+
+
+def parameter(case: Case, level: str) -> Any:
+    """A case as a parameter of a test; ``level`` names its marks."""
+    return pytest.param(case, id=case.name, marks=MARKS[level])
 
 
 def _shape(name: str) -> tuple[int, ...]:

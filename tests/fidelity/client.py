@@ -16,6 +16,7 @@ LIMITS: dict[str, Any] = {
     "max_results": 1_000_000,
     "max_reply_bytes": 2**36,
     "max_body_bytes": 2**28,
+    "max_queue_bytes": 2**34,
     "body_timeout_s": 600,
     "deadline_s": 1800,
     "decode_threads": 1,

@@ -38,7 +38,6 @@ SLOW = {
     "inception_v3": "Mixed_5b",
     "convnext_tiny": "features.3",
     "efficientnet_b3": "features.3",
-    "efficientnet_v2_l": "features.3",
     "lraspp_mobilenet_v3_large": "classifier.cbr",
 }
 OPTIONS = {"lraspp_mobilenet_v3_large": {"weights_backbone": None}}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 
-from tests.fidelity.cases import parameter
+from tests.fidelity.cases import choose_level, parameter
 from tests.fidelity.conftest import Noted
 from tests.fidelity.reductions import Axes
 from tests.fidelity.served_model import Case, served_model
@@ -25,16 +25,21 @@ UNLIKE: dict[str, tuple[int, ...]] = {
     "mobilevit_xxs": (3, 64, 64),
 }
 QUICK = ("deit_tiny_distilled_patch16_224",)
-OTHERS = (
-    *("cait_xxs24_224", "convit_tiny", "cs3darknet_s", "csatv2", "cspnext_tiny", "dla46_c", "edgenext_xx_small"),
-    *("efficientformerv2_s0", "efficientvim_m1", "efficientvit_b0", "efficientvit_m0", "ese_vovnet19b_dw"),
-    *("eva02_tiny_patch14_224", "fasternet_t0", "ghostnetv2_100", "gmlp_ti16_224", "hgnetv2_b0", "hiera_tiny_224"),
-    *("inception_next_atto", "iformer_t", "levit_128s", "lowformer_b0", "mobilenetv3_small_050", "mobilevitv2_050"),
-    *("nest_tiny", "pit_ti_distilled_224", "poolformer_s12", "pvt_v2_b0", "regnetx_002", "repvgg_a0", "repvit_m0_9"),
-    *("resnest14d", "resnetv2_18", "rexnet_100", "selecsls42b", "sequencer2d_s", "shvit_s1", "skresnet18"),
-    *("starnet_s050", "swiftformer_xs", "test_coatnet", "test_convnext", "test_mambaout", "test_maxvit", "test_nfnet"),
-    *("test_resnet", "test_vit", "test_vit_relpos", "tiny_vit_5m_224", "tinynet_e", "twins_svt_small"),
-    *("visformer_tiny", "vit_tiny_r_s16_p8_224", "volo_d1_224", "xcit_nano_12_p16_224"),
+SLOW = (
+    *("convit_tiny", "dla46_c", "edgenext_xx_small", "efficientvit_b0", "efficientvit_m0", "eva02_tiny_patch14_224"),
+    *("fasternet_t0", "gmlp_ti16_224", "hgnetv2_b0", "hiera_tiny_224", "inception_next_atto", "levit_128s"),
+    *("resnetv2_18", "rexnet_100", "selecsls42b", "shvit_s1", "skresnet18", "starnet_s050", "swiftformer_xs"),
+    *("test_coatnet", "test_convnext", "test_mambaout", "test_maxvit", "test_nfnet", "test_resnet", "test_vit"),
+    *("test_vit_relpos", "tiny_vit_5m_224", "tinynet_e", "visformer_tiny", "vit_tiny_r_s16_p8_224"),
+    "xcit_nano_12_p16_224",
+)
+# Not csatv2: with random weights a layer gives the same number everywhere. Not efficientformerv2_s0: with them float32
+# and float64 are further apart, in plain torch, than what is allowed here.
+HARD = (
+    *("cait_xxs24_224", "cs3darknet_s", "cspnext_tiny", "efficientvim_m1", "ese_vovnet19b_dw"),
+    *("ghostnetv2_100", "iformer_t", "lowformer_b0", "mobilenetv3_small_050", "mobilevitv2_050", "nest_tiny"),
+    *("pit_ti_distilled_224", "poolformer_s12", "pvt_v2_b0", "regnetx_002", "repvgg_a0", "repvit_m0_9", "resnest14d"),
+    *("sequencer2d_s", "twins_svt_small", "volo_d1_224"),
 )
 
 
@@ -56,7 +61,7 @@ def _case(name: str) -> Case:
 
 PREFIX = 2
 POOLED: dict[str, Axes] = {"deit_tiny_distilled_patch16_224": _deit, "swin_tiny_patch4_window7_224": _swin}
-CASES = [parameter(_case(name), slow=name not in QUICK) for name in (*UNLIKE, *OTHERS)]
+CASES = [parameter(_case(name), choose_level(name, QUICK, (*UNLIKE, *SLOW))) for name in (*UNLIKE, *SLOW, *HARD)]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -285,7 +285,7 @@ def test_listed_architectures_are_the_classifiers() -> None:
     assert not {"r3d_18", "fcn_resnet50", "ssd300_vgg16", "raft_small", "quantized_resnet18"} & set(names)
 
 
-@pytest.mark.slow
+@pytest.mark.hard
 @pytest.mark.parametrize(
     "name", [*list_default_architectures(), "fcn_resnet101", "deeplabv3_resnet50", "s3d", "swin3d_b"]
 )
