@@ -31,9 +31,9 @@ PICTURES = (("china.jpg", "JPEG"), ("flower.jpg", "PNG"))
 # By architecture, a layer in its midst. Presets: bilinear, bicubic; slow ones are of other sizes, or without a crop.
 LAYERS = {
     "resnet18": "layer2.0.bn1",
-    "efficientnet_b0": "features.3",
 }
 SLOW = {
+    "efficientnet_b0": "features.3",
     "swin_t": "features.3",
     "inception_v3": "Mixed_5b",
     "convnext_tiny": "features.3",

@@ -170,6 +170,7 @@ def test_end_of_loading_without_a_forward() -> None:
     assert [(reason.partition(";")[0], kind) for reason, kind in told] == [(error.detail, "other")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ONCE)
 def test_end_under_load(tmp_path: Path, number: int) -> None:
     """SIGTERM amid many requests: each that was accepted is answered in full, nobody else; the status is 0.

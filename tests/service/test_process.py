@@ -176,6 +176,7 @@ def test_served_until_balancers_know(tmp_path: Path) -> None:
     assert all(client.endings[-1] for client in clients[:KEPT])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux keeps new connections away")
 def test_no_connection_is_reset() -> None:
     """Of connections as fast as they can be made, up to the last: each is answered or refused."""

@@ -76,7 +76,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- torchvision ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "r3d_18"])
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", slow("resnet18"), slow("r3d_18")])
 def test_seeded_weights_are_the_architectures_own(name: str) -> None:
     """random:SEED is what get_model gives after manual_seed(SEED), every time, and another seed is another model."""
     first = built(f"torchvision:{name}", "random:3")
@@ -107,7 +107,7 @@ def test_built_module_is_ready_and_the_process_is_untouched() -> None:
         ("vit_b_32", (3, 224, 224), (1, 1000), 1, True),
         ("swin_v2_t", (3, 256, 256), (1, 1000), 0, True),
         ("r3d_18", (3, 16, 112, 112), (1, 400), 0, False),
-        ("mvit_v2_s", (3, 16, 224, 224), (1, 400), 1, False),
+        slow("mvit_v2_s", (3, 16, 224, 224), (1, 400), 1, False),
     ],
 )
 def test_input_is_what_the_model_takes(
@@ -183,7 +183,7 @@ def leaves(value: Tensor | dict[str, Tensor]) -> list[Tensor]:
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
-@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+@pytest.mark.parametrize("name", ["googlenet", slow("inception_v3")])
 def test_released_file_is_built_as_torchvision_builds_it(cache: Path, tmp_path: Path, name: str) -> None:
     """Released weights, by name or by a copy of their file, get the input scaling and heads that torchvision gives."""
     member = get_model_weights(name).DEFAULT

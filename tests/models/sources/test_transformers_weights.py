@@ -28,6 +28,7 @@ from tests.transformers_nets import NETS, TEXT, VOCABULARY, net, saved
 
 LLAMA = transformers.LlamaConfig
 XGLM = {"vocab_size": VOCABULARY, "d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}
+pytestmark = pytest.mark.slow
 
 
 def _llama(tied: bool) -> Any:
@@ -109,14 +110,12 @@ def _built(folder: Path, **fields: Any) -> Any:
     return build.build_model(ModelSpec("m", f"transformers:{folder}", device="cpu", inputs=inputs, **fields)).module
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str) -> None:
     """Every parameter and buffer has the dtype, the shape and the bits that from_pretrained gives in quiet."""
     assert plain_weights.facts(_built(folder / form)) == plain[form].saved
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bert", "gpt2", "clip", "clip_bf16", "llama_bf16", "mixing_bf16", "vit_bf16"])
 def test_random_weights_of_the_library(folder: Path, plain: dict[str, Plain], form: str) -> None:
     """Weights of a seed are those of the class, constructed after manual_seed in a quiet process."""
@@ -143,7 +142,6 @@ def test_a_factory_that_loads(folder: Path, plain: dict[str, Plain]) -> None:
     assert torch.zeros(1).dtype == torch.float32
 
 
-@pytest.mark.slow
 def test_a_factory_that_imports_the_library() -> None:
     """Where a factory is the first to import the library, what it loads changes no model of another thread either."""
     command = [sys.executable, "-m", "tests.models.sources.importing_late"]
