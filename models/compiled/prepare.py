@@ -90,7 +90,7 @@ def _compile_in_process(spec: ModelSpec, folder: Path, threads: int) -> None:
     process.start()
     sender.close()
     try:
-        reason = _wait_for_compiler(receiver, spec.name)
+        reason = wait_for_compiler(receiver, spec.name)
     except EOFError:
         reason = "the compiler's process ended"
     process.join()
@@ -98,7 +98,7 @@ def _compile_in_process(spec: ModelSpec, folder: Path, threads: int) -> None:
         raise WarmError(reason)
 
 
-def _wait_for_compiler(receiver: Connection, model: str) -> str:
+def wait_for_compiler(receiver: Connection, model: str) -> str:
     """What a compiler's process says at its end: what went wrong, if anything did. Until then it counts graphs."""
     start = time.monotonic()
     log.info("compiling warm plans, which may take minutes", extra={"fields": {"model": model}})

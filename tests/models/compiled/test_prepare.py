@@ -19,7 +19,7 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.compile import WarmError, compute_key, open_folder
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.compiled.export import export_graph
-from layertap.models.compiled.prepare import _wait_for_compiler, compile_warm_plans, make_warm_plan, prepare_warm_plans
+from layertap.models.compiled.prepare import compile_warm_plans, make_warm_plan, prepare_warm_plans, wait_for_compiler
 from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
@@ -270,7 +270,7 @@ def test_progress(caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = Pipe(duplex=False)
     for said in ((1, 4), (2, 4), "it can't be compiled"):
         theirs.send(said)
-    assert _wait_for_compiler(ours, "Chain") == "it can't be compiled"
+    assert wait_for_compiler(ours, "Chain") == "it can't be compiled"
     fields = [vars(record)["fields"] for record in caplog.records]
     assert {each["model"] for each in fields} == {"Chain"}
     assert [(each["graph"], each["graphs"]) for each in fields if "graph" in each] == [(1, 4), (2, 4)]
