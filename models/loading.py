@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from threading import Lock
 
 import torch
@@ -13,7 +14,9 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.same_calls import has_same_calls
 from layertap.models.devices import devices
+from layertap.models.devices.cost_history import CostHistory, open_history
 from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.processor import describe_speed
 from layertap.models.devices.threads import count_cores
 from layertap.models.errors import InputError, LoadError, RequestError, label_failures
 from layertap.models.inputs.device_decoder import create_device_decoder
@@ -32,22 +35,29 @@ TURN_TIMEOUT_S = 30.0  # a model that is loaded before may have to download its 
 _turn = Lock()
 
 
-def load_model(spec: ModelSpec, replicas: int = 1, threads: int | None = None, streams: int = 1) -> LoadedModel:
+def load_model(
+    spec: ModelSpec,
+    replicas: int = 1,
+    threads: int | None = None,
+    streams: int = 1,
+    costs_folder: Path | None = None,
+) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
     On a CPU it gets so many replicas, or one where its module can't be copied, and surveys use so many threads: all
     cores where nothing is said. On a GPU it gets one for each of so many streams. Models that are loaded at once wait
-    for each other, but not long: they would take each other's time for their own.
+    for each other, but not long: they would take each other's time for their own. What forwards take is kept in
+    ``costs_folder`` from load to load.
     """
     has_turn = _turn.acquire(timeout=TURN_TIMEOUT_S)
     try:
-        return _load(spec, replicas, count_cores() if threads is None else threads, streams)
+        return _load(spec, replicas, count_cores() if threads is None else threads, streams, costs_folder)
     finally:
         if has_turn:
             _turn.release()
 
 
-def _load(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedModel:
+def _load(spec: ModelSpec, replicas: int, threads: int, streams: int, costs_folder: Path | None) -> LoadedModel:
     device = devices.resolve_device(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
@@ -63,7 +73,18 @@ def _load(spec: ModelSpec, replicas: int, threads: int, streams: int) -> LoadedM
     inputs = ModelInputs(
         spec.name, built.inputs, DTYPES[spec.dtype], built.preprocess, built.text, spec.decode, decoder
     )
-    catalogs = _survey(module, inputs, device, built.prefix_tokens, threads)
+    shapes = [spec.shape for spec in built.inputs]
+    history = open_history(
+        costs_folder,
+        structure,
+        spec.precision,
+        spec.memory_format,
+        shapes,
+        threads,
+        torch.__version__,
+        describe_speed(device),
+    )
+    catalogs = _survey(module, inputs, device, built.prefix_tokens, threads, history)
     embedding = _find_embedding(spec, catalogs.configured)
     return LoadedModel(
         spec=spec,
@@ -92,10 +113,15 @@ def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> n
 
 
 def _survey(
-    module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, threads: int
+    module: nn.Module,
+    inputs: ModelInputs,
+    device: torch.device,
+    prefix_tokens: int,
+    threads: int,
+    history: CostHistory,
 ) -> ModelCatalogs:
     try:
-        return ModelCatalogs(module, inputs, device, prefix_tokens, threads)
+        return ModelCatalogs(module, inputs, device, prefix_tokens, threads, history)
     except InputError as error:
         refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
         refusal.kind = "forward"

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
 from layertap.models.catalog.survey import survey
-from layertap.models.devices import costs, memory
+from layertap.models.devices import memory
+from layertap.models.devices.cost_history import CostHistory
+from layertap.models.devices.costs import measure_costs
 from layertap.models.devices.threads import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.maps import find_map_layers
@@ -41,9 +43,18 @@ class ModelCatalogs:
     """
 
     def __init__(
-        self, module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, threads: int
+        self,
+        module: nn.Module,
+        inputs: ModelInputs,
+        device: torch.device,
+        prefix_tokens: int,
+        threads: int,
+        history: CostHistory,
     ) -> None:
-        """Survey the module with rows of the configured shape; InputError where it does not take them."""
+        """Survey the module with rows of the configured shape; InputError where it does not take them.
+
+        ``history`` has what forwards took at other starts, and learns what they take now.
+        """
         self._module = module
         self._forward = partial(call_module, module=module)
         self._inputs = inputs
@@ -56,7 +67,8 @@ class ModelCatalogs:
         with use_threads(threads):  # a new thread has as many as any other set last
             catalog = self._survey(inputs.specs)
             row = self._make_row(inputs.specs)
-            measured = costs.measure_costs(self._forward, row, module, device, catalog.rowwise, threads)
+            measure = partial(measure_costs, self._forward, row, module, device, catalog.rowwise, threads)
+            measured = history.update(measure)
         self.configured = replace(catalog, costs=measured)
         self.unsized = replace(self.configured, sizes_known=False)
 

@@ -32,7 +32,7 @@ class ModelEntry:
 class Registry:
     """All configured models by name; on a CPU each is loaded with so many replicas and threads, on a GPU for streams.
 
-    Graphs of warm plans are kept in ``plans``; without it they run with hooks.
+    Graphs of warm plans are kept in ``plans``; without it they run with hooks. What forwards take is kept in ``costs``.
     ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
     """
 
@@ -43,8 +43,10 @@ class Registry:
         threads: int | None = None,
         plans: Path | None = None,
         streams: int = 1,
+        costs: Path | None = None,
     ) -> None:
         self._streams = streams
+        self._costs = costs
         specs = tuple(specs)
         allow_tf32(any(spec.tf32 for spec in specs))  # also where no model is in float32: parts of one may be
         self._plans = plans
@@ -74,7 +76,7 @@ class Registry:
             return entry.model
         entry.state, entry.reason, entry.kind = "loading", "", ""
         try:
-            model = load_model(entry.spec, self._replicas, self._threads, self._streams)
+            model = load_model(entry.spec, self._replicas, self._threads, self._streams, self._costs)
             entry.model = prepare_warm_plans(model, self._plans) if self._plans and entry.spec.warm else model
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail

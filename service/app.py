@@ -82,7 +82,14 @@ def create_engine(
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     server_metrics = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
-    registry = Registry(configuration.models, settings.replicas, settings.cpu_threads, plans, settings.gpu_streams)
+    registry = Registry(
+        configuration.models,
+        settings.replicas,
+        settings.cpu_threads,
+        plans,
+        settings.gpu_streams,
+        settings.cache_dir / "costs",
+    )
     manager = ModelManager(registry, configuration.default, settings, server_metrics)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -49,7 +51,8 @@ def serving(
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    chosen = Settings(**settings)
+    folder = TemporaryDirectory()
+    chosen = Settings(**{"cache_dir": Path(folder.name), **settings})
     app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
     server = uvicorn.Server(make_server_config(app, chosen, timeout_graceful_shutdown=30))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
@@ -64,6 +67,7 @@ def serving(
         server.should_exit = True
         thread.join()
         listener.close()
+        folder.cleanup()
 
 
 def _until_ready(client: httpx.Client, thread: threading.Thread) -> None:

@@ -18,6 +18,7 @@ from threading import Lock
 import torch
 
 from layertap.models.compiled.compiled_plan import Graph
+from layertap.models.devices.processor import describe_processor
 from layertap.models.errors import LayertapError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.plan import Capture
@@ -63,7 +64,7 @@ def _describe_exposure(status: os.stat_result) -> str:
 def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> str:
     """What a graph is made of, as one digest: weights, captures, shapes, versions, and the kind of processor."""
     parts = [
-        *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, _describe_processor(model.device)),
+        *(RECIPE, model.identity, rows, torch.__version__, OPTIONS, describe_processor(model.device)),
         [[spec.name, spec.shape, spec.dtype] for spec in model.inputs],
         [asdict(capture) for capture in captures],
         model.spec.memory_format,  # a graph is made for weights as they lie
@@ -140,18 +141,3 @@ def _build_runner(path: Path) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             raise WarmError(f"the C++ compiler failed ({type(error).__name__})") from error
         made.replace(path)
-
-
-def _describe_processor(device: torch.device) -> list[str]:
-    """What code for one processor may not run on another for."""
-    if device.type == "cuda":
-        return [torch.cuda.get_device_name(device), str(torch.version.cuda)]
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), _digest_cpu_flags()]
-
-
-def _digest_cpu_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return hashlib.sha256(next((line for line in lines if line.startswith("flags")), "").encode()).hexdigest()[:8]

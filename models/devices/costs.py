@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import torch
 from torch import nn
@@ -13,55 +14,86 @@ from layertap.models.devices.memory import Forward, Rows, measure_peak_bytes
 from layertap.models.devices.threads import use_threads
 
 BATCH_ROWS = 4  # rows of the larger forward
-MIN_ROUNDS, MAX_ROUNDS, ROUNDS_S = 2, 8, 0.5  # rounds of forwards
-SINGLE_ROW_ROUNDS = 5  # rounds of one row: whether all cores are worth it depends on a small difference
+MIN_ROUNDS, MAX_QUICK_ROUNDS, ROUNDS_S = 2, 8, 0.5  # rounds of forwards, and seconds after which there are no more
+MIN_PAIRS, MAX_ROUNDS, PAIRS_S = 5, 25, 3.0  # the same of one row on one core and on all
+CLEAR_SHARE = 0.8  # of these rounds: they agree
 MAX_FORWARD_S = 3.0  # a larger forward that is expected to take longer is not run
 MIN_THREADED_S = 0.005  # a quicker forward has too little to share out
 MIN_SPEEDUP = 1.15  # all threads must be that much quicker than one, or one does
+Rounds = dict[str, list[float]]  # seconds, by kind of forward
 
 
 def measure_costs(
     forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool, max_threads: int
 ) -> Costs:
-    """What a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
+    """One reading of what a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
 
     Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
-    one with so many threads as ``max_threads``, in turn. Of each the quickest counts: whatever disturbs a
-    machine only adds.
+    one with so many threads as ``max_threads``, in turn. Of seconds the least counts, as whatever disturbs a machine
+    only adds; of what all threads gain the median of forwards that ran one right after the other.
     """
     with torch.no_grad(), use_threads(1):
         memory = measure_peak_bytes(forward, row, module, device)
         one = _measure_seconds(forward, row, device)
+        if one > MAX_FORWARD_S:
+            return _make_costs({"one": [one]}, memory)
         kinds = {"one": (row, 1)}
         if rowwise and one * BATCH_ROWS <= MAX_FORWARD_S:
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
-        if device.type == "cpu" and max_threads > 1 and MIN_THREADED_S <= one <= MAX_FORWARD_S:
+        if device.type == "cpu" and max_threads > 1 and one >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
-        best = _measure_quickest(forward, kinds, device) if one <= MAX_FORWARD_S else {"one": one}
-    one, several = best["one"], best.get("several", best["one"] * BATCH_ROWS)
+        return _make_costs(_measure_rounds(forward, kinds, device), memory)
+
+
+def combine_costs(readings: Sequence[Costs]) -> Costs:
+    """What several readings say together: the median of each figure; a speedup that does not pay is none."""
+    one = median(reading.base + reading.per_row for reading in readings)
+    per_row = min(median(reading.per_row for reading in readings), one)
+    speedup = median(reading.speedup for reading in readings)
+    row_bytes = max(reading.row_bytes for reading in readings)
+    return Costs(one - per_row, per_row, row_bytes, speedup if speedup >= MIN_SPEEDUP else 1.0)
+
+
+def _make_costs(rounds: Rounds, row_bytes: int) -> Costs:
+    one = min(rounds["one"])
+    several = min(rounds.get("several", [one * BATCH_ROWS]))
     per_row = min(max((several - one) / (BATCH_ROWS - 1), one / (2 * BATCH_ROWS)), one)
-    speedup = one / best.get("all_cores", one)
-    return Costs(one - per_row, per_row, memory, speedup if speedup >= MIN_SPEEDUP else 1.0)
+    return Costs(one - per_row, per_row, row_bytes, median(_list_speedups(rounds)))
 
 
-def _measure_quickest(
-    forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device
-) -> dict[str, float]:
-    """The least seconds of each kind of forward: rows and threads."""
-    rounds: dict[str, list[float]] = {name: [] for name in kinds}
-    fewest = {
-        "several": MIN_ROUNDS,
-        "one": SINGLE_ROW_ROUNDS if "all_cores" in kinds else MIN_ROUNDS,
-        "all_cores": SINGLE_ROW_ROUNDS,
-    }
+def _list_speedups(rounds: Rounds) -> list[float]:
+    """How much quicker a row was on all cores than on one, round by round."""
+    return [one / all_cores for one, all_cores in zip(rounds["one"], rounds.get("all_cores", ()), strict=False)] or [
+        1.0
+    ]
+
+
+def _measure_rounds(forward: Forward, kinds: Mapping[str, tuple[Rows, int]], device: torch.device) -> Rounds:
+    """The seconds of each kind of forward, rows and threads, round by round."""
+    rounds: Rounds = {name: [] for name in kinds}
     start = time.perf_counter()
     for number in range(MAX_ROUNDS):
-        early = time.perf_counter() - start < ROUNDS_S
+        seconds = time.perf_counter() - start
         for name, (rows, count) in kinds.items():
-            if early or number < fewest[name]:
+            if _is_measured_again(name, number, seconds, rounds):
                 with use_threads(count):
                     rounds[name].append(_measure_seconds(forward, rows, device))
-    return {name: min(seconds) for name, seconds in rounds.items()}
+    return rounds
+
+
+def _is_measured_again(name: str, number: int, seconds: float, rounds: Rounds) -> bool:
+    """Whether a round has a kind of forward: all in short, and pairs for longer while it is not clear what they say."""
+    if number < MIN_ROUNDS or (seconds < ROUNDS_S and number < MAX_QUICK_ROUNDS):
+        return True
+    if name == "several" or "all_cores" not in rounds:
+        return False
+    return number < MIN_PAIRS or (seconds < PAIRS_S and not _is_clear(_list_speedups(rounds)))
+
+
+def _is_clear(speedups: Sequence[float]) -> bool:
+    """Whether most rounds agree on whether all cores pay."""
+    share = sum(speedup >= MIN_SPEEDUP for speedup in speedups) / len(speedups)
+    return max(share, 1 - share) >= CLEAR_SHARE
 
 
 def _measure_seconds(forward: Forward, rows: Rows, device: torch.device) -> float:

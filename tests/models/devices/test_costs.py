@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -353,3 +355,19 @@ def test_a_shape_that_the_model_does_not_take(load_fresh_net: Loader) -> None:
         model.catalogs.survey(((4, 8, 8),))
     assert _get_current_dispatch_mode() is None
     assert model.hooks == 0
+
+
+def test_pairs() -> None:
+    """Whether all cores pay is tried several times in turn, more often than a forward of several rows."""
+    module, seen = linear(4, 8, 2).eval(), list[tuple[int, int]]()
+    run = forwards(module, seen)
+
+    def forward(rows: Rows) -> object:
+        time.sleep(costs.MIN_THREADED_S)  # as long as something that threads could share
+        return run(rows)
+
+    measured = costs.measure_costs(forward, ones(1, 4), module, CPU, rowwise=True, max_threads=2)
+    kinds = Counter(seen)
+    assert kinds[1, 2] >= costs.MIN_PAIRS
+    assert kinds[1, 1] == kinds[1, 2] + 2  # of memory, and of whether it takes too long
+    assert costs.combine_costs([measured]).speedup >= 1.0
