@@ -14,7 +14,7 @@ from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
 from layertap.models.catalog.survey import survey
 from layertap.models.devices import memory
 from layertap.models.devices.cost_history import CostHistory
-from layertap.models.devices.costs import measure_costs
+from layertap.models.devices.costs import make_costs, measure_forward
 from layertap.models.devices.threads import use_threads
 from layertap.models.errors import SelectorError, out_of_memory_error
 from layertap.models.explanations.maps import find_map_layers
@@ -53,7 +53,7 @@ class ModelCatalogs:
     ) -> None:
         """Survey the module with rows of the configured shape; InputError where it does not take them.
 
-        ``history`` has what forwards took at other starts, and learns what they take now.
+        ``history`` has what forwards took at other loads, and learns what they take now.
         """
         self._module = module
         self._forward = partial(call_module, module=module)
@@ -67,9 +67,9 @@ class ModelCatalogs:
         with use_threads(threads):  # a new thread has as many as any other set last
             catalog = self._survey(inputs.specs)
             row = self._make_row(inputs.specs)
-            measure = partial(measure_costs, self._forward, row, module, device, catalog.rowwise, threads)
-            measured = history.update(measure)
-        self.configured = replace(catalog, costs=measured)
+            row_bytes = self._measure_row_bytes(row)
+            reading = measure_forward(self._forward, row, device, catalog.rowwise, threads)
+        self.configured = replace(catalog, costs=make_costs(history.add(reading), row_bytes))
         self.unsized = replace(self.configured, sizes_known=False)
 
     def get_catalog(self, shapes: Shapes) -> Catalog | None:
@@ -130,10 +130,13 @@ class ModelCatalogs:
 
     def _scale_costs(self, seconds: float, specs: Sequence[InputSpec]) -> Costs:
         """Costs of another shape: its memory is measured, its time follows from that of the configured one."""
-        with torch.no_grad():
-            row_bytes = memory.measure_peak_bytes(self._forward, self._make_row(specs), self._module, self._device)
+        row_bytes = self._measure_row_bytes(self._make_row(specs))
         per_row = self.configured.costs.per_row * seconds / self.configured.seconds
         return replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
+
+    def _measure_row_bytes(self, row: memory.Rows) -> int:
+        with torch.no_grad(), use_threads(1):
+            return memory.measure_peak_bytes(self._forward, row, self._module, self._device)
 
     def _try_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
         """The error where the model has none: it is kept too, or each request for it would try again."""

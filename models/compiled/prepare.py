@@ -194,5 +194,5 @@ def _measure_graph_costs(model: LoadedModel, graphs: CompiledPlan) -> Costs:
     def forward(rows: Mapping[str, Tensor]) -> object:
         return graphs.run(rows, len(next(iter(rows.values()))))
 
-    reading = costs.measure_costs(forward, row, model.module, model.device, True, model.threads)
-    return replace(costs.combine_costs([reading]), row_bytes=model.catalog.costs.row_bytes)
+    reading = costs.measure_forward(forward, row, model.device, True, model.threads)
+    return costs.make_costs([reading], model.catalog.costs.row_bytes)

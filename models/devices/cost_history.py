@@ -1,4 +1,4 @@
-"""Readings of what forwards take, kept from start to start: one that noise fooled is outvoted by the others."""
+"""Readings of what forwards take in time, kept from load to load: one that noise fooled is outvoted by the others."""
 
 from __future__ import annotations
 
@@ -6,60 +6,69 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable
+import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from layertap.models.catalog.catalog import Costs
-from layertap.models.devices.costs import combine_costs
+from layertap.models.devices.costs import ForwardSeconds
 
 log = logging.getLogger("layertap")
-MAX_READINGS = 9  # of a model; then none is taken any more, and how many threads a row gets does not change
+MAX_READINGS = 9  # of a model: the newest
 MAX_FILES = 1000  # in a folder
-RECIPE = 1  # to be raised where costs are measured otherwise
+MAX_FILE_BYTES = 2**16
+RECIPE = 1  # to be raised where seconds are measured otherwise
 
 
 class CostHistory:
-    """The readings of one model on one kind of processor, in a JSON file; without a path none are kept.
+    """The newest readings of one model on one kind of processor, in a JSON file; without a path none are kept.
 
-    A file that can't be read or written costs nothing but the readings of other starts.
+    A file that can't be read or written costs nothing but the readings of other loads.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def update(self, measure: Callable[[], Costs]) -> Costs:
-        """What all readings say together, after one more where there are few."""
-        readings = self._read()
-        if len(readings) < MAX_READINGS:
-            readings.append(measure())
-            self._write(readings)
-        return combine_costs(readings)
-
-    def _read(self) -> list[Costs]:
+    def add(self, reading: ForwardSeconds) -> Sequence[ForwardSeconds]:
+        """A reading after those before it, kept with them."""
         if self._path is None:
-            return []
+            return [reading]
         try:
-            return [_parse_reading(entry) for entry in json.loads(self._path.read_bytes())]
+            readings = [*self._read(self._path), reading][-MAX_READINGS:]
+            self._write(self._path, readings)
+        except OSError as error:
+            log.info("readings of costs are not kept", extra={"fields": {"reason": type(error).__name__}})
+            return [reading]
+        return readings
+
+    def _read(self, path: Path) -> list[ForwardSeconds]:
+        """What is kept: nothing where a file is damaged; OSError where it can't be read, and must not be replaced."""
+        try:
+            with path.open("rb") as file:
+                return [_parse_reading(entry) for entry in json.loads(file.read(MAX_FILE_BYTES))]
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
             log.info("readings of costs are not used", extra={"fields": {"reason": type(error).__name__}})
             return []
 
-    def _write(self, readings: list[Costs]) -> None:
-        if self._path is None:
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _remove_oldest(self._path.parent)
-            with NamedTemporaryFile("w", dir=self._path.parent, suffix=".part", delete=False) as file:
-                json.dump([asdict(reading) for reading in readings], file)
-            Path(file.name).replace(self._path)
-        except OSError as error:
-            log.info("readings of costs are not kept", extra={"fields": {"reason": type(error).__name__}})
+    def _write(self, path: Path, readings: Sequence[ForwardSeconds]) -> None:
+        folder = path.parent
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists():
+            _remove_oldest(folder)
+        with NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+            part = Path(file.name)
+            try:
+                json.dump([asdict(each) for each in readings], file)
+                file.flush()
+                part.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o666)  # others share a folder that is theirs too
+                part.replace(path)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
 
 
 def open_history(folder: Path | None, *parts: object) -> CostHistory:
@@ -70,19 +79,20 @@ def open_history(folder: Path | None, *parts: object) -> CostHistory:
     return CostHistory(folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json")
 
 
-def _parse_reading(entry: object) -> Costs:
-    """A reading from a file; ValueError, TypeError where it is none."""
-    if not isinstance(entry, dict) or entry.keys() != {field.name for field in fields(Costs)}:
+def _parse_reading(entry: object) -> ForwardSeconds:
+    """A reading from a file; ValueError, TypeError, ArithmeticError where it is none."""
+    names = [field.name for field in fields(ForwardSeconds)]
+    if not isinstance(entry, dict) or entry.keys() != set(names):
         raise ValueError("this is no reading")
-    base, per_row, speedup = (float(entry[name]) for name in ("base", "per_row", "speedup"))
-    row_bytes = int(entry["row_bytes"])
-    if not all(map(math.isfinite, (base, per_row, speedup))) or min(base, row_bytes) < 0 or min(per_row, speedup) <= 0:
+    figures = {name: float(entry[name]) for name in names}
+    if not all(math.isfinite(figure) and figure > 0 for figure in figures.values()):
         raise ValueError("a figure is none that was measured")
-    return Costs(base, per_row, row_bytes, speedup)
+    return ForwardSeconds(**figures)
 
 
 def _remove_oldest(folder: Path) -> None:
-    files = list(folder.glob("*.json"))
-    if len(files) >= MAX_FILES:
-        with suppress(FileNotFoundError):
-            min(files, key=lambda file: file.stat().st_mtime).unlink()
+    """Make room for one more file; each is written anew whenever it is used."""
+    with suppress(FileNotFoundError):  # another process may remove them too
+        files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in files[: max(len(files) - MAX_FILES + 1, 0)]:
+            file.unlink()

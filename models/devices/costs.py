@@ -1,16 +1,16 @@
-"""What forwards of a model take in time and memory, measured when it is loaded, not guessed."""
+"""What forwards of a model take in time, measured when it is loaded, not guessed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import nn
 
 from layertap.models.catalog.catalog import Costs
-from layertap.models.devices.memory import Forward, Rows, measure_peak_bytes
+from layertap.models.devices.memory import Forward, Rows
 from layertap.models.devices.threads import use_threads
 
 BATCH_ROWS = 4  # rows of the larger forward
@@ -23,42 +23,49 @@ MIN_SPEEDUP = 1.15  # all threads must be that much quicker than one, or one doe
 Rounds = dict[str, list[float]]  # seconds, by kind of forward
 
 
-def measure_costs(
-    forward: Forward, row: Rows, module: nn.Module, device: torch.device, rowwise: bool, max_threads: int
-) -> Costs:
-    """One reading of what a forward of so many rows takes; ``row`` is a batch of one, which stays as it is.
+@dataclass(frozen=True)
+class ForwardSeconds:
+    """One reading: seconds of a forward of one row, of a row more, and how much quicker one row was on all cores.
+
+    All are greater than 0; ``speedup`` may be below 1.
+    """
+
+    one: float
+    per_row: float
+    speedup: float = 1.0
+
+
+def measure_forward(
+    forward: Forward, row: Rows, device: torch.device, rowwise: bool, max_threads: int
+) -> ForwardSeconds:
+    """How long forwards take; ``row`` is a batch of one, which stays as it is.
 
     Runs some forwards, without a graph, in the thread that owns the module: of one row, of several, and on a CPU of
     one with so many threads as ``max_threads``, in turn. Of seconds the least counts, as whatever disturbs a machine
     only adds; of what all threads gain the median of forwards that ran one right after the other.
     """
     with torch.no_grad(), use_threads(1):
-        memory = measure_peak_bytes(forward, row, module, device)
         one = _measure_seconds(forward, row, device)
         if one > MAX_FORWARD_S:
-            return _make_costs({"one": [one]}, memory)
+            return ForwardSeconds(one, one)
         kinds = {"one": (row, 1)}
         if rowwise and one * BATCH_ROWS <= MAX_FORWARD_S:
             kinds["several"] = ({name: value.expand(BATCH_ROWS, *value.shape[1:]) for name, value in row.items()}, 1)
         if device.type == "cpu" and max_threads > 1 and one >= MIN_THREADED_S:
             kinds["all_cores"] = (row, max_threads)
-        return _make_costs(_measure_rounds(forward, kinds, device), memory)
-
-
-def combine_costs(readings: Sequence[Costs]) -> Costs:
-    """What several readings say together: the median of each figure; a speedup that does not pay is none."""
-    one = median(reading.base + reading.per_row for reading in readings)
-    per_row = min(median(reading.per_row for reading in readings), one)
-    speedup = median(reading.speedup for reading in readings)
-    row_bytes = max(reading.row_bytes for reading in readings)
-    return Costs(one - per_row, per_row, row_bytes, speedup if speedup >= MIN_SPEEDUP else 1.0)
-
-
-def _make_costs(rounds: Rounds, row_bytes: int) -> Costs:
+        rounds = _measure_rounds(forward, kinds, device)
     one = min(rounds["one"])
     several = min(rounds.get("several", [one * BATCH_ROWS]))
     per_row = min(max((several - one) / (BATCH_ROWS - 1), one / (2 * BATCH_ROWS)), one)
-    return Costs(one - per_row, per_row, row_bytes, median(_list_speedups(rounds)))
+    return ForwardSeconds(one, per_row, median(_list_speedups(rounds)))
+
+
+def make_costs(readings: Sequence[ForwardSeconds], row_bytes: int) -> Costs:
+    """What several readings say together: the median of each figure; a speedup that does not pay is none."""
+    one = median(reading.one for reading in readings)
+    per_row = min(median(reading.per_row for reading in readings), one)
+    speedup = median(reading.speedup for reading in readings)
+    return Costs(one - per_row, per_row, row_bytes, speedup if speedup >= MIN_SPEEDUP else 1.0)
 
 
 def _list_speedups(rounds: Rounds) -> list[float]:

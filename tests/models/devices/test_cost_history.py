@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.devices import cost_history
 from layertap.models.devices.cost_history import MAX_READINGS, CostHistory, open_history
+from layertap.models.devices.costs import ForwardSeconds, make_costs
 from tests.conftest import net_spec
 from tests.loading import load_model
 
-USUAL = Costs(base=0.25, per_row=0.125, row_bytes=100, speedup=1.5)
-DISTURBED = Costs(base=4.0, per_row=2.0, row_bytes=100, speedup=0.4)
+USUAL = ForwardSeconds(one=0.25, per_row=0.125, speedup=1.5)
+DISTURBED = ForwardSeconds(one=4.0, per_row=2.0, speedup=0.5)
+GOOD = {"one": 0.25, "per_row": 0.125, "speedup": 1.5}
+FIGURES = (0, -1, None, "x", [], float("nan"), float("inf"), 10**400)
 
 
 @pytest.fixture
@@ -25,30 +29,27 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_noise_is_outvoted(path: Path) -> None:
-    """One disturbed start decides nothing, once there are others."""
-    assert CostHistory(path).update(lambda: DISTURBED).per_row == DISTURBED.per_row
-    CostHistory(path).update(lambda: USUAL)
-    assert CostHistory(path).update(lambda: USUAL) == USUAL
+    """One disturbed load decides nothing, once there are others."""
+    assert CostHistory(path).add(DISTURBED) == [DISTURBED]
+    CostHistory(path).add(USUAL)
+    readings = CostHistory(path).add(USUAL)
+    assert readings == [DISTURBED, USUAL, USUAL]
+    assert make_costs(readings, 1) == Costs(base=0.125, per_row=0.125, row_bytes=1, speedup=1.5)
 
 
-def test_last_reading(path: Path) -> None:
-    """After some starts nothing is measured any more."""
+def test_old_readings_go(path: Path) -> None:
+    """The newest count: what has changed since the others is found out."""
     for _ in range(MAX_READINGS):
-        CostHistory(path).update(lambda: USUAL)
-
-    def measure() -> Costs:
-        raise AssertionError("it is measured again")
-
-    assert CostHistory(path).update(measure) == USUAL
-    assert len(json.loads(path.read_bytes())) == MAX_READINGS
+        CostHistory(path).add(DISTURBED)
+    for _ in range(MAX_READINGS - 1):
+        CostHistory(path).add(USUAL)
+    assert CostHistory(path).add(USUAL) == [USUAL] * MAX_READINGS
 
 
-def test_speedup_that_does_not_pay(path: Path) -> None:
+@pytest.mark.parametrize(("speedup", "kept"), [(1.1, 1.0), (0.5, 1.0), (1.5, 1.5)])
+def test_speedup_that_does_not_pay(speedup: float, kept: float) -> None:
     """A row runs on one core where all are hardly quicker."""
-    assert CostHistory(path).update(lambda: replace(USUAL, speedup=1.1)).speedup == 1.0
-
-
-GOOD = {"base": 0.1, "per_row": 0.1, "row_bytes": 1, "speedup": 1.0}
+    assert make_costs([replace(USUAL, speedup=speedup)], 1).speedup == kept
 
 
 @pytest.mark.parametrize(
@@ -59,31 +60,47 @@ GOOD = {"base": 0.1, "per_row": 0.1, "row_bytes": 1, "speedup": 1.0}
         "{}",
         "[1]",
         "[{}]",
-        *(json.dumps([GOOD | {"per_row": value}]) for value in (0, -1, None, "x", [], float("nan"), float("inf"))),
+        *(json.dumps([GOOD | {name: value}]) for name in GOOD for value in FIGURES),
         json.dumps([GOOD | {"more": 1}]),
+        json.dumps([GOOD] * 10_000),
         "[" * 100_000,
     ],
-    ids=lambda text: text[:40],
+    ids=lambda text: text[:60],
 )
 def test_damaged_file(path: Path, text: str) -> None:
-    """What is no list of readings is measured anew, and put right."""
+    """What is no list of readings counts for nothing, and is put right."""
     path.parent.mkdir()
     path.write_text(text, encoding="latin-1")
-    assert CostHistory(path).update(lambda: USUAL) == USUAL
-    assert len(json.loads(path.read_bytes())) == 1
+    assert CostHistory(path).add(USUAL) == [USUAL]
+    assert CostHistory(path).add(USUAL) == [USUAL] * 2
+
+
+def test_file_that_can_not_be_read(path: Path) -> None:
+    """It is not replaced: who can read it has more readings."""
+    path.mkdir(parents=True)
+    assert CostHistory(path).add(USUAL) == [USUAL]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_shared_folder(path: Path) -> None:
+    """Whoever may write to the folder may read its files."""
+    path.parent.mkdir()
+    path.parent.chmod(0o770)
+    CostHistory(path).add(USUAL)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
 
 
 def test_folder_that_is_a_file(tmp_path: Path) -> None:
     """A model loads although nothing can be kept."""
     (tmp_path / "costs").touch()
-    assert CostHistory(tmp_path / "costs" / "model.json").update(lambda: USUAL) == USUAL
+    assert CostHistory(tmp_path / "costs" / "model.json").add(USUAL) == [USUAL]
 
 
 def test_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder has so many files, and no more; no half of one is left."""
     monkeypatch.setattr(cost_history, "MAX_FILES", 3)
     for number in range(5):
-        open_history(tmp_path, number).update(lambda: USUAL)
+        open_history(tmp_path, number).add(USUAL)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json"] * 3
 
 
