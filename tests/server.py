@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 import httpx
@@ -22,6 +22,7 @@ from layertap.service.http.server_config import make_server_config
 from layertap.service.settings import Settings
 
 STARTUP_TRIES = 600
+CACHE = Path(gettempdir()) / "layertap-tests"  # of servers that are processes: not that of whoever runs the tests
 TRY_S = 0.1
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.server import CACHE
+
 ROOT = Path(__file__).parents[2]
 PRINTED_URL = "http://127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -129,7 +131,7 @@ class Project:
 def environment(**variables: str) -> dict[str, str]:
     """The variables of a process that has no settings but these, and leaves no grace to balancers at its end."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    return {**bare, "LAYERTAP_DRAIN_DELAY_S": "0", "COLUMNS": "200", **variables}
+    return {**bare, "LAYERTAP_CACHE_DIR": str(CACHE), "LAYERTAP_DRAIN_DELAY_S": "0", "COLUMNS": "200", **variables}
 
 
 def lay_out(path: Path) -> None:

@@ -79,11 +79,11 @@ def serve(checkout: Checkout, config: Path | None, settings: Mapping[str, str]) 
     """Run a server of a checkout until the block ends; gives its port once it is ready."""
     port = _free_port()
     words = ["serve", "--host", HOST, "--port", str(port), *(["--config", str(config)] if config else [])]
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as cache:
         process = subprocess.Popen(
             checkout.command(*words),
             cwd=checkout.folder,
-            env=environment(settings),
+            env=environment({"LAYERTAP_CACHE_DIR": cache, **settings}),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

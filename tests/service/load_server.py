@@ -97,7 +97,8 @@ def process(
     config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
     words = [*before, sys.executable, "-m", "layertap", "serve", "--port", "0", "--config", str(config)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | SETTINGS | {"PYTHONPATH": path} | variables
+    own = {"PYTHONPATH": path, "LAYERTAP_CACHE_DIR": str(folder / "cache")}
+    environment = os.environ | SETTINGS | own | variables
     with (
         log.open("wb") as stream,
         out.open("wb") as printed,

@@ -24,6 +24,7 @@ from rich.console import Console
 from layertap.service.cli.startup import StartupSummary
 from layertap.service.http.sockets import Address, bind, format_url
 from tests.conftest import WARM
+from tests.server import CACHE
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
 from tests.service.support import Json
@@ -47,7 +48,7 @@ def torchless(tmp_path: Path) -> dict[str, str]:
 def environment(**variables: str) -> dict[str, str]:
     """The variables of a process that has no settings but these."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith("LAYERTAP_")}
-    return {**bare, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **variables}
+    return {**bare, "LAYERTAP_CACHE_DIR": str(CACHE), "PYTHONPATH": str(ROOT), "COLUMNS": "200", **variables}
 
 
 def command(*words: str) -> list[str]:
