@@ -84,8 +84,9 @@ def _check_objective(objective: Objective, leaf: TensorInfo, catalog: Catalog, l
                 f"objective {kind} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
                 hint='use kind "sum", "mean" or "layer"',
             )
+        _check_target(objective)
         if catalog.sizes_known:
-            _check_class(objective, leaf, lengths)
+            _check_classes(objective, leaf, lengths)
     elif objective.klass is not None or objective.target is not None:
         raise SelectorError(f"objective {kind} takes neither class nor target", hint="leave them out")
 
@@ -101,17 +102,23 @@ def _check_channel(channel: int, leaf: TensorInfo | None, lengths: TextLengths |
         )
 
 
-def _check_class(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
+def _check_target(objective: Objective) -> None:
+    """What a target must be, however many classes there are."""
+    if objective.target is None:
+        return
+    if not OBJECTIVES[objective.kind].takes_target or objective.klass is not None:
+        raise SelectorError("'target' is for kind 'kl_div' alone, in place of a class", hint="give one of them")
+    total = sum(objective.target)
+    if not (isfinite(total) and min(objective.target, default=-1.0) >= 0 and abs(total - 1) <= SPREAD):
+        raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
+
+
+def _check_classes(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
     classes = with_common_length(leaf, lengths).shape[1]
     if objective.target is not None:
-        if not OBJECTIVES[objective.kind].takes_target or objective.klass is not None:
-            raise SelectorError("'target' is for kind 'kl_div' alone, in place of a class", hint="give one of them")
         if leaf.token_axes and lengths is not None:  # a class for each token
             check_shape("'target'", leaf, lengths, lambda part: part.shape[1:], (len(objective.target),))
         elif len(objective.target) != classes:
             raise SelectorError(f"'target' has {len(objective.target)} numbers, the model has {classes} classes")
-        total = sum(objective.target)
-        if not (isfinite(total) and min(objective.target) >= 0 and abs(total - 1) <= SPREAD):
-            raise SelectorError("'target' is no distribution", hint="numbers from 0 to 1 that add up to 1")
     elif isinstance(objective.klass, int) and not 0 <= objective.klass < classes:
         raise SelectorError(f"class {objective.klass} is out of range", hint=f"use 0 to {classes - 1}, or 'top'")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from layertap.models.errors import TooLargeError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import BatchQueue
 from layertap.service.engine.request import ReplyOptions
-from layertap.service.engine.row_shapes import count_numbers
 from layertap.service.formats.reply_format import check_names
 from layertap.service.settings import Settings
 
@@ -69,7 +70,8 @@ def check_batch(rows: int, queue: BatchQueue) -> None:
 
 def check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> None:
     """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
-    ratio = count_numbers(shapes) / count_numbers(model.shapes)
+    # Of several inputs the one that grew most counts: which layers see which is not known.
+    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))
     seconds, limit = SURVEY_ROWS * ratio * model.catalog.seconds, settings.deadline_s / 4
     if ratio > 1 and seconds > limit:
         raise TooLargeError(
