@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torchvision.ops import Permute
 
 Shape = tuple[int, ...]
 Evidence = tuple[Shape, str | None]  # another tensor's shape and layout
@@ -27,9 +26,17 @@ def get_plain_layout(shape: Shape, row_axis: int | None) -> str | None:
 
 def infer_result_layout(module: nn.Module, shape: Shape, before: Evidence) -> str | None:
     """The layout that a module's type gives to what it returns, or None; ``before`` is what went in."""
-    if isinstance(module, Permute) and before[1] is not None and len(before[1]) == len(module.dims):
-        return "".join(before[1][axis] for axis in module.dims)
+    axes = _find_permutation(module)
+    if axes is not None and before[1] is not None and len(before[1]) == len(axes):
+        return "".join(before[1][axis] for axis in axes)
     return infer_argument_layout(module, shape)
+
+
+def _find_permutation(module: nn.Module) -> list[int] | None:
+    """How a part of torchvision's turns axes round; None of any other."""
+    # By name: torchvision takes longer to import than torch, and most models have no part of it.
+    names = ((each.__module__, each.__qualname__) for each in type(module).__mro__)
+    return list(vars(module)["dims"]) if ("torchvision.ops.misc", "Permute") in names else None
 
 
 def infer_argument_layout(module: nn.Module, shape: Shape) -> str | None:

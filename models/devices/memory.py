@@ -9,8 +9,9 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from layertap.models.dispatch_mode import DispatchMode
 
 Rows = Mapping[str, Tensor]
 Forward = Callable[[Rows], object]
@@ -46,7 +47,7 @@ def measure_peak_bytes(forward: Forward, rows: Rows, module: nn.Module, device: 
     return watch.peak + input_bytes
 
 
-class _PeakMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PeakMemory(DispatchMode):
     """Adds up the storages that operations make, as long as each lives."""
 
     def __init__(self, known: list[Tensor]) -> None:

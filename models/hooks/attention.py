@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from layertap.models.dispatch_mode import DispatchMode
 from layertap.models.errors import InputError
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
@@ -44,7 +44,7 @@ class AttentionEvent:
     weights: Callable[[], Tensor]
 
 
-class AttentionObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AttentionObserver(DispatchMode):
     """Shows every attention that is computed inside, and changes nothing."""
 
     def __init__(self, observe: Callable[[AttentionEvent], None]) -> None:

@@ -1,7 +1,6 @@
 """An image into a model's input tensor, and other libraries' presets into a PreprocessSpec.
 
-Every step is torchvision's own function on a PIL image, or the same arithmetic, so that a preset's numbers come out
-bit for bit.
+Every step on a PIL image is the same arithmetic as torchvision's, so that a preset's numbers come out bit for bit.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, cast, get_args
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as tvf
 
 from layertap.models.spec import Box, Interpolation, PreprocessSpec
 
@@ -36,9 +34,10 @@ def preprocess(
     if spec.resize is not None:
         image = image.resize(compute_resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
     if spec.crop is not None:
-        image = tvf.center_crop(image, _list_sides(spec.crop))
+        image = _crop_center(image, spec.crop)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
-    return _normalize(tvf.pil_to_tensor(image).contiguous(), spec)
+    return _normalize(pixels.contiguous(), spec)
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
@@ -46,12 +45,29 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
 
     For a ``placeable`` spec. Resized in float32 and rounded once, where Pillow rounds between the two directions too.
     """
+    # Here: it takes longer to import than torch, and only a GPU's decoder needs it, whose making tries this out.
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms import functional as tvf
+
     if spec.resize is not None:
         width, height = compute_resized_size(spec, pixels.shape[2], pixels.shape[1])
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
     if spec.crop is not None:
         pixels = tvf.center_crop(pixels, _list_sides(spec.crop))
     return _normalize(pixels.contiguous(), spec)
+
+
+def _crop_center(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
+    """The middle of an image, black around it where it is smaller."""
+    height, *rest = _list_sides(size)
+    sides = rest[0] if rest else height, height
+    left, top = (_find_crop_start(own, side) for own, side in zip(image.size, sides, strict=True))
+    return image.crop((left, top, left + sides[0], top + sides[1]))  # what lies beyond an image is black
+
+
+def _find_crop_start(length: int, size: int) -> int:
+    """Where a crop in the middle begins, by torchvision's two roundings; below 0 where it is longer than the image."""
+    return -((size - length) // 2) if size > length else round((length - size) / 2)
 
 
 def _normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:

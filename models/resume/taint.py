@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from layertap.models.dispatch_mode import DispatchMode
 from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
-class Taint(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Taint(DispatchMode):
     """While it is entered: which memory holds what was computed from tensors that were marked.
 
     From a number that Python took out of one (``item()``, ``if mask.any():``) everything later follows. What it takes

@@ -12,6 +12,7 @@ from torch import nn
 from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
+from layertap.models.sources.source_checks import list_classifiers
 from layertap.models.sources.table import parse_source
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 
@@ -51,9 +52,13 @@ def build_model(spec: ModelSpec) -> BuiltModel:
 
 def list_default_architectures() -> list[str]:
     """The image classification architectures of torchvision, sorted: what the default configuration lists."""
-    from layertap.models.sources import torchvision
+    names = list_classifiers()
+    if not names:
+        # Here: it takes longer to import than torch, and torchvision's files mostly tell.
+        from layertap.models.sources import torchvision
 
-    return torchvision.list_classifiers()
+        return torchvision.list_classifiers()
+    return sorted(names)
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from layertap.models.dispatch_mode import DispatchMode
 
 
 class _ThreadState(threading.local):
@@ -73,7 +74,7 @@ class _ThreadDtype(TorchFunctionMode):
         return result
 
 
-class _ThreadGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ThreadGenerator(DispatchMode):
     """Draws random numbers on the CPU from the thread's own generator, by the same operations."""
 
     def __torch_dispatch__(

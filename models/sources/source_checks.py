@@ -43,11 +43,24 @@ class CheckContext:
 @cache
 def list_architectures(library: str) -> frozenset[str]:
     """The architectures that a library's files register, read without importing it; none where that can't be told."""
+    return _read_architectures(library, "**/*.py")
+
+
+@cache
+def list_classifiers() -> frozenset[str]:
+    """The architectures for image classification among torchvision's, read in the same way.
+
+    Those of other tasks, and those made for quantisation, lie in folders of their own.
+    """
+    return _read_architectures("torchvision", "*.py")
+
+
+def _read_architectures(library: str, files: str) -> frozenset[str]:
     package = find_spec(library)
     if package is None or package.origin is None:
         return frozenset()
     names: set[str] = set()
-    for file in (Path(package.origin).parent / "models").rglob("*.py"):
+    for file in (Path(package.origin).parent / "models").glob(files):
         text = file.read_text(encoding="utf-8", errors="replace")
         names.update(NAMED.findall(text), DECORATED.findall(text))
         names.update(name for block in RENAMED.findall(text) for name in OLD_NAME.findall(block))

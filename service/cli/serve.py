@@ -71,7 +71,13 @@ def _run(
 
     allocator.keep_large_blocks()
     summary = StartupSummary(stderr, listeners[0].getsockname(), settings.requires_key)
-    app = create_app(settings, configuration, fetcher, summary.print if wants_text(settings) else None)
+
+    def settle(manager: ModelManager) -> None:
+        gc.freeze()  # what the models imported, torchvision for one, is as much again
+        if wants_text(settings):
+            summary.print(manager)
+
+    app = create_app(settings, configuration, fetcher, settle)
     # What is imported by now stays: a collector that looks through it stops all threads for up to a tenth of a second.
     gc.freeze()
     manager: ModelManager = app.state.engine.manager

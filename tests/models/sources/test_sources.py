@@ -16,6 +16,7 @@ from torchvision.models import get_model, get_model_weights
 from layertap.models.errors import LoadError
 from layertap.models.inputs.preprocess import from_torchvision
 from layertap.models.sources.build import BuiltModel, build_model, list_default_architectures
+from layertap.models.sources.torchvision import list_classifiers
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.digest import digest_weights
 from tests.marks import slow
@@ -281,7 +282,7 @@ def test_listed_architectures_are_the_classifiers() -> None:
     """The default configuration lists classification, and neither segmentation, video, detection nor int8."""
     names = list_default_architectures()
     assert len(names) >= 80
-    assert names == sorted(names)
+    assert names == sorted(names) == list_classifiers()
     assert {"resnet50", "vit_b_16", "googlenet"} <= set(names)
     assert not {"r3d_18", "fcn_resnet50", "ssd300_vgg16", "raft_small", "quantized_resnet18"} & set(names)
 

@@ -1,0 +1,39 @@
+"""A mode of dispatch that is as quick to use first as later."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A ``TorchDispatchMode`` that imports torch's compiler for none of its operations.
+
+    torch hides the ``__torch_dispatch__`` of every mode from its compiler, and imports that for it at the first
+    operation, which takes longer than importing torch. Here it is hidden once something else has imported it: before
+    that nothing can look.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
+        if "__torch_dispatch__" in cls.__dict__:
+            cls.__torch_dispatch__ = _hide_from_compiler(cls.__dict__["__torch_dispatch__"])  # type: ignore[method-assign]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """What torch asks before it hides a mode."""
+        return False
+
+
+def _hide_from_compiler(dispatch: Any) -> Any:
+    hidden = _disable_dynamo(dispatch)
+
+    @functools.wraps(dispatch)
+    def choose(*args: Any, **options: Any) -> Any:
+        return (hidden if "torch._dynamo" in sys.modules else dispatch)(*args, **options)
+
+    return choose
