@@ -45,6 +45,8 @@ class CostHistory:
 
     def _read(self, path: Path) -> list[ForwardSeconds]:
         """What is kept: nothing where a file is damaged; OSError where it can't be read, and must not be replaced."""
+        if path.exists() and not path.is_file():  # a pipe would have the model's thread wait for whoever writes to it
+            raise OSError("it is no regular file")
         try:
             with path.open("rb") as file:
                 return [_parse_reading(entry) for entry in json.loads(file.read(MAX_FILE_BYTES))]

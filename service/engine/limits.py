@@ -72,7 +72,8 @@ def check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> None
     """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
     # Of several inputs the one that grew most counts: which layers see which is not known.
     ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))
-    seconds, limit = SURVEY_ROWS * ratio * model.catalog.seconds, settings.deadline_s / 4
+    one = min(model.catalog.seconds, model.catalog.costs.estimate_seconds(1))  # noise only adds
+    seconds, limit = SURVEY_ROWS * ratio * one, settings.deadline_s / 4
     if ratio > 1 and seconds > limit:
         raise TooLargeError(
             f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",

@@ -22,6 +22,7 @@ from layertap.models.selection.embedding import reduce_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.spec import Preprocessed, Shapes
+from layertap.service.engine.catalog_choice import choose_catalog, names_unseen_calls
 from layertap.service.engine.limits import (
     check_count,
     check_reply_size,
@@ -33,7 +34,7 @@ from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.plan_cache import FingerprintedPlan
 from layertap.service.engine.plan_scaling import scale_plan
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.row_shapes import PredictedRows, find_preprocessed_by, is_reshaped, predict_rows
+from layertap.service.engine.row_shapes import find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows import Rows, get_row_shapes
 from layertap.service.settings import Settings
 
@@ -90,14 +91,16 @@ class Planner:
             inputs = inputs.replace_by_output(resumption.takes)
         items = [item for _, item in request.items]
         rows = predict_rows(items, inputs)
-        catalog, catalog_shapes = _choose_catalog(model, inputs, resumption, rows)
+        catalog, catalog_shapes = choose_catalog(model, inputs, resumption, rows)
         preprocessed = find_preprocessed_by(items, inputs, rows.shapes)
         identity = _identify(model, inputs, preprocessed, rows.shapes)
         lengths = _assume_lengths(inputs) if request.items else None
+        check_count(rows.count, self._settings)
+        if catalog_shapes is None and rows.uniform and names_unseen_calls(request, catalog):
+            catalog, catalog_shapes = await self._survey(worker, rows.shapes, deadline), rows.shapes
         fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(fingerprinted.plan, catalog)
-        check_count(rows.count, self._settings)
         likely = fingerprinted.plan
         if rows.shapes != catalog_shapes:
             likely = await self._scale(likely, rows.shapes, inputs, deadline)
@@ -260,18 +263,6 @@ def _name_embedding(request: ExtractRequest, model: LoadedModel) -> ExtractReque
     if model.embedding_selector is None:
         raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
     return replace(request, selectors=(reduce_embedding(model.embedding_selector, request.embedding),))
-
-
-def _choose_catalog(
-    model: LoadedModel, inputs: ModelInputs, resumption: Resumption | None, rows: PredictedRows
-) -> tuple[Catalog, Shapes | None]:
-    """By what to plan rows, and the shape that it is of; None where they may have others that were not surveyed."""
-    if resumption is not None:
-        return resumption.catalog, inputs.shapes
-    if model.text is not None:  # a text's length is measured later
-        return model.catalog, model.shapes
-    cached = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
-    return (model.catalogs.unsized, None) if cached is None else (cached, rows.shapes)
 
 
 def _identify(model: LoadedModel, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:

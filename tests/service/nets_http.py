@@ -136,6 +136,21 @@ class Guided(nn.Module):
         return self.conv(image).mean((2, 3)) + self.guide(hint).mean((2, 3))
 
 
+class Branches(nn.Module):
+    """Runs a layer for wide pictures only, and another one twice for these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Conv2d(3, 4, 1)
+        self.wide = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(x)
+        if x.shape[3] > 16:
+            x = self.wide(self.wide(x))
+        return x.mean((2, 3))
+
+
 class Filing(nn.Module):
     """Its layers have names that files of results need for themselves."""
 

@@ -24,6 +24,7 @@ MAX_REPLY_BYTES, MAX_QUEUE_ROWS, MAX_QUEUE_BYTES = 100_000, 8, 3_000_000
 SPECS = (
     net_spec("Chain", inputs=(InputSpec("image", (3, SIDE, SIDE)),)),
     net("patches", "Patches", InputSpec("x", (3, SMALL, SMALL))),
+    net("branches", "Branches", InputSpec("x", (3, SMALL, SMALL))),
     net("guided", "Guided", InputSpec("image", (3, SMALL, SMALL)), InputSpec("hint", (1, 2, 2))),
 )
 
@@ -98,6 +99,24 @@ def test_region(reshaping: Live) -> None:
     for _ in range(2):
         reply = post(reshaping, "Chain", [x], ["head"], interventions=[change])
         assert f"{LARGE} by {LARGE}" in problem(reply, 422)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("width", "fields"),
+    [
+        (17, {"layers": ["wide"]}),
+        (18, {"layers": ["wide#0", "wide#1"]}),
+        (19, {"layers": ["."], "interventions": [{"layer": "wide", "op": "zero"}]}),
+        (20, {"layers": ["narrow:grad_output"], "objective": {"kind": "layer", "layer": "wide"}}),
+    ],
+    ids=str,
+)
+def test_layer_that_runs_for_this_shape_only(reshaping: Live, width: int, fields: Json) -> None:
+    """It may be named whether the shape is known already or not; not for a shape for which it does not run."""
+    for _ in range(2):
+        reply = post(reshaping, "branches", [row(SMALL, width)], **fields)
+        assert reply.status_code == 200, reply.text
+    assert problem(post(reshaping, "branches", [row(width, SMALL)], **fields), 422)["errors"]
 
 
 def test_tokens(reshaping: Live) -> None:

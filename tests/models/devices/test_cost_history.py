@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,9 +77,11 @@ def test_damaged_file(path: Path, text: str) -> None:
     assert CostHistory(path).add(USUAL) == [USUAL] * 2
 
 
-def test_file_that_can_not_be_read(path: Path) -> None:
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_file_that_can_not_be_read(path: Path, make: Callable[[Path], None]) -> None:
     """It is not replaced: who can read it has more readings."""
-    path.mkdir(parents=True)
+    path.parent.mkdir()
+    make(path)
     assert CostHistory(path).add(USUAL) == [USUAL]
     assert list(path.parent.iterdir()) == [path]
 
