@@ -36,7 +36,7 @@ Answer = httpx.Response | httpx.HTTPError | None
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at the server's process in /proc")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [200, 1000, 10_000])
+@pytest.mark.parametrize("count", [200, 1000, pytest.param(10_000, marks=pytest.mark.hard)])
 def test_load(tmp_path: Path, count: int) -> None:
     """Each of the requests is answered with its own rows or its own error, whoever shares a forward with it."""
     with process([served.spec(tmp_path) for served in SERVED], tmp_path) as server:
