@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
@@ -14,7 +15,7 @@ from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.same_calls import has_same_calls
 from layertap.models.devices import devices
-from layertap.models.devices.cost_history import CostHistory, open_history
+from layertap.models.devices.cost_history import open_history
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.processor import describe_speed
 from layertap.models.devices.threads import count_cores
@@ -84,7 +85,8 @@ def _load(spec: ModelSpec, replicas: int, threads: int, streams: int, costs_fold
         torch.__version__,
         describe_speed(device),
     )
-    catalogs = _survey(module, inputs, device, built.prefix_tokens, threads, history)
+    with _refuse_unfit_inputs():
+        catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, history)
     embedding = _find_embedding(spec, catalogs.configured)
     return LoadedModel(
         spec=spec,
@@ -112,16 +114,11 @@ def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> n
     return module
 
 
-def _survey(
-    module: nn.Module,
-    inputs: ModelInputs,
-    device: torch.device,
-    prefix_tokens: int,
-    threads: int,
-    history: CostHistory,
-) -> ModelCatalogs:
+@contextmanager
+def _refuse_unfit_inputs() -> Iterator[None]:
+    """Raise LoadError where a model does not take rows of its configured shape."""
     try:
-        return ModelCatalogs(module, inputs, device, prefix_tokens, threads, history)
+        yield
     except InputError as error:
         refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
         refusal.kind = "forward"
