@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from urllib.request import urlopen
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from bench.serving.server import TICK_S, Server
-from bench.startup import HOST
+from bench.machine import TICK_S
+from bench.serving.metrics import scrape
+from bench.serving.server import Server
 
 LOOP, OTHERS = "event loop", "others"
 ROLES = {"decode": "decoding", "model-": "forwards", "side": "side pool"}  # by how a thread's name begins
@@ -28,12 +26,9 @@ def used(server: Server) -> Counter[str]:
 
 def samples(server: Server) -> Samples:
     """Sums and counts of ``GET /metrics``."""
-    with urlopen(f"http://{HOST}:{server.port}/metrics") as answer:
-        families = text_string_to_metric_families(answer.read().decode())
     return {
         (sample.name, sample.labels.get("step", "")): sample.value
-        for family in families
-        for sample in family.samples
+        for sample in scrape(server.port)
         if sample.name.endswith(("_sum", "_count"))
     }
 

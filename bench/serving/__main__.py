@@ -28,7 +28,7 @@ from bench.serving.report import summary, tables
 from bench.serving.server import OVERRIDDEN
 
 TOLD = ("BENCH_", "LAYERTAP_", "OMP_", "GOMP_", "KMP_", "MALLOC_")
-WIDTH = 110  # where there is no terminal
+WIDTH = 140  # where there is no terminal
 
 
 def rounds(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Lines]]:

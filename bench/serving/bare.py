@@ -12,6 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from statistics import median
 
+from bench.machine import CpuMeter
 from bench.serving.loads import LAYER
 from bench.serving.plain import Plain, arguments, read
 
@@ -25,7 +26,7 @@ def main() -> None:
         pictures = read(chosen.pictures, Path(folder))
     plain = Plain(chosen.model)
     taken = []
-    begin = time.perf_counter() + WARM_S
+    begin, meter = time.perf_counter() + WARM_S, CpuMeter(time.process_time)
     for picture in cycle(pictures):
         start = time.perf_counter()
         plain([picture])
@@ -34,7 +35,8 @@ def main() -> None:
             taken.append(1000 * (end - start))
         if end >= begin + chosen.seconds and taken:
             break
-    print(json.dumps({"p50_ms": median(taken), "images": len(taken), "vector": plain(pictures[:1])[LAYER][0].tolist()}))
+    figures = {"p50_ms": median(taken), "images": len(taken), **meter.get_shares()}
+    print(json.dumps({**figures, "vector": plain(pictures[:1])[LAYER][0].tolist()}))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.machine import CpuMeter
+from bench.serving.metrics import BatchRows, get_rows_per_forward
 from bench.serving.server import Server, memory_mib
 from bench.startup import HOST, LIMIT_S
 
@@ -66,14 +68,23 @@ class Sending:
     seconds: int
 
 
-def loaded(server: Server, sending: Sending, idle_cores: float = 0.0) -> Figures:
-    """Answers per second, their latency, and what the server used for them; it uses those cores when nobody asks."""
+def loaded(
+    server: Server,
+    sending: Sending,
+    idle_cores: float = 0.0,
+    read_batch_rows: Callable[[int], BatchRows] | None = None,
+) -> Figures:
+    """Answers per second, their latency, and what the server and others used meanwhile.
+
+    The server uses ``idle_cores`` when nobody asks; ``read_batch_rows`` is for those that count rows by forward.
+    """
     rest = RESTLESS * idle_cores
     warm, _ = _wrk(server, replace(sending, seconds=WARM_S))
     server.settle(rest)
-    cpu = server.cpu_s()
+    rows = read_batch_rows(server.port) if read_batch_rows else None
+    cpu, meter = server.cpu_s(), CpuMeter(lambda: cpu_s(server))
     told, peak = _wrk(server, replace(sending, seconds=enough(sending, warm["answers"] / warm["seconds"])))
-    cpu = server.cpu_s() - cpu
+    cpu, shares = server.cpu_s() - cpu, meter.get_shares()
     server.settle(rest)
     good = told["answers"] - told["refused"]
     if good <= 0:
@@ -90,7 +101,14 @@ def loaded(server: Server, sending: Sending, idle_cores: float = 0.0) -> Figures
         "answers": told["answers"],
         "refused": told["refused"],
         "failed": told["refused"] + told["broken"],
+        **shares,
+        **(get_rows_per_forward(rows, read_batch_rows(server.port)) if rows and read_batch_rows else {}),
     }
+
+
+def cpu_s(server: Server) -> float:
+    """CPU seconds so far of a server, of this process and of the load makers that it has ended."""
+    return server.cpu_s() + sum(os.times()[:4])
 
 
 def enough(sending: Sending, per_s: float) -> int:

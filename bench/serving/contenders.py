@@ -15,6 +15,7 @@ import numpy as np
 from bench import peers
 from bench.serving.client import Ask, Figures, Line
 from bench.serving.loads import Load
+from bench.serving.metrics import BatchRows, read_batch_rows
 from bench.serving.server import Server, layertap, running
 from bench.startup import free_port
 
@@ -32,7 +33,8 @@ class Contender:
     ``command`` starts it on a port for a load; ``path`` is where a set of layers is asked for; ``read`` takes the
     vector out of an answer, layer after layer. With ``various`` each request may name its own set. ``ready`` is where
     it says that it has nothing left to do; with ``prepares`` a first start leaves on disk what later ones find.
-    ``missing`` is what to do before it can run at all, empty where it can.
+    ``missing`` is what to do before it can run at all, empty where it can. ``read_batch_rows`` reads how many rows its
+    forwards had, by the port, where it counts them.
     """
 
     command: Callable[[Load, int, Path], list[str]]
@@ -42,6 +44,7 @@ class Contender:
     ready: str | None = None
     prepares: bool = False
     missing: Callable[[], str] = str
+    read_batch_rows: Callable[[int], BatchRows] | None = None
 
     def suits(self, load: Load) -> bool:
         """Whether it can be asked for that."""
@@ -113,7 +116,9 @@ def _ours(*, warm: bool = False) -> Contender:
     def path(load: Load, layers: Sequence[str]) -> str:
         return extract(load.model, layers, load.pool, "npy" if len(load.layers) == 1 else "npz")
 
-    return Contender(command, path, _ours_read, various=not warm, ready="/readyz", prepares=warm)
+    return Contender(
+        command, path, _ours_read, various=not warm, ready="/readyz", prepares=warm, read_batch_rows=read_batch_rows
+    )
 
 
 def extract(model: str, layers: Sequence[str], pool: str, form: str) -> str:

@@ -15,9 +15,11 @@ from statistics import median
 
 import numpy as np
 
-from bench.serving.client import Answer, Ask, Figures, Line, Sending, loaded, watched
+from bench.machine import CpuMeter
+from bench.serving.client import Answer, Ask, Figures, Line, Sending, cpu_s, loaded, watched
 from bench.serving.contenders import CONTENDERS, Vectors, deviation, extract, started
 from bench.serving.loads import LAYER, Load
+from bench.serving.repeat import repeat_disturbed
 from bench.serving.server import Server, serving
 from bench.startup import LIMIT_S
 
@@ -57,8 +59,12 @@ def vectors(load: Load, picture: Path) -> Vectors:
 
 def loop(bench: Bench, load: Load) -> Lines:
     """The plain threaded loop in a fresh process."""
-    figures, peak = _alone("loop", load, bench.pictures, bench.seconds)
-    return {"loop": {**figures, "peak_mib": peak}}
+
+    def run() -> Figures:
+        figures, peak = _alone("loop", load, bench.pictures, bench.seconds)
+        return {**figures, "peak_mib": peak}
+
+    return {"loop": repeat_disturbed(run)}
 
 
 def served(name: str, bench: Bench, load: Load) -> Lines:
@@ -68,7 +74,8 @@ def served(name: str, bench: Bench, load: Load) -> Lines:
     with started(contender, load, bench.pictures[0], bench.vectors[load.model], bench.folder) as (server, start):
         for connections in bench.connections:
             sending = Sending(contender.paths(load), bench.pictures, connections, bench.seconds)
-            found[f"{name} {connections}"] = loaded(server, sending, start["idle_cores"]) | start
+            run = partial(loaded, server, sending, start["idle_cores"], contender.read_batch_rows)
+            found[f"{name} {connections}"] = repeat_disturbed(run) | start
     return found
 
 
@@ -85,11 +92,15 @@ def one(bench: Bench, load: Load) -> Lines:
     With torch's defaults, threads spin while they wait, which is best on a quiet machine and dreadful on a busy one.
     """
     policies = {"bare": {}, "passive": {"OMP_WAIT_POLICY": "PASSIVE"}}
-    alone = {name: _alone("bare", load, bench.pictures, bench.seconds, policy)[0] for name, policy in policies.items()}
+
+    def run(policy: Mapping[str, str]) -> Figures:
+        return _alone("bare", load, bench.pictures, bench.seconds, policy)[0]
+
+    alone = {name: repeat_disturbed(partial(run, policy)) for name, policy in policies.items()}
     vector, _ = (np.asarray(figures.pop("vector")) for figures in alone.values())
     asks = [Ask(extract(load.model, (LAYER,), "flatten", "npy"), path.read_bytes()) for path in bench.pictures]
     with serving([load.model], bench.folder) as server:
-        answers = _asked(bench, server, asks)
+        answers, shares = _asked(bench, server, asks)
     every = [answer for several in answers for answer in several]
     quicker = min(alone.values(), key=lambda figures: figures["p50_ms"])
     p50 = median(answer.wall_ms for answer in every)
@@ -100,6 +111,7 @@ def one(bench: Bench, load: Load) -> Lines:
         "beyond_ms": p50 - quicker["p50_ms"],
         "images": len(every),
         "deviation": deviation(answers[0][0].array[0], vector),
+        **shares,
     }
     return {**alone, "one": figures}
 
@@ -115,7 +127,8 @@ def early(bench: Bench, load: Load) -> Lines:
         np.save(body, np.random.default_rng(0).standard_normal(shape, dtype=np.float32))
         paths = [extract(load.model, (name,), "mean", "npy") for name in names]
         asks = [Ask(path, body.getvalue(), "application/x-npy") for path in paths]
-        *parts, whole = [_milliseconds(answers) for answers in _asked(bench, server, asks)]
+        sequence, shares = _asked(bench, server, asks)
+    *parts, whole = [_milliseconds(answers) | shares for answers in sequence]
     found = {}
     for name, part in zip(EARLY[load.model], parts, strict=True):
         share = catalogue[name]["cost"]
@@ -139,11 +152,18 @@ def _alone(
     return json.loads(told), peak
 
 
-def _asked(bench: Bench, server: Server, asks: Sequence[Ask]) -> list[list[Answer]]:
-    """The answers to each of some requests, sent in turn over one connection, after a warm-up."""
+def _asked(bench: Bench, server: Server, asks: Sequence[Ask]) -> tuple[list[list[Answer]], Figures]:
+    """The answers to each of some requests, sent in turn over one connection, after a warm-up; who else used cores."""
     with closing(Line(server.port)) as line:
+
+        def run() -> Figures:
+            meter = CpuMeter(lambda: cpu_s(server))
+            answers = line.sequence(asks, bench.seconds)
+            return {"answers": answers, **meter.get_shares()}
+
         line.sequence(asks, WARM_S)
-        return line.sequence(asks, bench.seconds)
+        figures = repeat_disturbed(run)
+    return figures.pop("answers"), figures
 
 
 def _milliseconds(answers: Sequence[Answer]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bench.machine import CpuMeter
 from bench.serving.plain import Plain, arguments, read
 
 BATCHES = (1, 4, 8, 16)
@@ -26,19 +27,20 @@ FEWEST = 2  # batches of a thread between its first stamp and its last
 
 
 def rate(plain: Plain, pictures: Sequence[bytes], batch: int, warm_s: float, seconds: float) -> dict[str, float]:
-    """Images per second of all threads after the warm-up, and what an image costs in CPU time."""
+    """Images per second of all threads after the warm-up, what an image costs in CPU time, and who else used cores."""
     begin = time.perf_counter() + warm_s
     threads = [_Thread(plain, pictures, batch, begin, begin + seconds) for _ in range(os.cpu_count() or 1)]
     for thread in threads:
         thread.start()
     time.sleep(warm_s)
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu, wall, meter = time.process_time(), time.perf_counter(), CpuMeter(time.process_time)
     time.sleep(seconds)
+    shares = meter.get_shares()
     cores = (time.process_time() - cpu) / (time.perf_counter() - wall)
     for thread in threads:
         thread.join()
     per_s = sum(thread.per_s for thread in threads)
-    return {"per_s": per_s, "cpu_ms": 1000 * cores / per_s}
+    return {"per_s": per_s, "cpu_ms": 1000 * cores / per_s, **shares}
 
 
 class _Thread(threading.Thread):

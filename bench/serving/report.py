@@ -76,7 +76,7 @@ def grids(results: Results) -> Iterator[Grid]:
         columns = {
             key: title for key, title in shown.columns.items() if any(key in figures for figures in rows.values())
         }
-        if rows:
+        if rows and columns:
             cells = {name: [figures.get(column) for column in columns] for name, figures in rows.items()}
             yield Grid(load, shown.title, tuple(columns.values()), cells)
 
@@ -95,9 +95,19 @@ def short(value: float) -> str:
     return f"{float(f'{value:.3g}'):g}"
 
 
-def _summed(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    figures = {name: _spread([each[name] for each in rounds]) for name in rounds[0]}
-    return {"figures": figures, "rounds": [{name: _short(value) for name, value in each.items()} for each in rounds]}
+def _summed(rounds: list[Figures]) -> dict[str, Any]:
+    numbers = [name for name, value in rounds[0].items() if isinstance(value, int | float)]
+    figures = {name: _spread([each[name] for each in rounds]) for name in numbers}
+    return {"figures": figures, "rounds": [{name: _rounded(value) for name, value in each.items()} for each in rounds]}
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers as short as they are of use, those in lists and mappings too."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return _short(value) if isinstance(value, float) else value
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -131,6 +141,18 @@ SHOWN = (
             "peak_mib": "MiB",
             "start_s": "start s",
             "failed": "failed",
+            "steal": "steal",
+            "others": "others",
+        },
+    ),
+    Shown(
+        "rows per forward",
+        frozenset({"server", "warm"}),
+        {
+            "rows_mean": "mean",
+            "rows_median": "median, at most",
+            "single_forwards": "forwards of one row",
+            "single_rows": "rows alone",
         },
     ),
     Shown(

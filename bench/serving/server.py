@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from bench.machine import TICK_S
 from bench.startup import EXIT_S, HOST, LAYERTAP, free_port, status
 
 SEED = 0
@@ -21,7 +22,6 @@ READY_S = 1200.0  # graphs are compiled the first time
 TRY_S = 0.05
 IDLE_S = 0.2  # this long without CPU time is idle
 SETTLE_S = 20.0
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 OVERRIDDEN = ("LAYERTAP_CONFIG", "LAYERTAP_API_KEYS", "LAYERTAP_ADMIN_KEYS")
 PARENT, GROUP, TIMES, BORN = 1, 2, slice(11, 15), 19  # fields of /proc/PID/stat, from the state on
 
