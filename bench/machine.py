@@ -46,14 +46,14 @@ def parse_cpu_times(stat: str) -> CpuTimes:
 
 
 def get_cpu_shares(before: CpuTimes, after: CpuTimes, measured_s: float) -> dict[str, float]:
-    """Shares of all cores' time between two readings, 0 to 1.
+    """Shares of all cores' time between two readings, 0 to 1 in thousandths.
 
     ``steal`` is what the host took away, ``others`` what processes of this machine used beside those that are measured,
     which used ``measured_s``.
     """
     total = after.total - before.total
     others = after.used - before.used - measured_s
-    return {"steal": (after.stolen - before.stolen) / total, "others": max(others, 0.0) / total}
+    return {"steal": round((after.stolen - before.stolen) / total, 3), "others": round(max(others, 0.0) / total, 3)}
 
 
 class CpuMeter:

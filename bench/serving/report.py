@@ -127,6 +127,7 @@ def _text(figure: dict[str, float] | None) -> str:
     return middle if least == most else f"{middle}\n({least}-{most})"
 
 
+DISTURBANCE = {"steal": "steal", "others": "others"}
 SHOWN = (
     Shown(
         "under load",
@@ -141,8 +142,7 @@ SHOWN = (
             "peak_mib": "MiB",
             "start_s": "start s",
             "failed": "failed",
-            "steal": "steal",
-            "others": "others",
+            **DISTURBANCE,
         },
     ),
     Shown(
@@ -158,7 +158,7 @@ SHOWN = (
     Shown(
         "one image at a time",
         frozenset({"bare", "passive", "one"}),
-        {"p50_ms": "p50 ms", "forward_ms": "forward ms", "ratio": "ratio", "beyond_ms": "beyond, ms"},
+        {"p50_ms": "p50 ms", "forward_ms": "forward ms", "ratio": "ratio", "beyond_ms": "beyond, ms", **DISTURBANCE},
     ),
     Shown(
         "stopping early",
@@ -170,6 +170,7 @@ SHOWN = (
             "forward_share": "measured",
             "forward_ratio": "ratio",
             "wall_ratio": "wall ratio",
+            **DISTURBANCE,
         },
     ),
 )
