@@ -13,6 +13,7 @@ from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_view import select_rows
 from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.compiled.plan_benchmark import PlanBenchmark
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import use_threads
@@ -38,7 +39,7 @@ class LoadedModel:
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint. ``catalogs`` run
     the first replica, on a CPU with so many ``threads``. ``embedding_selector`` is what a request without layers
     means, with its pool; None where there is no such tensor. ``compiled`` has a graph for each of the warm plans, None
-    for those that run with hooks.
+    for those that run with hooks; ``benchmarks`` what was measured of each, None where there are no graphs.
     """
 
     spec: ModelSpec
@@ -53,6 +54,7 @@ class LoadedModel:
     catalogs: ModelCatalogs
     embedding_selector: Selector | None
     compiled: tuple[CompiledPlan | None, ...] = ()
+    benchmarks: tuple[PlanBenchmark | None, ...] = ()
 
     @property
     def module(self) -> nn.Module:

@@ -17,6 +17,7 @@ DType = Literal["float32", "bfloat16", "float16"]
 MemoryFormat = Literal["contiguous", "channels_last"]
 InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"]
 Decode = Literal["exact", "fast", "device"]
+Compile = Literal[False, True, "always"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
@@ -90,15 +91,15 @@ class WarmSpec:
     """Layers that are asked for often, made ready before the model is: selectors, and what is done with all of them.
 
     With ``compile`` as a graph of their own, which takes minutes the first time. Requests for these layers, or some of
-    them, reduced in the same way, are answered by it. ``cuda_graphs``: batch sizes for which a GPU keeps what the graph
-    starts there, to start it again in one go.
+    them, reduced in the same way, are answered by it where it is quicker than hooks, or ``always``. ``cuda_graphs``:
+    batch sizes for which a GPU keeps what the graph starts there, to start it again in one go.
     """
 
     layers: tuple[str, ...]
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
-    compile: bool = False
+    compile: Compile = False
     cuda_graphs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

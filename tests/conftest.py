@@ -21,7 +21,7 @@ from tests.nets import INPUTS
 
 Loader = Callable[..., LoadedModel]
 TRIES, TRY_S = 50, 0.05
-WARM = WarmSpec(("conv", "relu#0", "relu", "head", "conv:input"), compile=True)  # of ``tests.nets.Chain``
+WARM = WarmSpec(("conv", "relu#0", "relu", "head", "conv:input"), compile="always")  # of ``tests.nets.Chain``
 settings.register_profile("repeatable", deadline=None, database=None, derandomize=True)
 settings.load_profile("repeatable")
 

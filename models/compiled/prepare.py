@@ -1,4 +1,4 @@
-"""A model's warm plans made ready: found on disk or compiled, compared with the hooked forward, measured."""
+"""A model's warm plans made ready: found on disk or compiled, compared with the hooked forward, measured beside it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from torch import Tensor
-
-from layertap.models.catalog.catalog import Costs
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import (
     WarmError,
@@ -28,11 +25,13 @@ from layertap.models.compiled.compile import (
 )
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graph_capture import attach_cuda_graphs
+from layertap.models.compiled.measure import measure_plan
+from layertap.models.compiled.plan_benchmark import PlanBenchmark, keep_benchmark, locate_benchmark, read_benchmark
 from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
+from layertap.models.loading import load_model, wait_for_turn
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.plan import Capture, Plan
@@ -45,6 +44,7 @@ SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
 REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
 CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
+PreparedPlan = tuple[CompiledPlan | None, PlanBenchmark | None]
 
 
 def prepare_warm_plans(model: LoadedModel, folder: Path) -> LoadedModel:
@@ -53,22 +53,30 @@ def prepare_warm_plans(model: LoadedModel, folder: Path) -> LoadedModel:
     LoadError where a plan names what is not there.
     """
     with devices.use_device(model.device):
-        return replace(model, compiled=tuple(_prepare_warm_plan(model, warm, folder) for warm in model.spec.warm))
+        prepared = [_prepare_warm_plan(model, warm, folder) for warm in model.spec.warm]
+    compiled, benchmarks = zip(*prepared, strict=True) if prepared else ((), ())
+    return replace(model, compiled=compiled, benchmarks=benchmarks)
 
 
-def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, folder: Path) -> CompiledPlan | None:
+def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, folder: Path) -> PreparedPlan:
     try:
         plan = make_warm_plan(model, warm)
     except RequestError as error:
         raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
     if not warm.compile:
-        return None
+        return None, None
     try:
-        return _open_or_compile(model, plan, warm, open_folder(folder))
+        compiled, benchmark = _choose_graphs(model, plan, warm, open_folder(folder))
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
-        reason = error.detail if isinstance(error, LayertapError) else type(error).__name__
-        log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
-        return None
+        _log_hooks(model, error.detail if isinstance(error, LayertapError) else type(error).__name__)
+        return None, None
+    if compiled is None:
+        _log_hooks(model, f"its graph takes {1 / benchmark.speedup:.2f} times as long as hooks")
+    return compiled, benchmark
+
+
+def _log_hooks(model: LoadedModel, reason: str) -> None:
+    log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
 
 
 def make_warm_plan(model: LoadedModel, warm: WarmSpec) -> Plan:
@@ -154,16 +162,40 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
         _compile_captures(model, captures, kind, path)
 
 
-def _open_or_compile(model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path) -> CompiledPlan:
+def _choose_graphs(
+    model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path
+) -> tuple[CompiledPlan | None, PlanBenchmark]:
+    """Graphs for a plan, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
     captures = _list_captures(model, plan)
     paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
+    benchmark_path = locate_benchmark([*paths.values()], warm.cuda_graphs, model.threads, model.device)
+    benchmark = read_benchmark(benchmark_path)
+    if benchmark and not _is_wanted(warm, benchmark):
+        return None, benchmark
+    graphs = _open_or_compile(model, plan, warm, paths)
+    if benchmark is None:
+        with wait_for_turn():
+            measured = measure_plan(model, plan, graphs)
+        benchmark = keep_benchmark(benchmark_path, measured)
+    if not _is_wanted(warm, benchmark):
+        return None, benchmark
+    # Of memory a graph takes no more than the whole forward with hooks.
+    return replace(graphs, costs=costs.make_costs([benchmark.costs], model.catalog.costs.row_bytes)), benchmark
+
+
+def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
+    return warm.compile == "always" or benchmark.pays
+
+
+def _open_or_compile(model: LoadedModel, plan: Plan, warm: WarmSpec, paths: Mapping[str, Path]) -> CompiledPlan:
+    """Graphs that give what hooks do; their costs are not measured. Raises whatever compiling does."""
     if not all(path.exists() for path in paths.values()):
         find_compiler()
-        _compile_in_process(model.spec, folder, model.threads)
-    one, several = (open_graph(path, len(model.replicas), model.device) for path in paths.values())
-    graphs = CompiledPlan(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
+        _compile_in_process(model.spec, paths["one"].parent, model.threads)
+    one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
+    captures, names = _list_captures(model, plan), tuple(spec.name for spec in model.inputs)
+    graphs = CompiledPlan(captures, names, one, several, model.catalog.costs)
     check_against_hooks(model, plan, graphs, model.replicas[0], CHECKED_ROWS)
-    graphs = replace(graphs, costs=_measure_graph_costs(model, graphs))
     return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 
@@ -185,14 +217,3 @@ def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:
         if capture.point.site not in SITES or capture.tensor.row_axis is None or capture.tensor.mixed:
             raise WarmError(f"a graph does not give {capture.point.layer}:{capture.point.site}")
     return tuple(dict.fromkeys(result.capture for result in plan.results))
-
-
-def _measure_graph_costs(model: LoadedModel, graphs: CompiledPlan) -> Costs:
-    """What graphs take in time, measured; their memory is taken for that of the whole forward, which is no less."""
-    row = make_noise_row(model.inputs, model.device, model.dtype)
-
-    def forward(rows: Mapping[str, Tensor]) -> object:
-        return graphs.run(rows, len(next(iter(rows.values()))))
-
-    reading = costs.measure_forward(forward, row, model.device, True, model.threads)
-    return costs.make_costs([reading], model.catalog.costs.row_bytes)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from layertap.models.devices.costs import ForwardSeconds
+from layertap.models.json_file import DAMAGED, parse_figures, read_json, write_json
 
 log = logging.getLogger("layertap")
 MAX_READINGS = 9  # of a model: the newest
 MAX_FILES = 1000  # in a folder
-MAX_FILE_BYTES = 2**16
 RECIPE = 1  # to be raised where seconds are measured otherwise
 
 
@@ -45,14 +42,14 @@ class CostHistory:
 
     def _read(self, path: Path) -> list[ForwardSeconds]:
         """What is kept: nothing where a file is damaged; OSError where it can't be read, and must not be replaced."""
-        if path.exists() and not path.is_file():  # a pipe would have the model's thread wait for whoever writes to it
-            raise OSError("it is no regular file")
         try:
-            with path.open("rb") as file:
-                return [_parse_reading(entry) for entry in json.loads(file.read(MAX_FILE_BYTES))]
+            entries = read_json(path)
+            if not isinstance(entries, list):
+                raise TypeError("this is no list")
+            return [_parse_reading(entry) for entry in entries]
         except FileNotFoundError:
             return []
-        except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        except DAMAGED as error:
             log.info("readings of costs are not used", extra={"fields": {"reason": type(error).__name__}})
             return []
 
@@ -61,16 +58,7 @@ class CostHistory:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():
             _remove_oldest(folder)
-        with NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
-            part = Path(file.name)
-            try:
-                json.dump([asdict(each) for each in readings], file)
-                file.flush()
-                part.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o666)  # others share a folder that is theirs too
-                part.replace(path)
-            except BaseException:
-                part.unlink(missing_ok=True)
-                raise
+        write_json(path, [asdict(each) for each in readings])
 
 
 def open_history(folder: Path | None, *parts: object) -> CostHistory:
@@ -82,14 +70,7 @@ def open_history(folder: Path | None, *parts: object) -> CostHistory:
 
 
 def _parse_reading(entry: object) -> ForwardSeconds:
-    """A reading from a file; ValueError, TypeError, ArithmeticError where it is none."""
-    names = [field.name for field in fields(ForwardSeconds)]
-    if not isinstance(entry, dict) or entry.keys() != set(names):
-        raise ValueError("this is no reading")
-    figures = {name: float(entry[name]) for name in names}
-    if not all(math.isfinite(figure) and figure > 0 for figure in figures.values()):
-        raise ValueError("a figure is none that was measured")
-    return ForwardSeconds(**figures)
+    return ForwardSeconds(**parse_figures(entry, [field.name for field in fields(ForwardSeconds)]))
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_capture_that_fails(model: LoadedModel, graphs: CompiledPlan, plan: Pl
 
 def test_served(tmp_path: Path) -> None:
     """Compiled and captured over HTTP: the numbers of a model with hooks, whoever asks beside."""
-    warm = WarmSpec(("avgpool", "layer3"), pool="mean", compile=True, cuda_graphs=SIZES)
+    warm = WarmSpec(("avgpool", "layer3"), pool="mean", compile="always", cuda_graphs=SIZES)
     place = tmp_path / "plans"
     ready = prepare_warm_plans(load_model(replace(SPEC, warm=(warm,)), 1, 1), place)
     (made,) = ready.compiled

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from multiprocessing import Pipe
 from pathlib import Path
@@ -19,14 +21,16 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.compile import WarmError, compute_key, open_folder
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.plan_benchmark import PairedSeconds, PlanBenchmark, locate_benchmark, read_benchmark
 from layertap.models.compiled.prepare import compile_warm_plans, make_warm_plan, prepare_warm_plans, wait_for_compiler
+from layertap.models.devices.costs import ForwardSeconds, make_costs
 from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Objective, Reduction, Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
-from layertap.models.spec import WarmSpec
+from layertap.models.spec import Compile, WarmSpec
 from tests.conftest import WARM, net_spec
 from tests.loading import load_model
 from tests.marks import slow
@@ -175,7 +179,7 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     again = prepare_warm_plans(load_model(warmed.spec, 1, 1), plans)
     assert own(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
-    assert len([name for name in before if name.endswith(".pt2")]) == 2
+    assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".json", ".pt2", ".pt2"]
 
 
 def test_keys(loaded: Callable[..., LoadedModel]) -> None:
@@ -190,6 +194,65 @@ def test_keys(loaded: Callable[..., LoadedModel]) -> None:
     assert len(keys) == 8
     keys |= {compute_key(other, captures[0], "one") for other in others}
     assert len(keys) == 10
+
+
+FIGURES = PairedSeconds(0.5, 0.25, 2.0)
+QUICK = PlanBenchmark(FIGURES, FIGURES, ForwardSeconds(0.25, 0.125, 1.5))
+SLOW = replace(QUICK, several=replace(FIGURES, speedup=0.25))
+
+
+def keep(model: LoadedModel, folder: Path, benchmark: PlanBenchmark) -> Path:
+    """The file of what an earlier start has measured."""
+    captures = tuple(result.capture for result in make_warm_plan(model, WARM).results)
+    paths = [folder / f"{compute_key(model, captures, kind)}.pt2" for kind in ("one", "several")]
+    path = locate_benchmark(paths, (), model.threads, model.device)
+    path.write_text(json.dumps(asdict(benchmark)))
+    return path
+
+
+def test_hooks_that_are_quicker(loaded: Callable[..., LoadedModel], tmp_path: Path, lines: list[Any]) -> None:
+    """What the first start has found slower than hooks is not run, nor compiled, by any other; one line says so."""
+    model = loaded("Chain")
+    model = replace(model, spec=replace(model.spec, warm=(replace(WARM, compile=True),)))
+    path = keep(model, tmp_path, SLOW)
+    for _ in range(2):
+        prepared = prepare_warm_plans(model, tmp_path)
+        assert (prepared.compiled, prepared.benchmarks) == ((None,), (SLOW,))
+    assert lines == [{"model": "Chain", "reason": "its graph takes 1.41 times as long as hooks"}] * 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("benchmark", "compile_", "runs"), [(QUICK, True, True), (SLOW, "always", True), (SLOW, True, False)]
+)
+def test_choice_is_kept(
+    warmed: LoadedModel, plans: Path, tmp_path: Path, benchmark: PlanBenchmark, compile_: Compile, runs: bool
+) -> None:
+    """The same path answers after every start, as last bits depend on it, with the costs that were measured first."""
+    folder = shutil.copytree(plans, tmp_path / "plans")
+    model = load_model(replace(warmed.spec, warm=(replace(WARM, compile=compile_),)), 2, 1)
+    path = keep(model, folder, benchmark)
+    text = path.read_bytes()
+    for _ in range(2):
+        prepared = prepare_warm_plans(model, folder)
+        assert [graphs is not None for graphs in prepared.compiled] == [runs]
+        assert prepared.benchmarks == (benchmark,)
+        assert path.read_bytes() == text
+    if runs:
+        expected = make_costs([benchmark.costs], model.catalog.costs.row_bytes)
+        assert own(prepared).costs == expected
+
+
+@pytest.mark.slow
+def test_damaged_benchmark(warmed: LoadedModel, plans: Path, tmp_path: Path) -> None:
+    """It is measured anew."""
+    folder = shutil.copytree(plans, tmp_path / "plans")
+    path = keep(warmed, folder, SLOW)
+    path.write_text("nothing")
+    (benchmark,) = prepare_warm_plans(warmed, folder).benchmarks
+    assert benchmark is not None
+    assert read_benchmark(path) == benchmark != SLOW
 
 
 @pytest.mark.slow

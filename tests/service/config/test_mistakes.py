@@ -50,6 +50,9 @@ BAD = {
     MODEL.format("warm: [{pool: mean}]"): "models.0.warm.0.layers",
     MODEL.format("warm: [{layers: [a], compil: true}]"): "models.0.warm.0.compil",
     MODEL.format("warm: [{layers: [a], pool: men}]"): "models.0.warm.0.pool",
+    MODEL.format(
+        "warm: [{layers: [a], compile: alway}]"
+    ): "models.0.warm.0.compile: Input should be False, True or 'always'",
     MODEL.format("warm: [{layers: [a], cuda_graphs: [1]}]"): "models.0.warm.0: cuda_graphs are of a compiled plan",
     MODEL.format(
         "warm: [{layers: [a], compile: true, cuda_graphs: [8, 0]}]"
