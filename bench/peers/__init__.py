@@ -5,8 +5,10 @@ Each answers ``POST`` of a raw JPEG with pooled layers, with the seeded weights 
 
 from __future__ import annotations
 
+import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOM = Path(__file__).parent
@@ -15,12 +17,16 @@ ENVIRONMENTS = ROOM / ".venvs"
 
 @dataclass(frozen=True)
 class Peer:
-    """Where it answers and in what form; whether a request may name its layers, and packages of its own are needed."""
+    """Where it answers and in what form; whether a request may name its layers, and packages of its own are needed.
+
+    ``programs`` it needs besides, each with what installs it.
+    """
 
     path: str
     reply: str
     various: bool = False
     packages: bool = True
+    programs: Mapping[str, str] = field(default_factory=dict)
 
 
 def module(name: str) -> str:
@@ -40,10 +46,18 @@ def python(name: str, environments: Path = ENVIRONMENTS) -> Path:
 
 def missing(name: str, environments: Path = ENVIRONMENTS) -> str:
     """What to do before a peer can run; empty where it can."""
-    return "" if python(name, environments).exists() else f"{name} has no environment: python -m bench.peers {name}"
+    lacks = [
+        f"{name} needs {program}: {install}"
+        for program, install in PEERS[name].programs.items()
+        if not shutil.which(program)
+    ]
+    if not python(name, environments).exists():
+        lacks.append(f"{name} has no environment: python -m bench.peers {name}")
+    return "; ".join(lacks)
 
 
 PEERS: dict[str, Peer] = {
     "naive": Peer("/extract", "json", various=True, packages=False),
     "litserve": Peer("/predict", "npy"),
+    "torchserve": Peer("/predictions/model", "npy", programs={"java": "apt-get install default-jre-headless"}),
 }

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
-import httpx
 import numpy as np
 import pytest
-import torch
-import uvicorn
-from PIL import Image
-from torchvision.models import MobileNet_V3_Small_Weights, mobilenet_v3_small
 
-from bench import peers, plot, table
-from bench.peers.naive import app
+from bench import plot, table
 from bench.serving.client import Sending, enough
 from bench.serving.contenders import CONTENDERS, Contender, started
 from bench.serving.loads import LOADS, Load
 from bench.serving.plain import Plain
 from bench.serving.report import related, summary
 from bench.serving.server import family, running
+from tests.bench.support import MODEL, alive, forward, jpeg
 from tests.service.gated_server import wait_until
 from tests.service.support import Json
 
-ROOT = Path(__file__).parents[2]
-LOCK = ROOT / "requirements.lock"
-MODEL = "mobilenet_v3_small"
 LOOP = {"per_s": 100.0, "cpu_ms": 10.0, "peak_mib": 500.0}
 SERVER = {"per_s": 90.0, "cpu_ms": 12.5, "peak_mib": 700.0, "p50_ms": 8.0}
 SPREAD = {"median": 0.9, "min": 0.85, "max": 1.1}
@@ -145,54 +132,6 @@ def test_nothing_to_draw() -> None:
 # The same work
 
 
-def jpeg() -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 256, (240, 320, 3), dtype=np.uint8)
-    encoded = io.BytesIO()
-    Image.fromarray(pixels).save(encoded, "JPEG", quality=95)
-    return encoded.getvalue()
-
-
-def forward(layers: tuple[str, ...], data: bytes) -> dict[str, np.ndarray]:
-    """Each layer's mean over space, by nothing but torchvision."""
-    torch.manual_seed(0)
-    model = mobilenet_v3_small(weights=None).eval()
-    kept: dict[str, np.ndarray] = {}
-    for layer in layers:
-        model.get_submodule(layer).register_forward_hook(
-            lambda module, inputs, output, layer=layer: kept.update({layer: output.numpy().mean((2, 3))[0]})
-        )
-    batch = MobileNet_V3_Small_Weights.DEFAULT.transforms()(Image.open(io.BytesIO(data)).convert("RGB"))[None]
-    with torch.no_grad():
-        model(batch)
-    return kept
-
-
-@contextmanager
-def naive(layers: tuple[str, ...]) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app(MODEL, layers), host="127.0.0.1", port=0, log_config=None))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started or not thread.is_alive())
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def test_naive_peer() -> None:
-    """It answers what a plain forward gives, by default and for the layers that a request names."""
-    data, layers = jpeg(), ("features.4.block.0.1", "avgpool")  # the first is overwritten in place
-    expected = forward(layers, data)
-    load = Load("", MODEL, (layers,))
-    contender = CONTENDERS["naive"]
-    with naive(("avgpool",)) as url:
-        for path, wanted in (("/extract", ("avgpool",)), (contender.path(load, layers), layers)):
-            reply = httpx.post(url + path, content=data, headers={"Content-Type": "image/jpeg"}, trust_env=False)
-            vector = np.concatenate([expected[layer] for layer in wanted])
-            np.testing.assert_allclose(contender.read(reply.content, wanted), vector, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("layer", "cut"), [("features.4", True), ("features.4", False), ("features.4.block.0.1", False)]
 )
@@ -254,27 +193,3 @@ def test_nothing_is_left_running(tmp_path: Path) -> None:
         pids = set(family(server.process.pid))
         assert len(pids) == 3
     wait_until(lambda: not any(alive(pid) for pid in pids))
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; one that has ended and that nobody has asked for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-# Peers' environments
-
-
-def test_without_an_environment_a_line_says_how_to_make_it(tmp_path: Path) -> None:
-    assert peers.missing("litserve", tmp_path) == "litserve has no environment: python -m bench.peers litserve"
-    assert peers.missing("naive", tmp_path) == ""
-
-
-@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])
-def test_peers_run_our_versions(name: str) -> None:
-    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", peers.requirements(name).read_text(), re.MULTILINE))
-    for package in ("torch", "torchvision", "pillow", "numpy"):
-        assert re.search(rf"^{package}=={re.escape(pinned[package])}[ ;]", LOCK.read_text(), re.MULTILINE)
-    assert name in pinned

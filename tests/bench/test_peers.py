@@ -1,0 +1,107 @@
+"""Other servers: the same work as a plain forward, environments of their own, nothing left running."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+from bench import peers
+from bench.peers import torchserve_handler
+from bench.peers.naive import app
+from bench.serving.contenders import CONTENDERS, started
+from bench.serving.loads import Load
+from bench.serving.server import family
+from tests.bench.support import MODEL, alive, forward, jpeg
+from tests.service.gated_server import wait_until
+
+LOCK = Path(__file__).parents[2] / "requirements.lock"
+
+
+@contextmanager
+def naive(layers: tuple[str, ...]) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app(MODEL, layers), host="127.0.0.1", port=0, log_config=None))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_naive_peer() -> None:
+    """It answers what a plain forward gives, by default and for the layers that a request names."""
+    data, layers = jpeg(), ("features.4.block.0.1", "avgpool")  # the first is overwritten in place
+    expected = forward(layers, data)
+    load = Load("", MODEL, (layers,))
+    contender = CONTENDERS["naive"]
+    with naive(("avgpool",)) as url:
+        for path, wanted in (("/extract", ("avgpool",)), (contender.path(load, layers), layers)):
+            reply = httpx.post(url + path, content=data, headers={"Content-Type": "image/jpeg"}, trust_env=False)
+            vector = np.concatenate([expected[layer] for layer in wanted])
+            np.testing.assert_allclose(contender.read(reply.content, wanted), vector, rtol=1e-4, atol=1e-6)
+
+
+def test_torchserve_handler() -> None:
+    """What a worker answers for two pictures, the layers one after another, without the server around it."""
+    data, layers = jpeg(), ("features.4.block.0.1", "avgpool")
+    expected = forward(layers, data)
+    vector = np.concatenate([expected[layer] for layer in layers])
+    found = torchserve_handler.forward(MODEL, layers)([data, data])
+    np.testing.assert_allclose(found.numpy(), [vector, vector], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])
+def test_peers_answer_what_a_plain_forward_gives(name: str, tmp_path: Path) -> None:
+    """Where somebody has made its environment. All its processes are ended, those of its workers too."""
+    if peers.missing(name):
+        pytest.skip(peers.missing(name))
+    picture = tmp_path / "picture.jpg"
+    picture.write_bytes(jpeg())
+    load = Load("", MODEL, (("features.4", "avgpool"),))
+    vectors = {layer: vector.tolist() for layer, vector in forward(load.layers, jpeg()).items()}
+    with started(CONTENDERS[name], load, picture, vectors, tmp_path) as (server, figures):
+        pids = set(family(server.process.pid))
+        assert figures["deviation"] < 1e-4
+    assert len(pids) > 1
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+# Peers' environments
+
+
+def test_without_an_environment_a_line_says_how_to_make_it(tmp_path: Path) -> None:
+    assert peers.missing("litserve", tmp_path) == "litserve has no environment: python -m bench.peers litserve"
+    assert peers.missing("naive", tmp_path) == ""
+
+
+def test_without_a_program_a_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "torchserve" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    java = "torchserve needs java: apt-get install default-jre-headless"
+    assert peers.missing("torchserve", tmp_path) == java
+    python.unlink()
+    environment = "torchserve has no environment: python -m bench.peers torchserve"
+    assert peers.missing("torchserve", tmp_path) == f"{java}; {environment}"
+    (tmp_path / "java").touch(mode=0o755)
+    assert peers.missing("torchserve", tmp_path) == environment
+
+
+@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.packages])
+def test_peers_run_our_versions(name: str) -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", peers.requirements(name).read_text(), re.MULTILINE))
+    for package in ("torch", "torchvision", "pillow", "numpy"):
+        assert re.search(rf"^{package}=={re.escape(pinned[package])}[ ;]", LOCK.read_text(), re.MULTILINE)
+    assert name in pinned
