@@ -13,88 +13,35 @@ from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_view import select_rows
 from layertap.models.compiled.compiled_plan import CompiledPlan
-from layertap.models.compiled.plan_benchmark import PlanBenchmark
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import use_threads
 from layertap.models.errors import InputError, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
-from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.inputs.text import TextSpec
 from layertap.models.model_catalogs import ModelCatalogs
+from layertap.models.model_info import ModelInfo
 from layertap.models.replica import Replica, call_module
 from layertap.models.resume.resumption import Resumption
-from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Plan
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, Shapes
 
 Rows = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(ModelInfo):
     """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
 
-    ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint. ``catalogs`` run
-    the first replica, on a CPU with so many ``threads``. ``embedding_selector`` is what a request without layers
-    means, with its pool; None where there is no such tensor. ``compiled`` has a graph for each of the warm plans, None
-    for those that run with hooks; ``benchmarks`` what was measured of each, None where there are no graphs.
+    ``catalogs`` run the first replica.
     """
 
-    spec: ModelSpec
     replicas: tuple[Replica, ...]
-    device: torch.device
-    model_inputs: ModelInputs
-    prefix_tokens: int
-    weights: str
-    digest: str
-    identity: str
-    threads: int
     catalogs: ModelCatalogs
-    embedding_selector: Selector | None
-    compiled: tuple[CompiledPlan | None, ...] = ()
-    benchmarks: tuple[PlanBenchmark | None, ...] = ()
 
     @property
     def module(self) -> nn.Module:
         """The first replica's."""
         return self.replicas[0].module
-
-    @property
-    def inputs(self) -> tuple[InputSpec, ...]:
-        """What one row is, input by input."""
-        return self.model_inputs.specs
-
-    @property
-    def shapes(self) -> Shapes:
-        """The configured shape of one row, input by input."""
-        return self.model_inputs.shapes
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that the floating parameters and inputs have."""
-        return self.model_inputs.dtype
-
-    @property
-    def preprocess(self) -> PreprocessSpec | None:
-        """How a picture becomes a row; None where the model takes none."""
-        return self.model_inputs.preprocess
-
-    @property
-    def text(self) -> TextSpec | None:
-        """How a text becomes a row; None where the model takes none."""
-        return self.model_inputs.text
-
-    @property
-    def catalog(self) -> Catalog:
-        """The catalogue for the configured shape, made at loading."""
-        return self.catalogs.configured
-
-    @property
-    def embedding(self) -> str | None:
-        """The text of the embedding's selector."""
-        return self.embedding_selector.text if self.embedding_selector is not None else None
 
     @property
     def hooks(self) -> int:

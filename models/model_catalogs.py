@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
 from layertap.models.catalog.survey import survey
+from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import memory
 from layertap.models.devices.cost_history import CostHistory
 from layertap.models.devices.costs import make_costs, measure_forward
@@ -21,7 +22,6 @@ from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
-from layertap.models.lru_cache import LRUCache
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
@@ -29,17 +29,12 @@ from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import InputSpec, Shapes
 
-MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
-MAX_RESUMPTIONS = 16  # one for each layer, and shape of input, that forwards went on from lately
-MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
 
+class ModelCatalogs(CatalogCache):
+    """What is known of a model that is in memory, found out by running it where it is not.
 
-class ModelCatalogs:
-    """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
-
-    ``configured`` is the catalogue of the configured shape, which is never dropped; ``unsized`` the same for rows of a
-    shape that was not surveyed. Any thread may call the methods that get what is kept. The others run the module, with
-    ``threads`` threads on a CPU: only its own thread may.
+    Any thread may get what is kept. The other methods run the module, with ``threads`` threads on a CPU: only its own
+    thread may.
     """
 
     def __init__(
@@ -61,20 +56,12 @@ class ModelCatalogs:
         self._device = device
         self._prefix_tokens = prefix_tokens
         self._threads = threads
-        self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
-        self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
-        self._grad_cam_layers = LRUCache[ResolvedObjective, PointInfo](MAX_GRAD_CAM_LAYERS)
         with use_threads(threads):  # a new thread has as many as any other set last
             catalog = self._survey(inputs.specs)
             row = self._make_row(inputs.specs)
             row_bytes = self._measure_row_bytes(row)
             reading = measure_forward(self._forward, row, device, catalog.rowwise, threads)
-        self.configured = replace(catalog, costs=make_costs(history.add(reading), row_bytes))
-        self.unsized = replace(self.configured, sizes_known=False)
-
-    def get_catalog(self, shapes: Shapes) -> Catalog | None:
-        """The catalogue of a shape; None where it was not surveyed lately."""
-        return self.configured if shapes == self._inputs.shapes else self._catalogs.get(shapes)
+        super().__init__(replace(catalog, costs=make_costs(history.add(reading), row_bytes)), inputs.shapes)
 
     def survey(self, shapes: Shapes) -> Catalog:
         """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it."""
@@ -84,13 +71,8 @@ class ModelCatalogs:
             with use_threads(self._threads):
                 catalog = self._survey(specs)
                 catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
-            self._catalogs.put(shapes, catalog)
+            self.put_catalog(shapes, catalog)
         return catalog
-
-    def get_resumption(self, point: HookPoint, shapes: Shapes) -> Resumption | None:
-        """Forwards that go on from a point; None where that was not tried lately, or where the model has none."""
-        resumption = self._resumptions.get((point, shapes))
-        return resumption if isinstance(resumption, Resumption) else None
 
     def verify_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:
         """Forwards that go on from a point, of rows of a shape; tried where no result is kept.
@@ -100,14 +82,10 @@ class ModelCatalogs:
         resumption = self._resumptions.get((point, shapes))
         if resumption is None:
             resumption = self._try_resumption(point, leaf, shapes)
-            self._resumptions.put((point, shapes), resumption)
+            self.put_resumption(point, shapes, resumption)
         if isinstance(resumption, SelectorError):
             raise not_resumable_error(point)
         return resumption
-
-    def get_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo | None:
-        """The layer that Grad-CAM looks at; None where it was not looked for lately."""
-        return self._grad_cam_layers.get(objective)
 
     def find_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo:
         """The last layer of maps that an objective depends on, tried out where none is kept; OutOfMemoryError.
@@ -115,11 +93,11 @@ class ModelCatalogs:
         The last one of all where it depends on none of the last few: what is to be seen there is zero. SelectorError
         where there is no map.
         """
-        layer = self._grad_cam_layers.get(objective)
+        layer = self.get_grad_cam_layer(objective)
         if layer is None:
             layers = find_map_layers(self.configured, objective.point)
             layer = self._find_sensitive(layers, objective) or layers[0]
-            self._grad_cam_layers.put(objective, layer)
+            self.put_grad_cam_layer(objective, layer)
         return layer
 
     def _survey(self, specs: Sequence[InputSpec]) -> Catalog:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -13,6 +13,7 @@ from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, find_nearest, suggest
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
+from layertap.models.model_info import ModelInfo
 from layertap.models.spec import ModelSpec
 
 State = Literal["available", "loading", "ready", "failed"]
@@ -26,32 +27,38 @@ class ModelEntry:
     state: State = "available"
     reason: str = ""
     kind: Failure = ""
-    model: LoadedModel | None = None
+    model: ModelInfo | None = None
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loads models into this process: on a CPU with so many replicas and threads, on a GPU with a replica a stream.
+
+    Graphs of warm plans are kept in ``plans``; without it they run with hooks. What forwards take is kept in ``costs``.
+    """
+
+    replicas: int = 1
+    threads: int | None = None
+    plans: Path | None = None
+    streams: int = 1
+    costs: Path | None = None
+
+    def __call__(self, spec: ModelSpec) -> LoadedModel:
+        """The model, ready to run; LoadError where it can't be."""
+        model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
+        return prepare_warm_plans(model, self.plans) if self.plans and spec.warm else model
 
 
 class Registry:
-    """All configured models by name; on a CPU each is loaded with so many replicas and threads, on a GPU for streams.
+    """All configured models by name, loaded by ``load``.
 
-    Graphs of warm plans are kept in ``plans``; without it they run with hooks. What forwards take is kept in ``costs``.
-    ``load`` is called by the thread that owns the model, ``unload`` when that thread has ended; anyone may read.
+    A model is loaded by the thread that owns it, and unloaded when that thread has ended; anyone may read.
     """
 
-    def __init__(
-        self,
-        specs: Iterable[ModelSpec],
-        replicas: int = 1,
-        threads: int | None = None,
-        plans: Path | None = None,
-        streams: int = 1,
-        costs: Path | None = None,
-    ) -> None:
-        self._streams = streams
-        self._costs = costs
+    def __init__(self, specs: Iterable[ModelSpec], load: Callable[[ModelSpec], ModelInfo] = ModelLoader()) -> None:
         specs = tuple(specs)
         allow_tf32(any(spec.tf32 for spec in specs))  # also where no model is in float32: parts of one may be
-        self._plans = plans
-        self._replicas = replicas
-        self._threads = threads
+        self._load = load
         self._entries: dict[str, ModelEntry] = {}
         for spec in specs:
             if spec.name in self._entries:
@@ -69,15 +76,14 @@ class Registry:
             raise UnknownModelError(f"there is no model {escape(name)}", hint=hint or "GET /models lists every model")
         return entry
 
-    def load(self, name: str) -> LoadedModel:
+    def load(self, name: str) -> ModelInfo:
         """Load a model that is not loaded yet; LoadError, kept as the entry's reason, where it can't be."""
         entry = self.get_entry(name)
         if entry.model is not None:
             return entry.model
         entry.state, entry.reason, entry.kind = "loading", "", ""
         try:
-            model = load_model(entry.spec, self._replicas, self._threads, self._streams, self._costs)
-            entry.model = prepare_warm_plans(model, self._plans) if self._plans and entry.spec.warm else model
+            entry.model = self._load(entry.spec)
         except LoadError as error:
             entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
             entry.kind = error.kind or "other"

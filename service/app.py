@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from layertap.models.registry import Registry
+from layertap.models.registry import ModelLoader, Registry
 from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
@@ -82,14 +82,10 @@ def create_engine(
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     server_metrics = Metrics()
     plans = settings.cache_dir / "plans" if warm else None
-    registry = Registry(
-        configuration.models,
-        settings.replicas,
-        settings.cpu_threads,
-        plans,
-        settings.gpu_streams,
-        settings.cache_dir / "costs",
+    load = ModelLoader(
+        settings.replicas, settings.cpu_threads, plans, settings.gpu_streams, settings.cache_dir / "costs"
     )
+    registry = Registry(configuration.models, load)
     manager = ModelManager(registry, configuration.default, settings, server_metrics)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)

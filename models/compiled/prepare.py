@@ -32,6 +32,7 @@ from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model, wait_for_turn
+from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.plan import Capture, Plan
@@ -79,7 +80,7 @@ def _log_hooks(model: LoadedModel, reason: str) -> None:
     log.warning("a warm plan runs with hooks", extra={"fields": {"model": model.spec.name, "reason": reason}})
 
 
-def make_warm_plan(model: LoadedModel, warm: WarmSpec) -> Plan:
+def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
     """The plan that an entry means; RequestError where there is no such layer."""
     reduction = Reduction(pool=warm.pool, normalize=warm.normalize, dtype=warm.dtype)
     return make_plan([replace(parse_selector(text), reduction=reduction) for text in warm.layers], model.catalog)

@@ -31,13 +31,23 @@ def preprocess(
     An image smaller than the crop is padded with black, as torchvision does. Of a picture that was decoded smaller,
     ``size`` is the width and height it has in full, and ``box`` the part of ``image`` that is the picture.
     """
+    return normalize(fit_image(image, spec, size, box), spec)
+
+
+def fit_image(
+    image: Image.Image, spec: PreprocessSpec, size: tuple[int, int] | None = None, box: Box | None = None
+) -> Tensor:
+    """The pixels of a row before they are normalised, a quarter of its bytes: uint8, (3, height, width), contiguous.
+
+    The arguments are those of ``preprocess``.
+    """
     if spec.resize is not None:
         image = image.resize(compute_resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
     if spec.crop is not None:
         image = _crop_center(image, spec.crop)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
-    return _normalize(pixels.contiguous(), spec)
+    return pixels.contiguous()
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
@@ -54,7 +64,7 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
     if spec.crop is not None:
         pixels = tvf.center_crop(pixels, _list_sides(spec.crop))
-    return _normalize(pixels.contiguous(), spec)
+    return normalize(pixels.contiguous(), spec)
 
 
 def _crop_center(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
@@ -70,7 +80,8 @@ def _find_crop_start(length: int, size: int) -> int:
     return -((size - length) // 2) if size > length else round((length - size) / 2)
 
 
-def _normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
+def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
+    """Pixels of one row, or of several on a first axis, scaled to 0…1 and normalised: float32, on their device."""
     mean, std = _make_constants(spec.mean, spec.std, pixels.device)
     normalised: Tensor = pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
     return normalised

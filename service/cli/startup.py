@@ -19,7 +19,7 @@ from layertap.service.logs import escape_unprintable
 from layertap.service.version import get_version
 
 if TYPE_CHECKING:  # the first lines are printed before torch is imported
-    from layertap.models.loaded_model import LoadedModel
+    from layertap.models.model_info import ModelInfo
     from layertap.models.registry import ModelEntry
     from layertap.service.engine.model_manager import ModelManager
 
@@ -121,7 +121,7 @@ def _make_example_body(manager: ModelManager) -> str | None:
     return None
 
 
-def _make_example_input(model: LoadedModel) -> dict[str, object] | None:
+def _make_example_input(model: ModelInfo) -> dict[str, object] | None:
     """Something to send to a model; None where only its owner can know."""
     if model.text is not None:
         return {"text": "a cat sat on the mat"} if model.text.encode else {"tokens": [1, 2, 3]}

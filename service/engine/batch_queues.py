@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from layertap.models.catalog.catalog import Catalog, Costs
+from layertap.models.catalog_cache import MAX_CATALOGS
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.lru_cache import LRUCache
-from layertap.models.model_catalogs import MAX_CATALOGS
+from layertap.models.model_info import ModelInfo
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import CPU, BatchQueue
 from layertap.service.settings import Settings
@@ -20,10 +20,11 @@ QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 class BatchQueues:
     """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
 
-    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+    def __init__(self, model: ModelInfo, replicas: int, settings: Settings) -> None:
         self._model = model
+        self._replicas = replicas
         self._settings = settings
-        self._max_bytes = _measure_max_bytes(model, settings)
+        self._max_bytes = _measure_max_bytes(model, replicas, settings)
         self._queues = LRUCache[QueueKey, tuple[Catalog, BatchQueue]](MAX_QUEUES)
 
     def get(
@@ -62,13 +63,13 @@ class BatchQueues:
             max_rows=max_rows if catalog.rowwise or together else 1,
             max_bytes=self._max_bytes,
             padded_rows=max_rows if settings.fixed_batch_rows and catalog.rowwise else None,
-            slots=max(settings.cpu_threads // len(model.replicas), 1) if costs.speedup > 1 else 1,
+            slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
         )
 
 
-def _measure_max_bytes(model: LoadedModel, settings: Settings) -> int:
+def _measure_max_bytes(model: ModelInfo, replicas: int, settings: Settings) -> int:
     """Bytes that one forward may take."""
     if settings.batch_memory_bytes is not None:
         return settings.batch_memory_bytes
     free = memory.measure_available_bytes(model.device) * MEMORY_SHARE[model.device.type]
-    return int(free / len(model.replicas))
+    return int(free / replicas)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.capture.reduction import ReducedTensor
@@ -16,89 +15,47 @@ from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
-from layertap.models.selection.plan import Capture
-from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice
+from layertap.service.engine.forward_batch import (
+    BatchFailures,
+    BatchOutcome,
+    ForwardBatch,
+    ForwardSlice,
+    ForwardSpec,
+    Results,
+    SliceResult,
+)
 from layertap.service.engine.futures import wrap_error
-from layertap.service.engine.request import Job
+from layertap.service.engine.rows import Rows
 from layertap.service.errors import ForwardError
-from layertap.service.metrics import Metrics
 
-Jobs = Mapping[QueuedRequest, Job]
-Results = Mapping[Capture, ReducedTensor]
-Interval = tuple[float, float]
 log = logging.getLogger("layertap")
 
 
-@dataclass(frozen=True)
-class SliceResult:
-    """What became of some rows: their results in the host's memory, or why there are none.
-
-    ``rows`` shared the forward. ``forward`` and ``copy`` (to the host) began and ended then, on the
-    clock of ``time.perf_counter``, in seconds.
-    """
-
-    row_slice: RowSlice
-    results: Results | LayertapError | RuntimeError
-    rows: int
-    forward: Interval = (0.0, 0.0)
-    copy: Interval = (0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class BatchFailures:
-    """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
-
-    ``too_many_rows``: rows that memory does not hold, though it holds each of them.
-    """
-
-    out_of_memory: int = 0
-    memory_splits: int = 0
-    error_splits: int = 0
-    too_many_rows: int | None = None
-
-
 class BatchRunner:
-    """Runs one batch; made and used in the thread of its replica.
+    """Runs one batch; made and used in the thread of its replica."""
 
-    ``failure`` says why nothing can be answered any more, where that is so.
-    """
-
-    def __init__(self, model: LoadedModel, replica: Replica, batch: Batch, jobs: Jobs, thread_count: int) -> None:
-        self.failures = BatchFailures()
-        self.failure = ""
+    def __init__(self, model: LoadedModel, replica: Replica, batch: ForwardBatch) -> None:
+        self._failures = BatchFailures()
+        self._failure = ""
         self._model = model
         self._replica = replica
         self._batch = batch
-        self._jobs = jobs
-        self._threads = thread_count
-        self._padded_rows = None if batch.slices[0].request.unsplittable else batch.queue.padded_rows
+        self._padded_rows = batch.padded_rows
 
-    def run(self) -> list[SliceResult]:
-        """One or several for each row_slice of the batch; nothing is raised."""
+    def run(self) -> BatchOutcome:
+        """One result or several for each slice of the batch; nothing is raised."""
         try:
-            with threads.use_threads(self._threads):
-                return self._attempt(self._batch.slices)
+            with threads.use_threads(self._batch.threads):
+                results = self._attempt(self._batch.slices)
         except BaseException as error:  # not of a forward: a device that is lost, for one
             wrapped = wrap_error(error)
-            self.failure = self.failure or find_lasting_failure(wrapped, self._model, self._replica)
-            return [SliceResult(row_slice, wrapped, self._batch.rows) for row_slice in self._batch.slices]
+            self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
+            results = _refuse(self._batch.slices, wrapped, self._batch.rows)
+        return BatchOutcome(results, self._failures, self._failure)
 
-    def record(self, metrics: Metrics, seconds: float) -> None:
-        """Count the batch, which took so long, and what went wrong in it."""
-        batch, model = self._batch, self._batch.queue.model
-        requests = len({row_slice.request for row_slice in batch.slices})
-        max_rows, depth = max(batch.queue.max_rows, batch.rows), min(batch.depth, 1.0)
-        metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
-        for _ in range(self.failures.out_of_memory):
-            metrics.count_out_of_memory(model)
-        for _ in range(self.failures.memory_splits):
-            metrics.count_split(model, "memory")
-        for _ in range(self.failures.error_splits):
-            metrics.count_split(model, "error")
-
-    def _attempt(self, slices: Sequence[RowSlice]) -> list[SliceResult]:
+    def _attempt(self, slices: Sequence[ForwardSlice]) -> list[SliceResult]:
         """Whatever can't run together is tried in two halves, until a request stands alone with what it caused."""
-        outcome = RuntimeError(self.failure) if self.failure else self._try(slices)
+        outcome = RuntimeError(self._failure) if self._failure else self._try(slices)
         if isinstance(outcome, list):
             return outcome
         # Here, outside the except block, all that the failed forward held is let go.
@@ -106,35 +63,37 @@ class BatchRunner:
             return self._retry_smaller(slices, outcome)
         halves = _halve_by_request(slices)
         if halves is None or _is_device_error(outcome):  # else the halves tell sooner who is to blame
-            self.failure = self.failure or find_lasting_failure(outcome, self._model, self._replica)
-        if self.failure:
+            self._failure = self._failure or find_lasting_failure(outcome, self._model, self._replica)
+        if self._failure:
             halves = None
         if halves is None:
-            return [SliceResult(row_slice, outcome, _count_rows(slices)) for row_slice in slices]
+            return _refuse(slices, outcome, _count_rows(slices))
         del outcome  # its traceback holds what the forward held
         self._count_failure(error_splits=1)
         return [outcome for half in halves for outcome in self._attempt(half)]
 
-    def _retry_smaller(self, slices: Sequence[RowSlice], error: OutOfMemoryError) -> list[SliceResult]:
+    def _retry_smaller(self, slices: Sequence[ForwardSlice], error: OutOfMemoryError) -> list[SliceResult]:
         """The same without padding, or in two halves by rows; a row that has no room alone is to blame itself."""
         rows = max(self._padded_rows or 0, _count_rows(slices))
-        pieces = (slices,) if rows > _count_rows(slices) else _halve_by_rows(slices, rows)
+        pieces: Sequence[Sequence[ForwardSlice]] | None = (slices,)
+        if rows <= _count_rows(slices):
+            pieces = None if self._batch.unsplittable else _halve_by_rows(slices, rows)
         self._count_failure(out_of_memory=1, memory_splits=pieces is not None)
         _release_memory(self._model.device)
         if pieces is None:
-            return [SliceResult(row_slice, error, rows) for row_slice in slices]
+            return _refuse(slices, error, rows)
         self._padded_rows = None
         outcomes = [outcome for piece in pieces for outcome in self._attempt(piece)]
         if not any(isinstance(outcome.results, OutOfMemoryError) for outcome in outcomes):
-            self.failures = replace(self.failures, too_many_rows=min(self.failures.too_many_rows or rows, rows))
+            self._failures = replace(self._failures, too_many_rows=min(self._failures.too_many_rows or rows, rows))
         return outcomes
 
     def _count_failure(self, **more: int) -> None:
-        self.failures = replace(
-            self.failures, **{name: getattr(self.failures, name) + count for name, count in more.items()}
+        self._failures = replace(
+            self._failures, **{name: getattr(self._failures, name) + count for name, count in more.items()}
         )
 
-    def _try(self, slices: Sequence[RowSlice]) -> list[SliceResult] | LayertapError | RuntimeError:
+    def _try(self, slices: Sequence[ForwardSlice]) -> list[SliceResult] | LayertapError | RuntimeError:
         try:
             return self._run(slices)
         except LayertapError as error:
@@ -149,24 +108,23 @@ class BatchRunner:
                 return wrap_error(error, ForwardError)
         return out_of_memory_error(_count_rows(slices))
 
-    def _run(self, slices: Sequence[RowSlice]) -> list[SliceResult]:
-        pieces, requests, start = [], [], 0
-        for row_slice in slices:
-            job, count = self._jobs[row_slice.request], row_slice.rows
-            pieces.append({name: value[row_slice.start : row_slice.stop] for name, value in job.inputs.items()})
+    def _run(self, slices: Sequence[ForwardSlice]) -> list[SliceResult]:
+        requests, start = [], 0
+        for each in slices:
+            plan = each.spec.plan
             requests.append(
                 RequestSlice(
                     start,
-                    start + count,
-                    job.plan.captures,
-                    job.plan.resolved_interventions,
-                    job.plan.objective,
-                    row_slice.start,
+                    start + each.rows,
+                    plan.captures,
+                    plan.resolved_interventions,
+                    plan.objective,
+                    each.start,
                 )
             )
-            start += count
+            start += each.rows
         started = time.perf_counter()
-        activations = self._forward(pieces, requests, self._jobs[slices[0].request])
+        activations = self._forward([each.inputs for each in slices], requests, slices[0].spec)
         if self._model.device.type == "cuda":
             transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()
@@ -174,17 +132,19 @@ class BatchRunner:
         copied = time.perf_counter()
         return [
             SliceResult(
-                row_slice,
-                _ensure_owned(activations.select(request), row_slice),
+                each.place,
+                each.start,
+                each.stop,
+                _ensure_owned(activations.select(request), each),
                 start,
                 (started, computed),
                 (computed, copied),
             )
-            for row_slice, request in zip(slices, requests, strict=True)
+            for each, request in zip(slices, requests, strict=True)
         ]
 
-    def _forward(self, pieces: list[dict[str, Tensor]], requests: list[RequestSlice], first: Job) -> BatchActivations:
-        resumption = first.resumption  # the same for all that wait in a queue, and so is what is compiled
+    def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
+        resumption = first.resumption
         if not first.verify:  # who asks for it is alone
             return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, first.compiled)
         return self._model.run_verified(
@@ -192,13 +152,17 @@ class BatchRunner:
         )
 
 
-def _count_rows(slices: Sequence[RowSlice]) -> int:
-    return sum(row_slice.rows for row_slice in slices)
+def _refuse(slices: Sequence[ForwardSlice], error: LayertapError | RuntimeError, rows: int) -> list[SliceResult]:
+    return [SliceResult(each.place, each.start, each.stop, error, rows) for each in slices]
 
 
-def _ensure_owned(results: Results, row_slice: RowSlice) -> Results:
+def _count_rows(slices: Sequence[ForwardSlice]) -> int:
+    return sum(each.rows for each in slices)
+
+
+def _ensure_owned(results: Results, forward_slice: ForwardSlice) -> Results:
     """What waits for a request's other parts must not keep its neighbours' results in memory."""
-    if row_slice.rows == row_slice.request.rows:
+    if forward_slice.whole:
         return results
     return {
         capture: ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
@@ -231,22 +195,22 @@ def _release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _halve_by_rows(slices: Sequence[RowSlice], rows: int) -> tuple[list[RowSlice], list[RowSlice]] | None:
-    if rows < 2 or slices[0].request.unsplittable:
+def _halve_by_rows(slices: Sequence[ForwardSlice], rows: int) -> tuple[list[ForwardSlice], list[ForwardSlice]] | None:
+    if rows < 2:
         return None
-    first: list[RowSlice] = []
-    second: list[RowSlice] = []
+    first: list[ForwardSlice] = []
+    second: list[ForwardSlice] = []
     room = rows // 2
-    for row_slice in slices:
-        cut = row_slice.start + min(room, row_slice.rows)
-        if cut > row_slice.start:
-            first.append(RowSlice(row_slice.request, row_slice.start, cut))
-        if cut < row_slice.stop:
-            second.append(RowSlice(row_slice.request, cut, row_slice.stop))
-        room -= cut - row_slice.start
+    for each in slices:
+        cut = each.start + min(room, each.rows)
+        if cut > each.start:
+            first.append(each.take(each.start, cut) if cut < each.stop else each)
+        if cut < each.stop:
+            second.append(each.take(cut, each.stop) if cut > each.start else each)
+        room -= cut - each.start
     return first, second
 
 
-def _halve_by_request(slices: Sequence[RowSlice]) -> tuple[Sequence[RowSlice], Sequence[RowSlice]] | None:
+def _halve_by_request(slices: Sequence[ForwardSlice]) -> tuple[Sequence[ForwardSlice], Sequence[ForwardSlice]] | None:
     half = len(slices) // 2
     return (slices[:half], slices[half:]) if half else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption
 from layertap.models.spec import Shapes
 from layertap.service.engine.request import ExtractRequest
@@ -12,7 +12,7 @@ from layertap.service.engine.row_shapes import PredictedRows
 
 
 def choose_catalog(
-    model: LoadedModel, inputs: ModelInputs, resumption: Resumption | None, rows: PredictedRows
+    model: ModelInfo, inputs: ModelInputs, resumption: Resumption | None, rows: PredictedRows
 ) -> tuple[Catalog, Shapes | None]:
     """By what to plan rows, and the shape that it is of; None where they may have others that were not surveyed."""
     if resumption is not None:

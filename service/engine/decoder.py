@@ -10,17 +10,14 @@ from functools import partial
 
 from torch import Tensor
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
-from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.batch_runner import Results
-from layertap.service.engine.item_rows import decode_item, pad_texts
+from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
+from layertap.service.engine.forward_batch import Results
+from layertap.service.engine.item_rows import pad_texts
 from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.planner import PlannedRequest, RunInThread
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.scheduler import Scheduler
-from layertap.service.inputs.items import LocalItem
-from layertap.service.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -35,9 +32,8 @@ class DecodedInputs:
 class InputDecoder:
     """Decodes items on the slots that the scheduler gives. For the event loop only."""
 
-    def __init__(self, scheduler: Scheduler, settings: Settings, run_in_thread: RunInThread) -> None:
+    def __init__(self, scheduler: Scheduler, run_in_thread: RunInThread) -> None:
         self._scheduler = scheduler
-        self._settings = settings
         self._run_in_thread = run_in_thread
 
     async def decode(self, planned: PlannedRequest, items: Items, deadline: float) -> DecodedInputs:
@@ -59,7 +55,7 @@ class InputDecoder:
             return await self.decode(planned, items, deadline)
 
         def decode() -> Job | Sequence[Attempt]:
-            attempts = self._try(item, planned.inputs)
+            attempts = planned.worker.executor.decode(item, planned.inputs)
             rows = attempts[0]
             if len(attempts) == 1 and isinstance(rows, Mapping) and _is_as_planned(rows, planned):
                 return make_job(rows)
@@ -76,15 +72,8 @@ class InputDecoder:
     async def _decode_one(self, planned: PlannedRequest, item: Fetched, deadline: float) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
             return [item]
-        decode = partial(self._try, item, planned.inputs)
+        decode = partial(planned.worker.executor.decode, item, planned.inputs)
         return await self._scheduler.decode(planned.worker, decode, planned.request.priority, deadline)
-
-    def _try(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
-        """Decode an item, in a thread of the pool."""
-        try:
-            return decode_item(item, inputs, self._settings)
-        except (InputError, TooLargeError) as error:
-            return [error]
 
     async def _join(
         self, planned: PlannedRequest, items: Items, attempts: Sequence[Sequence[Attempt]], deadline: float

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TypeVar
 
 from layertap.service.engine.admission import Admission, AdmissionControl
-from layertap.service.engine.batch_runner import Results
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import DecodedInputs, InputDecoder
 from layertap.service.engine.fetch_inputs import fetch_inputs
+from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.job import make_job
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.planner import PlannedRequest, Planner
@@ -38,7 +38,7 @@ class Engine:
         self.metrics = metrics
         self.admission = AdmissionControl(manager.workers, settings, metrics)
         self.planner = Planner(settings, self.run_in_thread)
-        self.decoder = InputDecoder(manager.scheduler, settings, self.run_in_thread)
+        self.decoder = InputDecoder(manager.scheduler, self.run_in_thread)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
 
     async def extract(self, request: ExtractRequest, admission: Admission) -> Features:

@@ -13,7 +13,7 @@ from layertap.models.explanations import maps
 from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.hooks.sites import GRADIENTS, Site
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, HookPoint, Method, Objective, Selector
 from layertap.models.selection.selectors import find_matches
 from layertap.service.engine.admission import Admission
@@ -41,7 +41,7 @@ class _Captured:
 class _Method:
     """Where a method looks, at which sites of each point, and what it makes of that."""
 
-    find_points: Callable[[Explanation, LoadedModel], list[PointInfo]]
+    find_points: Callable[[Explanation, ModelInfo], list[PointInfo]]
     sites: Mapping[str, Site]
     make_map: Callable[[_Captured], Array]
     discards: bool = False  # whether it may leave out the lowest attention
@@ -75,7 +75,7 @@ async def explain(engine: Engine, request: ExtractRequest, admission: Admission)
     return await engine.run_in_thread(make, admission.deadline)
 
 
-def _check(explanation: Explanation, method: _Method, model: LoadedModel) -> None:
+def _check(explanation: Explanation, method: _Method, model: ModelInfo) -> None:
     if model.text is not None:
         raise SelectorError(
             "explanations are maps of pictures, and this model takes text",
@@ -137,7 +137,7 @@ def _make_selector(point: HookPoint, alias: str, site: Site) -> Selector:
     return Selector(replace(point, site=site).text, point.layer, point.call, point.path, site, alias=alias)
 
 
-def _find_layer(explanation: Explanation, model: LoadedModel) -> list[PointInfo]:
+def _find_layer(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
     """The layer asked for."""
     if explanation.selector is None:
         raise ValueError("the layer is to be found out")
@@ -151,7 +151,7 @@ def _find_layer(explanation: Explanation, model: LoadedModel) -> list[PointInfo]
     return [(of_maps[0].point, of_maps[0].tensor)]
 
 
-def _find_input(explanation: Explanation, model: LoadedModel) -> list[PointInfo]:
+def _find_input(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
     """The model's input."""
     _check_no_layer(explanation)
     tensors = model.catalog.layers["."].calls[0].input.tensors
@@ -161,7 +161,7 @@ def _find_input(explanation: Explanation, model: LoadedModel) -> list[PointInfo]
     return [(HookPoint(".", 0, of_maps[0].path, "input"), of_maps[0])]
 
 
-def _find_attention(explanation: Explanation, model: LoadedModel) -> list[PointInfo]:
+def _find_attention(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
     """Every layer's attention."""
     _check_no_layer(explanation)
     return maps.find_attention_points(model.catalog, model.prefix_tokens)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
 from layertap.service.engine.batch import Batch, DecodeTask
-from layertap.service.engine.batch_runner import Interval, Results, SliceResult
+from layertap.service.engine.forward_batch import Interval, Results, SliceResult
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt
 
@@ -46,8 +46,8 @@ class InFlight:
         self.notes["depth"] = f"{batch.depth:.4g}"
         if isinstance(result.results, Exception):
             return result.results
-        self.parts[result.row_slice.start] = result.results
-        self.missing -= result.row_slice.rows
+        self.parts[result.start] = result.results
+        self.missing -= result.stop - result.start
         return None if self.missing else [self.parts[start] for start in sorted(self.parts)]
 
     def record(self) -> None:

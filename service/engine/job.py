@@ -12,6 +12,7 @@ from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_p
 from layertap.models.errors import Fault
 from layertap.models.loaded_model import check_rows_fit
 from layertap.service.engine.batch import BatchQueue, QueuedRequest
+from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.engine.limits import check_batch, check_graph
 from layertap.service.engine.planner import PlannedRequest
 from layertap.service.engine.request import Job
@@ -40,8 +41,7 @@ def make_job(
     text = worker.model.text
     return Job(
         model=worker.name,
-        catalog=catalog,
-        plan=plan,
+        spec=ForwardSpec(plan, catalog, request.verify, planned.resumption, compiled),
         inputs=inputs,
         rows=planned.rows,
         queued=_make_queued(planned, queue, compiled, together, deadline),
@@ -49,9 +49,6 @@ def make_job(
         timings=request.timings,
         fingerprints=fingerprints,
         mask=text.mask if text else None,
-        verify=request.verify,
-        resumption=planned.resumption,
-        compiled=compiled,
         single_forward=together,
         preprocessed=planned.preprocessed,
     )

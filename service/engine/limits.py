@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from layertap.models.errors import TooLargeError
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import BatchQueue
@@ -68,7 +68,7 @@ def check_batch(rows: int, queue: BatchQueue) -> None:
         )
 
 
-def check_survey(model: LoadedModel, shapes: Shapes, settings: Settings) -> None:
+def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
     """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
     # Of several inputs the one that grew most counts: which layers see which is not known.
     ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))

@@ -9,9 +9,9 @@ from contextlib import suppress
 from functools import partial
 
 from layertap.models.errors import Failure, LayertapError, LoadError
-from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.executor import Executor, create_executor
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.engine.unavailable import failure_error, unloading_error
@@ -159,9 +159,9 @@ class ModelManager:
         self.workers[name] = worker
         return worker
 
-    def _load(self, name: str) -> LoadedModel:
+    def _load(self, name: str) -> Executor:
         try:
-            return self.registry.load(name)
+            return create_executor(self.registry.load(name), self._settings)
         except LayertapError as error:
             fields = {"model": name, "reason": error.detail, "hint": error.hint}
             traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None

@@ -10,28 +10,29 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices import transfer
 from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
 from layertap.models.explanations.sensitivity import PointInfo
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import Shapes
+from layertap.service.engine import model_functions
 from layertap.service.engine.batch import CPU, Batch
 from layertap.service.engine.batch_queues import BatchQueues
 from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.executor import Executor, ModelFunction
 from layertap.service.engine.plan_cache import PlanCache
 from layertap.service.engine.scheduler import Scheduler
-from layertap.service.engine.threads import publish_name, start_single_threaded
+from layertap.service.engine.threads import publish_name
 from layertap.service.engine.unavailable import unloading_error
 from layertap.service.engine.worker_thread import WorkerThread
 from layertap.service.settings import Settings
 
-T = TypeVar("T")
 log = logging.getLogger("layertap")
 SMOOTHING = 0.2  # the newest batch's part in a mean
 
@@ -49,13 +50,13 @@ class ModelWorker:
     def __init__(
         self,
         name: str,
-        load: Callable[[], LoadedModel],
+        load: Callable[[], Executor],
         on_failure: Callable[[str, Failure], None],
         scheduler: Scheduler,
         settings: Settings,
     ) -> None:
         self.name = name
-        self.loaded: Future[LoadedModel] = Future()
+        self.loaded: Future[Executor] = Future()
         self.settled: Future[None] = Future()
         self.rows = 0
         self.last_used = 0.0
@@ -64,7 +65,7 @@ class ModelWorker:
         self.plans = PlanCache()
         self.queues: BatchQueues
         self.idle_replicas: list[int] = []
-        self.calls: deque[tuple[Callable[[LoadedModel], Any], Future[Any]]] = deque()
+        self.calls: deque[tuple[ModelFunction, Future[Any]]] = deque()
         self.drained: Future[None] | None = None
         self._on_failure = on_failure
         self._scheduler = scheduler
@@ -77,9 +78,14 @@ class ModelWorker:
         self.submit(0, partial(self._load, load))
 
     @property
-    def model(self) -> LoadedModel:
-        """The model; raises what its loading did, waits for its end."""
+    def executor(self) -> Executor:
+        """What runs the model; raises what its loading did, waits for its end."""
         return self.loaded.result()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model; raises what its loading did, waits for its end."""
+        return self.executor.model
 
     @property
     def is_active(self) -> bool:
@@ -113,30 +119,31 @@ class ModelWorker:
 
     async def survey(self, shapes: Shapes, deadline: float) -> Catalog:
         """What the model does with rows of a shape; InputError where it does not take them, DeadlineError."""
-        return await self._call(lambda model: model.catalogs.survey(shapes), deadline)
+        catalog: Catalog = await self._call(partial(model_functions.survey, shapes=shapes), deadline)
+        self.model.catalogs.put_catalog(shapes, catalog)
+        return catalog
 
     async def verify_resumption(
         self, point: HookPoint, tensor: TensorInfo, shapes: Shapes, deadline: float
     ) -> Resumption:
         """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
-        return await self._call(lambda model: model.catalogs.verify_resumption(point, tensor, shapes), deadline)
+        verify = partial(model_functions.verify_resumption, point=point, leaf=tensor, shapes=shapes)
+        resumption: Resumption = await self._call(verify, deadline)
+        self.model.catalogs.put_resumption(point, shapes, resumption)
+        return resumption
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
-        return await self._call(lambda model: model.catalogs.find_grad_cam_layer(objective), deadline)
+        find = partial(model_functions.find_grad_cam_layer, objective=objective)
+        layer: PointInfo = await self._call(find, deadline)
+        self.model.catalogs.put_grad_cam_layer(objective, layer)
+        return layer
 
-    async def _call(self, function: Callable[[LoadedModel], T], deadline: float) -> T:
+    async def _call(self, function: ModelFunction, deadline: float) -> Any:
         """Run a function in the first replica's thread, when that does nothing else; raises what it does."""
         if not self.is_active:
             raise unloading_error(self.name)
         return await wait_until(deadline, asyncio.wrap_future(self._scheduler.call(self, function)))
-
-    def run(self, function: Callable[[LoadedModel], T]) -> T:
-        """Run a function in the calling thread, one of its own, until the device has done it."""
-        result = function(self.model)
-        if self.model.device.type == "cuda":
-            transfer.synchronize_stream(self.model.device)  # threads with other streams may use the result
-        return result
 
     def submit(self, thread: int, task: Callable[[], None]) -> None:
         """Run a task in one of its threads, after all that was submitted before."""
@@ -186,18 +193,20 @@ class ModelWorker:
             log.critical("a thread failed", exc_info=True, extra={"fields": {"model": self.name}})
             self._scheduler.fail_permanently(f"a thread of model {self.name} failed")
 
-    def _load(self, load: Callable[[], LoadedModel]) -> None:
+    def _load(self, load: Callable[[], Executor]) -> None:
         started = time.monotonic()
         stage = "loading"
         try:
-            model = load()
-            if model.device.type == "cuda":
-                transfer.synchronize_device(model.device)
-            self.queues = BatchQueues(model, self._settings)
+            executor = load()
+            model = executor.model
+            self.queues = BatchQueues(model, executor.replicas, self._settings)
             padded_rows = self.queues.create(model.catalog, model.catalog.costs).padded_rows
             if padded_rows is not None:
                 stage = f"a forward of {padded_rows} rows"
-                self.requires_isolation = not model.is_batch_invariant(padded_rows)
+                check = executor.call(partial(model_functions.is_batch_invariant, rows=padded_rows))
+                if isinstance(check.result, Exception):
+                    raise check.result.__cause__ or check.result
+                self.requires_isolation = not check.result
             if model.device.type == "cuda":
                 transfer.synchronize_device(model.device)
         except LayertapError as error:
@@ -213,22 +222,20 @@ class ModelWorker:
             return
         if self.requires_isolation:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
-        self._start_replicas(model)
+        self._start_replicas(executor)
         self._scheduler.add_model(self, str(model.device))
-        self.loaded.set_result(model)
+        self.loaded.set_result(executor)
         fields = {"model": self.name, "device": str(model.device), "seconds": round(time.monotonic() - started, 1)}
         log.info("a model is loaded", extra={"fields": fields})
 
-    def _start_replicas(self, model: LoadedModel) -> None:
+    def _start_replicas(self, executor: Executor) -> None:
         # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of
         # these than cores, which makes every other model's rows on all cores slower.
         self.end_threads()
         self._threads = [
-            WorkerThread(f"model-{number}-{self.name}", start_single_threaded) for number in range(len(model.replicas))
+            WorkerThread(f"model-{number}-{self.name}", executor.start_thread) for number in range(executor.replicas)
         ]
-        if model.device.type == "cuda":
-            for thread in range(len(self._threads)):
-                self.submit(thread, partial(transfer.use_own_stream, model.device))
-        self.idle_replicas = list(range(len(self._threads)))
+        self.idle_replicas = list(range(executor.replicas))
         # On a GPU forwards only overlap.
-        self._forward_seconds_per_row = model.catalog.seconds / (len(model.replicas) if model.device.type == CPU else 1)
+        parallel = executor.replicas if executor.model.device.type == CPU else 1
+        self._forward_seconds_per_row = executor.model.catalog.seconds / parallel

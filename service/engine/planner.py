@@ -15,7 +15,7 @@ from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import InputError, RequestError
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import reduce_embedding
@@ -256,7 +256,7 @@ def _make_limited_plan(
     return plan
 
 
-def _name_embedding(request: ExtractRequest, model: LoadedModel) -> ExtractRequest:
+def _name_embedding(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
     """The request with the model's embedding as what it names, where it names nothing itself."""
     if request.embedding is None:
         return request
@@ -265,7 +265,7 @@ def _name_embedding(request: ExtractRequest, model: LoadedModel) -> ExtractReque
     return replace(request, selectors=(reduce_embedding(model.embedding_selector, request.embedding),))
 
 
-def _identify(model: LoadedModel, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:
+def _identify(model: ModelInfo, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:
     """The model's part of the fingerprints of rows of a shape."""
     return fingerprint.digest_rows(model.identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None)
 
@@ -278,7 +278,7 @@ def _assume_lengths(inputs: ModelInputs) -> TextLengths | None:
     return TextLengths(1, most, most, most, known=False)
 
 
-def _get_model_shapes(rows: Rows, model: LoadedModel, inputs: ModelInputs) -> Shapes:
+def _get_model_shapes(rows: Rows, model: ModelInfo, inputs: ModelInputs) -> Shapes:
     """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
     if inputs is model.model_inputs or inputs.text is None:
         return get_row_shapes(rows)

@@ -11,14 +11,11 @@ from typing import Literal
 from torch import Tensor
 
 from layertap.models import fingerprint
-from layertap.models.catalog.catalog import Catalog
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.errors import Fault
-from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.hook_points import Embedding, Explanation, Intervention, Objective, Selector
-from layertap.models.selection.plan import Plan
 from layertap.models.spec import Preprocessed
 from layertap.service.engine.batch import QueuedRequest
+from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import InputItem
@@ -91,14 +88,13 @@ class ExtractRequest:
 class Job:
     """A request ready to run: its rows are decoded, its layers are resolved, its reply's size is known.
 
-    ``queued`` is what the batcher sees of it. ``fingerprints`` holds that of each result by its key. ``mask`` names the
-    input that tells tokens from padding. ``together``: its rows affect each other, and are one batch. ``preprocessed``
-    tells by whom its rows were.
+    ``spec`` is what its forwards are to give, ``queued`` what the batcher sees of it. ``fingerprints`` holds that of
+    each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
+    each other, and are one batch. ``preprocessed`` tells by whom its rows were.
     """
 
     model: str
-    catalog: Catalog
-    plan: Plan
+    spec: ForwardSpec
     inputs: Mapping[str, Tensor]
     rows: int
     queued: QueuedRequest
@@ -106,21 +102,18 @@ class Job:
     timings: Timings
     fingerprints: Mapping[str, str]
     mask: str | None = None
-    verify: bool = False
-    resumption: Resumption | None = None
-    compiled: CompiledPlan | None = None
     single_forward: bool = False
     preprocessed: Preprocessed = ""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and of its results."""
-        return self.plan.nbytes(self.rows) + sum(value.nbytes for value in self.inputs.values())
+        return self.spec.plan.nbytes(self.rows) + sum(value.nbytes for value in self.inputs.values())
 
     @property
     def rows_per_forward(self) -> int | None:
         """How many rows a forward has where rows affect each other; None where they don't."""
-        if self.catalog.rowwise:
+        if self.spec.catalog.rowwise:
             return None
         return self.rows if self.single_forward else 1
 

@@ -10,7 +10,7 @@ from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.selection.hook_points import format_path
 from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import list_columns
-from layertap.service.engine.batch_runner import Results
+from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.request import Job
 from layertap.service.features import Array, Features, Receipt
 
@@ -19,7 +19,7 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
     """The features of a job, of what its forwards gave in the order of its rows."""
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
-    for result in job.plan.results:
+    for result in job.spec.plan.results:
         whole = batch_slices.join_parts(result.capture, [part[result.capture] for part in parts])
         arrays[result.key] = whole.values.numpy()
         if whole.scale is not None:
@@ -31,16 +31,16 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
         rows=job.rows,
         arrays=arrays,
         scales=scales,
-        receipts={result.key: _make_receipt(job, result, classes) for result in job.plan.results},
+        receipts={result.key: _make_receipt(job, result, classes) for result in job.spec.plan.results},
         errors=job.faults,
-        verified=job.verify,
-        interventions=job.plan.changed_selectors,
+        verified=job.spec.verify,
+        interventions=job.spec.plan.changed_selectors,
     )
 
 
 def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     """The class of each row's highest score, where that is what is differentiated."""
-    scores = job.plan.scores
+    scores = job.spec.plan.scores
     if scores is None:
         return None
     values = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
@@ -68,8 +68,8 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         row_axis=0 if reduction.is_by_row else leaf.row_axis,
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.source,
-        resumed=job.catalog.start,
-        forward="compiled" if job.compiled else "",
+        resumed=job.spec.catalog.start,
+        forward="compiled" if job.spec.compiled else "",
         classes=classes if point.site in GRADIENTS else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from layertap.models.loaded_model import LoadedModel
 from layertap.service.engine.batch import CPU, Batch, DeviceSlots, QueuedRequest
-from layertap.service.engine.batch_runner import BatchRunner, Results, find_lasting_failure
+from layertap.service.engine.batch_jobs import make_forward_batch, record_batch
 from layertap.service.engine.batcher import Batcher, Clock
 from layertap.service.engine.deadline import set_deadline
+from layertap.service.engine.executor import ModelFunction
+from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.futures import call_and_catch, deliver, settle
 from layertap.service.engine.in_flight import InFlight, PendingDecode
 from layertap.service.engine.request import Job
@@ -27,7 +28,6 @@ from layertap.service.types import Priority
 if TYPE_CHECKING:
     from layertap.service.engine.model_worker import ModelWorker
 
-T = TypeVar("T")
 log = logging.getLogger("layertap")
 EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
 
@@ -91,9 +91,9 @@ class Scheduler:
         """End the pool; models have been removed before."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def call(self, worker: ModelWorker, function: Callable[[LoadedModel], T]) -> Future[T]:
+    def call(self, worker: ModelWorker, function: ModelFunction) -> Future[Any]:
         """Run a function of a model in its first replica's thread, when it does nothing else."""
-        future: Future[T] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             worker.calls.append((function, future))
             self._dispatch()
@@ -255,21 +255,21 @@ class Scheduler:
     def _run(self, worker: ModelWorker, replica: int, batch: Batch, jobs: dict[QueuedRequest, Job]) -> None:
         """A batch, from its start to its answers; in the thread of its replica."""
         started = time.perf_counter()
-        runner = BatchRunner(worker.model, worker.model.replicas[replica], batch, jobs, batch.slots)
-        results = runner.run()
+        outcome = worker.executor.run_batch(replica, make_forward_batch(batch, jobs))
         seconds = time.perf_counter() - started
         with self._lock:
-            if runner.failure:
-                self.fail_permanently(runner.failure)
-            if runner.failures.too_many_rows is not None:
-                self._batcher.reduce_max_rows(batch.queue, runner.failures.too_many_rows)
+            if outcome.failure:
+                self.fail_permanently(outcome.failure)
+            if outcome.failures.too_many_rows is not None:
+                self._batcher.reduce_max_rows(batch.queue, outcome.failures.too_many_rows)
             self._batcher.finish(batch, seconds)
             parallel = self._batcher.count_parallel_batches(batch.queue.device, batch.slots)
             worker.add_forward_time(batch, seconds, parallel)
             worker.idle_replicas.append(replica)
             answers = []
-            for result in results:
-                queued = result.row_slice.request
+            requests = list(jobs)
+            for result in outcome.results:
+                queued = requests[result.place]
                 flight = self._in_flight.get(queued)  # None: cancelled, or failed in another part
                 answer = flight.add(batch, result) if flight is not None else None
                 if flight is not None and answer is not None:
@@ -278,23 +278,20 @@ class Scheduler:
                     del self._in_flight[queued]
             deliver(answers)
             self._dispatch()
-        runner.record(self._metrics, seconds)
+        record_batch(self._metrics, batch, outcome.failures, seconds)
 
     def _count_unserved(self, queued: QueuedRequest) -> None:
         """Count a request that never came to a forward."""
         late = time.monotonic() >= queued.deadline - EARLY_S
         (self._metrics.count_expired if late else self._metrics.count_cancelled)(queued.queue.model)
 
-    def _call(self, worker: ModelWorker, function: Callable[[LoadedModel], T], future: Future[T]) -> None:
+    def _call(self, worker: ModelWorker, function: ModelFunction, future: Future[Any]) -> None:
         """Run a function in the thread of the first replica."""
         if future.set_running_or_notify_cancel():
-            result = call_and_catch(partial(worker.run, function))
-            reason = ""
-            if isinstance(result, Exception):
-                reason = find_lasting_failure(result, worker.model, worker.model.replicas[0])
-            if reason:
-                self.fail_permanently(reason)
-            settle(future, failure_error(reason) if reason else result)
+            outcome = worker.executor.call(function)
+            if outcome.failure:
+                self.fail_permanently(outcome.failure)
+            settle(future, failure_error(outcome.failure) if outcome.failure else outcome.result)
         with self._lock:
             worker.idle_replicas.append(0)
             self._dispatch()

@@ -7,7 +7,7 @@ from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.inputs.text import TextSpec
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
 from layertap.models.selection.hook_points import format_path
 from layertap.models.spec import InputSpec
@@ -39,7 +39,7 @@ def describe_model(entry: ModelEntry) -> Json:
     }
 
 
-def describe_layers(model: LoadedModel, layers: list[Layer]) -> Json:
+def describe_layers(model: ModelInfo, layers: list[Layer]) -> Json:
     """Some layers of a model, and what holds for a forward of it as a whole."""
     catalog = model.catalog
     return {

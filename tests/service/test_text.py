@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from layertap.models.model_catalogs import MAX_CATALOGS
+from layertap.models.catalog_cache import MAX_CATALOGS
 from layertap.models.spec import ModelSpec
 from layertap.service.logs import JsonFormatter
 from tests.server import Live

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from layertap.models.catalog.catalog import Catalog, Layer
 from layertap.models.catalog.layer_tree import format_tree
 from layertap.models.errors import UnknownLayerError, escape
-from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
 from layertap.models.selection.selectors import matches_glob, suggest_type
 from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
@@ -63,7 +63,7 @@ class ListingFormat:
     """One way to list layers: its media type, and layers of a model to bytes."""
 
     media_type: str
-    encode: Callable[[LoadedModel, list[Layer]], bytes]
+    encode: Callable[[ModelInfo, list[Layer]], bytes]
 
 
 @router.get(
@@ -136,11 +136,11 @@ def _filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: 
     ]
 
 
-def _encode_json(model: LoadedModel, layers: list[Layer]) -> bytes:
+def _encode_json(model: ModelInfo, layers: list[Layer]) -> bytes:
     return orjson.dumps(describe_layers(model, layers))
 
 
-def _encode_text(model: LoadedModel, layers: list[Layer]) -> bytes:
+def _encode_text(model: ModelInfo, layers: list[Layer]) -> bytes:
     return format_tree(model.spec.name, layers).encode()
 
 

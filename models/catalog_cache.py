@@ -1,0 +1,64 @@
+"""What is known of a model by the shapes of its rows, kept for a while; plain data, of which a copy may be anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.errors import SelectorError
+from layertap.models.explanations.sensitivity import PointInfo
+from layertap.models.lru_cache import LRUCache
+from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.hook_points import HookPoint
+from layertap.models.selection.plan import ResolvedObjective
+from layertap.models.spec import Shapes
+
+MAX_CATALOGS = 16  # one for each shape of input that was asked for lately; texts of 8 to 131,072 tokens have 15 lengths
+MAX_RESUMPTIONS = 16  # one for each layer, and shape of input, that forwards went on from lately
+MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, classes aside
+
+
+class CatalogCache:
+    """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
+
+    ``configured`` is the catalogue of the configured ``shapes``, which is never dropped; ``unsized`` the same for rows
+    of a shape that was not surveyed. Any thread may call the methods.
+    """
+
+    def __init__(self, configured: Catalog, shapes: Shapes) -> None:
+        self.configured = configured
+        self.unsized = replace(configured, sizes_known=False)
+        self._shapes = shapes
+        self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
+        self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
+        self._grad_cam_layers = LRUCache[ResolvedObjective, PointInfo](MAX_GRAD_CAM_LAYERS)
+
+    def __reduce__(self) -> tuple[Callable[[Catalog, Shapes], CatalogCache], tuple[Catalog, Shapes]]:
+        """A copy in another process begins with the configured catalogue alone."""
+        return CatalogCache, (self.configured, self._shapes)
+
+    def get_catalog(self, shapes: Shapes) -> Catalog | None:
+        """The catalogue of a shape; None where it was not surveyed lately."""
+        return self.configured if shapes == self._shapes else self._catalogs.get(shapes)
+
+    def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
+        """Keep the catalogue of a shape."""
+        self._catalogs.put(shapes, catalog)
+
+    def get_resumption(self, point: HookPoint, shapes: Shapes) -> Resumption | None:
+        """Forwards that go on from a point; None where that was not tried lately, or where the model has none."""
+        resumption = self._resumptions.get((point, shapes))
+        return resumption if isinstance(resumption, Resumption) else None
+
+    def get_grad_cam_layer(self, objective: ResolvedObjective) -> PointInfo | None:
+        """The layer that Grad-CAM looks at; None where it was not looked for lately."""
+        return self._grad_cam_layers.get(objective)
+
+    def put_resumption(self, point: HookPoint, shapes: Shapes, resumption: Resumption | SelectorError) -> None:
+        """Keep how forwards go on from a point, or that they can't."""
+        self._resumptions.put((point, shapes), resumption)
+
+    def put_grad_cam_layer(self, objective: ResolvedObjective, layer: PointInfo) -> None:
+        """Keep the layer that Grad-CAM looks at."""
+        self._grad_cam_layers.put(objective, layer)

@@ -1,0 +1,80 @@
+"""What a server has to know of a model that runs somewhere: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog_cache import CatalogCache
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.compiled.plan_benchmark import PlanBenchmark
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.text import TextSpec
+from layertap.models.selection.hook_points import Selector
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, Shapes
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model takes, what identifies it, and what its forwards show.
+
+    ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint; ``threads`` what
+    surveys use on a CPU. ``embedding_selector`` is what a request without layers means, with its pool; None where there
+    is no such tensor. ``compiled`` has a graph for each of the warm plans, None for those that run with hooks;
+    ``benchmarks`` what was measured of each, None where there are no graphs.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    model_inputs: ModelInputs
+    prefix_tokens: int
+    weights: str
+    digest: str
+    identity: str
+    threads: int
+    catalogs: CatalogCache
+    embedding_selector: Selector | None
+    compiled: tuple[CompiledPlan | None, ...] = ()
+    benchmarks: tuple[PlanBenchmark | None, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...]:
+        """What one row is, input by input."""
+        return self.model_inputs.specs
+
+    @property
+    def shapes(self) -> Shapes:
+        """The configured shape of one row, input by input."""
+        return self.model_inputs.shapes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the floating parameters and inputs have."""
+        return self.model_inputs.dtype
+
+    @property
+    def preprocess(self) -> PreprocessSpec | None:
+        """How a picture becomes a row; None where the model takes none."""
+        return self.model_inputs.preprocess
+
+    @property
+    def text(self) -> TextSpec | None:
+        """How a text becomes a row; None where the model takes none."""
+        return self.model_inputs.text
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalogue for the configured shape, made at loading."""
+        return self.catalogs.configured
+
+    @property
+    def embedding(self) -> str | None:
+        """The text of the embedding's selector."""
+        return self.embedding_selector.text if self.embedding_selector is not None else None
+
+    @property
+    def hooks(self) -> int:
+        """Hooks of ours on the model now, wherever it runs: 0 when idle."""
+        return 0

@@ -1,0 +1,40 @@
+"""A batch and the jobs whose rows it has: made ready for a forward, and counted once it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from layertap.service.engine.batch import Batch, QueuedRequest
+from layertap.service.engine.forward_batch import BatchFailures, ForwardBatch, ForwardSlice
+from layertap.service.engine.request import Job
+from layertap.service.metrics import Metrics
+
+Jobs = Mapping[QueuedRequest, Job]
+
+
+def make_forward_batch(batch: Batch, jobs: Jobs) -> ForwardBatch:
+    """The batch as a forward takes it; a slice's place is that of its request among the jobs."""
+    places = {request: place for place, request in enumerate(jobs)}
+    slices = []
+    for each in batch.slices:
+        job = jobs[each.request]
+        inputs = {name: value[each.start : each.stop] for name, value in job.inputs.items()}
+        whole = each.rows == each.request.rows
+        slices.append(ForwardSlice(places[each.request], each.start, each.stop, inputs, job.spec, whole))
+    unsplittable = batch.slices[0].request.unsplittable
+    padded_rows = None if unsplittable else batch.queue.padded_rows
+    return ForwardBatch(tuple(slices), batch.slots, padded_rows, unsplittable)
+
+
+def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, seconds: float) -> None:
+    """Count a batch, which took so long, and what went wrong in it."""
+    model = batch.queue.model
+    requests = len({each.request for each in batch.slices})
+    max_rows, depth = max(batch.queue.max_rows, batch.rows), min(batch.depth, 1.0)
+    metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
+    for _ in range(failures.out_of_memory):
+        metrics.count_out_of_memory(model)
+    for _ in range(failures.memory_splits):
+        metrics.count_split(model, "memory")
+    for _ in range(failures.error_splits):
+        metrics.count_split(model, "error")

@@ -1,0 +1,111 @@
+"""Where a model's forwards run and what is sent to it is decoded: here in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from layertap.models.devices import transfer
+from layertap.models.errors import InputError, TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
+from layertap.service.engine.batch_runner import BatchRunner, find_lasting_failure
+from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch
+from layertap.service.engine.futures import Failed, call_and_catch
+from layertap.service.engine.item_rows import decode_item
+from layertap.service.engine.rows import Attempt
+from layertap.service.engine.threads import start_single_threaded
+from layertap.service.inputs.items import LocalItem
+from layertap.service.settings import Settings
+
+ModelFunction = Callable[[LoadedModel], Any]
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """What a function of a model gave, or raised; ``failure`` says why nothing can be answered any more."""
+
+    result: Any | Failed
+    failure: str = ""
+
+
+class Executor(Protocol):
+    """Runs what a model computes, in so many replicas at once; each is used by a thread at a time.
+
+    Nothing is raised: what went wrong is told in place of results.
+    """
+
+    @property
+    def model(self) -> ModelInfo:
+        """What is known of the model."""
+
+    @property
+    def replicas(self) -> int:
+        """How many batches it runs at once."""
+
+    def start_thread(self) -> None:
+        """Prepare a thread that will use a replica; called in it."""
+
+    def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
+        """One forward for all rows of a batch, or more where it can't be done in one."""
+
+    def call(self, function: ModelFunction) -> CallOutcome:
+        """A function of the model, on the first replica; one that can be pickled, as its result can."""
+
+    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
+        """An item as rows, or why there are none; any thread may ask."""
+
+    def close(self) -> None:
+        """Let go of the model; nothing of it runs any more."""
+
+
+class InProcessExecutor:
+    """Forwards and decoding in the threads that ask for them."""
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        self.model = model
+        self.replicas = len(model.replicas)
+        self._settings = settings
+
+    def start_thread(self) -> None:
+        """Prepare a thread that will use a replica: torch's operations in it use no other thread."""
+        start_single_threaded()
+        if self.model.device.type == "cuda":
+            transfer.use_own_stream(self.model.device)
+
+    def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
+        """The batch, in the calling thread."""
+        return BatchRunner(self.model, self.model.replicas[replica], batch).run()
+
+    def call(self, function: ModelFunction) -> CallOutcome:
+        """The function, in the calling thread, until the device has done it."""
+        result = call_and_catch(partial(self._call, function))
+        if isinstance(result, Exception):
+            return CallOutcome(result, find_lasting_failure(result, self.model, self.model.replicas[0]))
+        return CallOutcome(result)
+
+    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
+        """The item's rows, in the calling thread."""
+        try:
+            return decode_item(item, inputs, self._settings)
+        except (InputError, TooLargeError) as error:
+            return [error]
+
+    def close(self) -> None:
+        """Nothing: whoever holds the model lets go of it."""
+
+    def _call(self, function: ModelFunction) -> Any:
+        result = function(self.model)
+        if self.model.device.type == "cuda":
+            transfer.synchronize_stream(self.model.device)  # threads with other streams may use the result
+        return result
+
+
+def create_executor(model: ModelInfo, settings: Settings) -> Executor:
+    """What runs a model where it is."""
+    if isinstance(model, LoadedModel):
+        return InProcessExecutor(model, settings)
+    raise TypeError(type(model).__name__)

@@ -1,0 +1,117 @@
+"""A batch as a forward takes it, and what comes of it: plain data, which may go to another process and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.errors import LayertapError
+from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.plan import Capture, Plan
+from layertap.service.engine.rows import Rows
+
+Results = Mapping[Capture, ReducedTensor]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardSpec:
+    """What a request wants of its forwards, the same for all of its rows.
+
+    ``resumption`` and ``compiled`` are the same for all that wait in a queue. ``catalog`` is what ``verify`` checks by.
+    """
+
+    plan: Plan
+    catalog: Catalog
+    verify: bool = False
+    resumption: Resumption | None = None
+    compiled: CompiledPlan | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardSlice:
+    """Rows ``start`` to ``stop`` of the request at a place among those of a batch; ``whole``: these are all it has.
+
+    ``inputs`` holds just these rows.
+    """
+
+    place: int
+    start: int
+    stop: int
+    inputs: Rows
+    spec: ForwardSpec
+    whole: bool = True
+
+    @property
+    def rows(self) -> int:
+        """How many rows these are."""
+        return self.stop - self.start
+
+    def take(self, start: int, stop: int) -> ForwardSlice:
+        """Some of its rows, by their numbers in the request."""
+        first, last = start - self.start, stop - self.start
+        inputs = {name: value[first:last] for name, value in self.inputs.items()}
+        return replace(self, start=start, stop=stop, inputs=inputs, whole=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """Rows that share a forward, on so many ``threads`` of a CPU.
+
+    With ``padded_rows`` the forward has so many rows; one that is ``unsplittable`` has all rows or fails.
+    """
+
+    slices: tuple[ForwardSlice, ...]
+    threads: int
+    padded_rows: int | None = None
+    unsplittable: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of requests; padding is not counted."""
+        return sum(each.rows for each in self.slices)
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """What became of rows ``start`` to ``stop`` of the request at a place: their results, or why there are none.
+
+    Results are in the host's memory. ``rows`` shared the forward. ``forward`` and ``copy`` (to the host) began and
+    ended then, on the clock of ``time.perf_counter``, in seconds.
+    """
+
+    place: int
+    start: int
+    stop: int
+    results: Results | LayertapError | RuntimeError
+    rows: int
+    forward: Interval = (0.0, 0.0)
+    copy: Interval = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class BatchFailures:
+    """What went wrong: forwards without enough memory, how often the batch was split for that, and for other errors.
+
+    ``too_many_rows``: rows that memory does not hold, though it holds each of them.
+    """
+
+    out_of_memory: int = 0
+    memory_splits: int = 0
+    error_splits: int = 0
+    too_many_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchOutcome:
+    """What became of a batch: one result or several for each slice.
+
+    ``failure`` says why nothing can be answered any more, where that is so.
+    """
+
+    results: list[SliceResult] = field(default_factory=list)
+    failures: BatchFailures = BatchFailures()
+    failure: str = ""
