@@ -102,6 +102,14 @@ class LoadError(LayertapError):
     kind: Failure = ""
 
 
+def make_load_error(error: BaseException) -> LoadError:
+    """The refusal of a model whose code raised what means nothing here; its cause is for the log."""
+    refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)
+    refusal.kind = "other"
+    refusal.__cause__ = error
+    return refusal
+
+
 @contextmanager
 def label_failures(kind: Failure) -> Iterator[None]:
     """Have every LoadError from inside say what kind of failure it is, where it does not yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -18,13 +19,13 @@ from layertap.models.devices import devices
 from layertap.models.devices.cost_history import open_history
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.processor import describe_speed
-from layertap.models.devices.threads import count_cores
+from layertap.models.devices.threads import count_cores, use_threads
 from layertap.models.errors import InputError, LoadError, RequestError, label_failures
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.noise import make_noise
+from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.model_catalogs import ModelCatalogs
+from layertap.models.model_catalogs import ModelCatalogs, survey_configured
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import find_default_embedding, find_embedding
 from layertap.models.selection.hook_points import Selector
@@ -34,29 +35,15 @@ from layertap.models.weights.digest import digest_weights
 
 TURN_TIMEOUT_S = 30.0  # a model that is loaded before may have to download its weights
 _turn = Lock()
-
-
-def load_model(
-    spec: ModelSpec,
-    replicas: int = 1,
-    threads: int | None = None,
-    streams: int = 1,
-    costs_folder: Path | None = None,
-) -> LoadedModel:
-    """Build a model, place it on its device and survey it; LoadError where that can't be done.
-
-    On a CPU it gets so many replicas, or one where its module can't be copied, and surveys use so many threads: all
-    cores where nothing is said. On a GPU it gets one for each of so many streams. Models that are loaded at once wait
-    for each other, but not long: they would take each other's time for their own. What forwards take is kept in
-    ``costs_folder`` from load to load.
-    """
-    with wait_for_turn():
-        return _load(spec, replicas, count_cores() if threads is None else threads, streams, costs_folder)
+RunSurvey = Callable[[Callable[[], Catalog]], Catalog]
 
 
 @contextmanager
 def wait_for_turn() -> Iterator[None]:
-    """Measure while no other model of this process is loaded or measured; after a while, whether others are or not."""
+    """Wait for models that are being loaded, but not long.
+
+    Side by side they would take each other's time for their own.
+    """
     has_turn = _turn.acquire(timeout=TURN_TIMEOUT_S)
     try:
         yield
@@ -65,7 +52,22 @@ def wait_for_turn() -> Iterator[None]:
             _turn.release()
 
 
-def _load(spec: ModelSpec, replicas: int, threads: int, streams: int, costs_folder: Path | None) -> LoadedModel:
+def load_model(
+    spec: ModelSpec,
+    replicas: int = 1,
+    threads: int | None = None,
+    streams: int = 1,
+    costs_folder: Path | None = None,
+    run_survey: RunSurvey | None = None,
+) -> LoadedModel:
+    """Build a model, place it on its device and survey it; LoadError where that can't be done.
+
+    On a CPU it gets so many replicas, or one where its module can't be copied, and surveys use so many threads: all
+    cores where nothing is said. On a GPU it gets one for each of so many streams. What forwards take is kept in
+    ``costs_folder`` from load to load. ``run_survey`` calls what it is given in a copy of this process, which may be
+    copied again afterwards: its own operations use a single thread.
+    """
+    threads = count_cores() if threads is None else threads
     device = devices.resolve_device(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
@@ -92,8 +94,12 @@ def _load(spec: ModelSpec, replicas: int, threads: int, streams: int, costs_fold
         torch.__version__,
         describe_speed(device),
     )
+    survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history)
     with _refuse_unfit_inputs():
-        catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, history)
+        configured = survey() if run_survey is None else run_survey(survey)
+        if run_survey is not None:
+            _run_once(module, inputs, device)
+    catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
     embedding = _find_embedding(spec, catalogs.configured)
     return LoadedModel(
         spec=spec,
@@ -108,6 +114,15 @@ def _load(spec: ModelSpec, replicas: int, threads: int, streams: int, costs_fold
         catalogs=catalogs,
         embedding_selector=embedding,
     )
+
+
+def _run_once(module: nn.Module, inputs: ModelInputs, device: torch.device) -> None:
+    """One forward, which leaves the module as all others find it: it may make parameters, or put hooks on its parts.
+
+    On one thread: a process that is copied after operations on several can use several no more.
+    """
+    with torch.no_grad(), use_threads(1):
+        call_module(make_noise_row(inputs.specs, device, inputs.dtype), module)
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:

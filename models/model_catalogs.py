@@ -30,6 +30,27 @@ from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import InputSpec, Shapes
 
 
+def survey_configured(
+    module: nn.Module,
+    inputs: ModelInputs,
+    device: torch.device,
+    prefix_tokens: int,
+    threads: int,
+    history: CostHistory,
+) -> Catalog:
+    """The catalogue of a module for rows of the configured shape; InputError where it does not take them.
+
+    ``history`` has what forwards took at other loads, and learns what they take now.
+    """
+    forward = partial(call_module, module=module)
+    with use_threads(threads):  # a new thread has as many as any other set last
+        catalog = survey(module, inputs.specs, forward, device, prefix_tokens, inputs.dtype)
+        row = make_noise_row(inputs.specs, device, inputs.dtype)
+        row_bytes = _measure_row_bytes(module, row, device)
+        reading = measure_forward(forward, row, device, catalog.rowwise, threads)
+    return replace(catalog, costs=make_costs(history.add(reading), row_bytes))
+
+
 class ModelCatalogs(CatalogCache):
     """What is known of a model that is in memory, found out by running it where it is not.
 
@@ -44,24 +65,16 @@ class ModelCatalogs(CatalogCache):
         device: torch.device,
         prefix_tokens: int,
         threads: int,
-        history: CostHistory,
+        configured: Catalog,
     ) -> None:
-        """Survey the module with rows of the configured shape; InputError where it does not take them.
-
-        ``history`` has what forwards took at other loads, and learns what they take now.
-        """
+        """``configured`` is what ``survey_configured`` has found out of the module."""
+        super().__init__(configured, inputs.shapes)
         self._module = module
         self._forward = partial(call_module, module=module)
         self._inputs = inputs
         self._device = device
         self._prefix_tokens = prefix_tokens
         self._threads = threads
-        with use_threads(threads):  # a new thread has as many as any other set last
-            catalog = self._survey(inputs.specs)
-            row = self._make_row(inputs.specs)
-            row_bytes = self._measure_row_bytes(row)
-            reading = measure_forward(self._forward, row, device, catalog.rowwise, threads)
-        super().__init__(replace(catalog, costs=make_costs(history.add(reading), row_bytes)), inputs.shapes)
 
     def survey(self, shapes: Shapes) -> Catalog:
         """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it."""
@@ -113,8 +126,7 @@ class ModelCatalogs(CatalogCache):
         return replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
 
     def _measure_row_bytes(self, row: memory.Rows) -> int:
-        with torch.no_grad(), use_threads(1):
-            return memory.measure_peak_bytes(self._forward, row, self._module, self._device)
+        return _measure_row_bytes(self._module, row, self._device)
 
     def _try_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
         """The error where the model has none: it is kept too, or each request for it would try again."""
@@ -146,3 +158,8 @@ class ModelCatalogs(CatalogCache):
             if not memory.is_out_of_memory(error):
                 raise
         raise out_of_memory_error(1)
+
+
+def _measure_row_bytes(module: nn.Module, row: memory.Rows, device: torch.device) -> int:
+    with torch.no_grad(), use_threads(1):
+        return memory.measure_peak_bytes(partial(call_module, module=module), row, module, device)

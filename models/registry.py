@@ -10,9 +10,9 @@ from typing import Literal
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
-from layertap.models.errors import IN_THE_LOG, Failure, LoadError, UnknownModelError, escape, find_nearest, suggest
+from layertap.models.errors import Failure, LoadError, UnknownModelError, escape, find_nearest, make_load_error, suggest
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model
+from layertap.models.loading import load_model, wait_for_turn
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import ModelSpec
 
@@ -45,7 +45,8 @@ class ModelLoader:
 
     def __call__(self, spec: ModelSpec) -> LoadedModel:
         """The model, ready to run; LoadError where it can't be."""
-        model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
+        with wait_for_turn():
+            model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
         return prepare_warm_plans(model, self.plans) if self.plans and spec.warm else model
 
 
@@ -92,10 +93,8 @@ class Registry:
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # whoever sits there
                 self.unload(name)
                 raise
-            entry.state, entry.reason = "failed", f"loading ended in {type(error).__name__}; {IN_THE_LOG}"
-            entry.kind = "other"
-            refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)
-            refusal.kind = "other"
+            refusal = make_load_error(error)
+            entry.state, entry.reason, entry.kind = "failed", f"{refusal.detail}; {refusal.hint}", refusal.kind
             raise refusal from error
         entry.state = "ready"
         return entry.model

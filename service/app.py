@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
 
-from layertap.models.registry import ModelLoader, Registry
+from layertap.models.registry import Registry
 from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
@@ -21,6 +22,7 @@ from layertap.service.http.routes import docs, explain, extract, health, metrics
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
+from layertap.service.workers import executors
 
 
 def create_app(
@@ -81,12 +83,8 @@ def create_engine(
         configuration = read_configuration(settings.config) if settings.config else make_default_configuration()
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     server_metrics = Metrics()
-    plans = settings.cache_dir / "plans" if warm else None
-    load = ModelLoader(
-        settings.replicas, settings.cpu_threads, plans, settings.gpu_streams, settings.cache_dir / "costs"
-    )
-    registry = Registry(configuration.models, load)
-    manager = ModelManager(registry, configuration.default, settings, server_metrics)
+    registry = Registry(configuration.models, partial(executors.load, settings=settings, warm=warm))
+    manager = ModelManager(registry, configuration.default, settings, server_metrics, executors.create_executor)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)
     return engine

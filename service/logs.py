@@ -58,6 +58,11 @@ class TextFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
+def wants_text(log_format: str) -> bool:
+    """Whether the log is for people."""
+    return log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
+
+
 def configure(level: str, text: bool) -> None:
     """Send this process's logs to stderr, as text or as JSON."""
     # As the library's documentation has it for speed: no line tells of threads, processes, tasks or source files.

@@ -124,6 +124,9 @@ class Settings(BaseSettings):
     max_loaded_models: int = Field(8, gt=0)
     cpu_threads: int = Field(default_factory=_count_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
+    workers: int = Field(0, ge=0, le=512)
+    worker_memory_bytes: Bytes | None = Field(None, gt=0)
+    decode_timeout_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     replicas: int = Field(default_factory=lambda: min(_count_cores(), MAX_DEFAULT_REPLICAS), gt=0, le=64)
 
     @field_validator("port", mode="before")

@@ -6,14 +6,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from traceback import print_exception
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
-
-if TYPE_CHECKING:
-    from layertap.service.settings import Settings
 
 MAX_NAMES = 3
 ON_STDERR = "stderr has the traceback"  # of a command that has no log
@@ -25,11 +21,6 @@ stderr = Console(stderr=True)
 def is_interactive() -> bool:
     """Whether a person sits before this process."""
     return any(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
-
-
-def wants_text(settings: Settings) -> bool:
-    """Whether the log is for people."""
-    return settings.log_format == "text" or (settings.log_format == "auto" and sys.stderr.isatty())
 
 
 def format_error(error: LayertapError) -> str:

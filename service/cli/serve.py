@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from layertap.service.cli.console import is_interactive, stderr, wants_text
+from layertap.service.cli.console import is_interactive, stderr
 from layertap.service.cli.options import ConfigOption
 from layertap.service.cli.setup import check_setup
 
@@ -46,7 +46,7 @@ def serve(
     listeners = bind(settings.host, settings.port)
     from layertap.service import logs
 
-    text = wants_text(settings)
+    text = logs.wants_text(settings.log_format)
     logs.configure(settings.log_level, text)
     if text:
         from layertap.service.cli.startup import print_start
@@ -63,7 +63,7 @@ def _run(
     settings: Settings, configuration: Configuration | None, fetcher: Fetcher, listeners: Sequence[socket]
 ) -> NoReturn:
     """Serve until the process ends."""
-    from layertap.service import allocator
+    from layertap.service import allocator, logs
     from layertap.service.app import create_app
     from layertap.service.cli.startup import StartupSummary
     from layertap.service.http.server_config import make_server_config
@@ -74,7 +74,7 @@ def _run(
 
     def settle(manager: ModelManager) -> None:
         gc.freeze()  # what the models imported, torchvision for one, is as much again
-        if wants_text(settings):
+        if logs.wants_text(settings.log_format):
             summary.print(manager)
 
     app = create_app(settings, configuration, fetcher, settle)

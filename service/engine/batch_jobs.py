@@ -23,7 +23,8 @@ def make_forward_batch(batch: Batch, jobs: Jobs) -> ForwardBatch:
         slices.append(ForwardSlice(places[each.request], each.start, each.stop, inputs, job.spec, whole))
     unsplittable = batch.slices[0].request.unsplittable
     padded_rows = None if unsplittable else batch.queue.padded_rows
-    return ForwardBatch(tuple(slices), batch.slots, padded_rows, unsplittable)
+    deadline = max(request.deadline for request in jobs)
+    return ForwardBatch(tuple(slices), batch.slots, padded_rows, unsplittable, deadline)
 
 
 def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, seconds: float) -> None:

@@ -25,6 +25,7 @@ from layertap.service.engine.forward_batch import (
     SliceResult,
 )
 from layertap.service.engine.futures import wrap_error
+from layertap.service.engine.picture_rows import normalize_rows
 from layertap.service.engine.rows import Rows
 from layertap.service.errors import ForwardError
 
@@ -124,7 +125,8 @@ class BatchRunner:
             )
             start += each.rows
         started = time.perf_counter()
-        activations = self._forward([each.inputs for each in slices], requests, slices[0].spec)
+        pieces = [normalize_rows(each.inputs, self._model.model_inputs) for each in slices]
+        activations = self._forward(pieces, requests, slices[0].spec)
         if self._model.device.type == "cuda":
             transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()
@@ -145,10 +147,10 @@ class BatchRunner:
 
     def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
         resumption = first.resumption
-        if not first.verify:  # who asks for it is alone
+        if first.verified_by is None:  # who asks for it is alone
             return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, first.compiled)
         return self._model.run_verified(
-            self._replica, pieces[0], requests[0], first.plan, first.catalog, self._padded_rows, resumption
+            self._replica, pieces[0], requests[0], first.plan, first.verified_by, self._padded_rows, resumption
         )
 
 

@@ -11,9 +11,11 @@ from functools import partial
 from torch import Tensor
 
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.item_rows import pad_texts
 from layertap.service.engine.limits import show_shapes
+from layertap.service.engine.picture_rows import normalize_rows
 from layertap.service.engine.planner import PlannedRequest, RunInThread
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, get_row_shapes, join_rows
@@ -99,9 +101,15 @@ class InputDecoder:
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (request.on_error == "fail" or not parts):
             raise RequestError.from_faults(faults)
-        join = partial(join_rows, parts)
+        join = partial(_join_rows, parts, inputs)
         rows = join() if len(parts) == 1 else await self._run_in_thread(join, deadline)
         return DecodedInputs(rows, good, tuple(faults))
+
+
+def _join_rows(parts: Sequence[Rows], inputs: ModelInputs) -> dict[str, Tensor]:
+    """All rows of a request; where some are arrays its pictures are normalised, or both could not be in one tensor."""
+    dtypes = {tuple(value.dtype for value in rows.values()) for rows in parts}
+    return join_rows(parts if len(dtypes) == 1 else [normalize_rows(rows, inputs) for rows in parts])
 
 
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:

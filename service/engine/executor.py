@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any, Protocol
 
 from layertap.models.devices import transfer
-from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_info import ModelInfo
 from layertap.service.engine.batch_runner import BatchRunner, find_lasting_failure
 from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch
 from layertap.service.engine.futures import Failed, call_and_catch
-from layertap.service.engine.item_rows import decode_item
+from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.engine.rows import Attempt
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.inputs.items import LocalItem
@@ -89,10 +88,7 @@ class InProcessExecutor:
 
     def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
         """The item's rows, in the calling thread."""
-        try:
-            return decode_item(item, inputs, self._settings)
-        except (InputError, TooLargeError) as error:
-            return [error]
+        return try_to_decode(item, inputs, self._settings)
 
     def close(self) -> None:
         """Nothing: whoever holds the model lets go of it."""
@@ -102,10 +98,3 @@ class InProcessExecutor:
         if self.model.device.type == "cuda":
             transfer.synchronize_stream(self.model.device)  # threads with other streams may use the result
         return result
-
-
-def create_executor(model: ModelInfo, settings: Settings) -> Executor:
-    """What runs a model where it is."""
-    if isinstance(model, LoadedModel):
-        return InProcessExecutor(model, settings)
-    raise TypeError(type(model).__name__)

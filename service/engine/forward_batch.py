@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,12 +22,12 @@ Interval = tuple[float, float]
 class ForwardSpec:
     """What a request wants of its forwards, the same for all of its rows.
 
-    ``resumption`` and ``compiled`` are the same for all that wait in a queue. ``catalog`` is what ``verify`` checks by.
+    ``resumption`` and ``compiled`` are the same for all that wait in a queue. Where outputs are put back to see whether
+    the model's own come out again, ``verified_by`` is the catalogue that tells how.
     """
 
     plan: Plan
-    catalog: Catalog
-    verify: bool = False
+    verified_by: Catalog | None = None
     resumption: Resumption | None = None
     compiled: CompiledPlan | None = None
 
@@ -61,13 +62,15 @@ class ForwardSlice:
 class ForwardBatch:
     """Rows that share a forward, on so many ``threads`` of a CPU.
 
-    With ``padded_rows`` the forward has so many rows; one that is ``unsplittable`` has all rows or fails.
+    With ``padded_rows`` the forward has so many rows; one that is ``unsplittable`` has all rows or fails. Nobody waits
+    for it beyond ``deadline``, in seconds on the clock of ``time.monotonic``.
     """
 
     slices: tuple[ForwardSlice, ...]
     threads: int
     padded_rows: int | None = None
     unsplittable: bool = False
+    deadline: float = math.inf
 
     @property
     def rows(self) -> int:

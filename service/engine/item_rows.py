@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from layertap.models.errors import InputError
+from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.service.engine import array_rows, picture_rows, text_rows
@@ -31,6 +31,16 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     if len(next(iter(rows.values()))) > settings.max_inputs or _find_error(rows, inputs) is None:
         return [rows]
     return [_find_error(row, inputs) or row for row in _split_rows(rows)]
+
+
+def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
+    """One item as rows, or why there are none; raises nothing that its sender should not see."""
+    try:
+        return decode_item(item, inputs, settings)
+    except (InputError, TooLargeError) as error:
+        return [error]
+    except MemoryError:
+        return [TooLargeError("there is no memory to decode this input", hint="send a smaller one")]
 
 
 def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:

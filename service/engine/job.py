@@ -41,7 +41,8 @@ def make_job(
     text = worker.model.text
     return Job(
         model=worker.name,
-        spec=ForwardSpec(plan, catalog, request.verify, planned.resumption, compiled),
+        catalog=catalog,
+        spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         inputs=inputs,
         rows=planned.rows,
         queued=_make_queued(planned, queue, compiled, together, deadline),

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 from layertap.models.errors import Failure, LayertapError, LoadError
+from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.executor import Executor, create_executor
+from layertap.service.engine.executor import Executor
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.engine.unavailable import failure_error, unloading_error
@@ -29,7 +31,14 @@ OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what 
 class ModelManager:
     """The workers of this process by the names of their models. Used on the event loop, which it never blocks."""
 
-    def __init__(self, registry: Registry, default: str, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        default: str,
+        settings: Settings,
+        metrics: Metrics,
+        create_executor: Callable[[ModelInfo, Settings], Executor],
+    ) -> None:
         self.registry = registry
         self.default = default
         self.draining = False
@@ -40,6 +49,7 @@ class ModelManager:
         self._ending = False
         self._aborted = asyncio.Event()
         self._settings = settings
+        self._create_executor = create_executor
 
     def start(self) -> None:
         """Begin to load the models that are wanted from the start."""
@@ -161,7 +171,7 @@ class ModelManager:
 
     def _load(self, name: str) -> Executor:
         try:
-            return create_executor(self.registry.load(name), self._settings)
+            return self._create_executor(self.registry.load(name), self._settings)
         except LayertapError as error:
             fields = {"model": name, "reason": error.detail, "hint": error.hint}
             traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None

@@ -180,6 +180,11 @@ class ModelWorker:
                     await asyncio.shield(asyncio.wrap_future(self._scheduler.remove_model(self)))
                 await asyncio.wait([asyncio.wrap_future(thread.ended) for thread in self._threads])
 
+    def close(self) -> None:
+        """Let go of the model, and have all threads end, after what was submitted."""
+        self.submit(0, self.executor.close)
+        self.end_threads()
+
     def end_threads(self) -> None:
         """Have all threads end after what was submitted."""
         for thread in self._threads:
@@ -196,6 +201,7 @@ class ModelWorker:
     def _load(self, load: Callable[[], Executor]) -> None:
         started = time.monotonic()
         stage = "loading"
+        executor: Executor | None = None
         try:
             executor = load()
             model = executor.model
@@ -210,11 +216,11 @@ class ModelWorker:
             if model.device.type == "cuda":
                 transfer.synchronize_device(model.device)
         except LayertapError as error:
-            self.end_threads()
+            self._end_loading(executor)
             self.loaded.set_exception(error)
             return
         except BaseException as error:  # a third party's forward may raise anything, SystemExit too
-            self.end_threads()
+            self._end_loading(executor)
             reason = f"{stage} ended in {type(error).__name__}"
             log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self.name}})
             self._on_failure(f"{reason}; {IN_THE_LOG}", "other" if stage == "loading" else "forward")
@@ -227,6 +233,12 @@ class ModelWorker:
         self.loaded.set_result(executor)
         fields = {"model": self.name, "device": str(model.device), "seconds": round(time.monotonic() - started, 1)}
         log.info("a model is loaded", extra={"fields": fields})
+
+    def _end_loading(self, executor: Executor | None) -> None:
+        """Loading has failed: end its thread, and what it has started."""
+        self.end_threads()
+        if executor is not None:
+            executor.close()
 
     def _start_replicas(self, executor: Executor) -> None:
         # New threads: one that computed on all cores keeps helpers, and libgomp lets none spin where there are more of

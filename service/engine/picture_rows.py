@@ -5,14 +5,16 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
+import torch
 from torch import Tensor
 
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import compute_least_size, compute_resized_size, preprocess
+from layertap.models.inputs.preprocess import compute_least_size, compute_resized_size, fit_image, normalize
 from layertap.models.spec import Decode, PreprocessSpec
 from layertap.service.engine import text_rows
+from layertap.service.engine.rows import Rows
 from layertap.service.inputs.images import Picture, decode_image, decode_reduced, get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
@@ -30,13 +32,26 @@ def get_preprocessing(inputs: ModelInputs) -> PreprocessSpec:
 
 
 def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor:
-    """A picture as a row; InputError, TooLargeError."""
+    """A picture as a row of pixels (uint8), still to be normalised, or as the model's own; InputError, TooLargeError.
+
+    Pixels are a quarter of the bytes, while rows wait or go to another process.
+    """
     spec = get_preprocessing(inputs)
     row = _decode_on_device(item.data, inputs.decoder, spec, settings) if inputs.decoder else None
     if row is None:
         picture = _decode(item.data, settings, spec, inputs.decode)
-        row = preprocess(picture.image, spec, picture.size, picture.box)
+        row = fit_image(picture.image, spec, picture.size, picture.box)
     return row.unsqueeze(0)
+
+
+def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
+    """Rows as the model takes them: those of pixels are normalised, others stay as they are.
+
+    Arrays have their input's dtype by now, and no input of pictures is one of bytes.
+    """
+    if inputs.preprocess is None or all(value.dtype != torch.uint8 for value in rows.values()):
+        return rows
+    return {name: normalize(value, inputs.preprocess) for name, value in rows.items()}
 
 
 def _decode_on_device(data: bytes, decoder: DeviceDecoder, spec: PreprocessSpec, settings: Settings) -> Tensor | None:

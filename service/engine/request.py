@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from layertap.models import fingerprint
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import Fault
 from layertap.models.selection.hook_points import Embedding, Explanation, Intervention, Objective, Selector
 from layertap.models.spec import Preprocessed
@@ -94,6 +95,7 @@ class Job:
     """
 
     model: str
+    catalog: Catalog
     spec: ForwardSpec
     inputs: Mapping[str, Tensor]
     rows: int
@@ -113,7 +115,7 @@ class Job:
     @property
     def rows_per_forward(self) -> int | None:
         """How many rows a forward has where rows affect each other; None where they don't."""
-        if self.spec.catalog.rowwise:
+        if self.catalog.rowwise:
             return None
         return self.rows if self.single_forward else 1
 

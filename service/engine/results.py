@@ -33,7 +33,7 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
         scales=scales,
         receipts={result.key: _make_receipt(job, result, classes) for result in job.spec.plan.results},
         errors=job.faults,
-        verified=job.spec.verify,
+        verified=job.spec.verified_by is not None,
         interventions=job.spec.plan.changed_selectors,
     )
 
@@ -68,7 +68,7 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         row_axis=0 if reduction.is_by_row else leaf.row_axis,
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         how="unfused" if point.site == "attention_grad" else leaf.source,
-        resumed=job.spec.catalog.start,
+        resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",
         classes=classes if point.site in GRADIENTS else None,
         rows_per_forward=job.rows_per_forward,

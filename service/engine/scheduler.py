@@ -237,7 +237,7 @@ class Scheduler:
         if self.is_idle(worker) and worker.drained is not None:
             del self._workers[worker.name]
             self._batcher.remove_model(worker.name)
-            worker.end_threads()
+            worker.close()
             worker.drained.set_result(None)
 
     def _start(self, batch: Batch) -> None:

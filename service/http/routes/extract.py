@@ -38,7 +38,7 @@ ROUTE = PlainRoute("/extract", extract, methods=["POST"])
 
 def _make_estimate(job: Job) -> Response:
     """What a request would get, with no forward."""
-    plan, rows, catalog = job.spec.plan, job.rows, job.spec.catalog
+    plan, rows, catalog = job.spec.plan, job.rows, job.catalog
     body: dict[str, Any] = {
         "model": job.model,
         "fingerprint": job.fingerprint,
@@ -71,8 +71,8 @@ def _list_warnings(job: Job) -> list[str]:
         warnings.append(
             f"{len(job.spec.plan.skipped)} matching layers never run in a forward and are left out: {names}"
         )
-    if not job.spec.catalog.rowwise and not job.single_forward:
-        batch = '; "isolated": true makes one batch of them' if job.spec.catalog.batches else ""
+    if not job.catalog.rowwise and not job.single_forward:
+        batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
         warnings.append(
             f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"
         )

@@ -1,0 +1,1 @@
+"""Processes in which models run, and how the server talks to them."""

@@ -1,0 +1,188 @@
+"""Messages between two processes of one server: pickled, what is large in shared memory.
+
+Only these processes write here: nothing that comes from outside is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import select
+import socket
+import struct
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it with their padding, how many these are
+MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
+ALIGNMENT = 64
+MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
+
+
+class Channel:
+    """One end of a connection. One thread at a time may use it, and the two ends take turns.
+
+    EOFError where the other end is gone, TimeoutError where it says nothing in time.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and with it descriptors of files, which stay the caller's."""
+        body, buffers = _pickle(message)
+        sizes = [buffer.nbytes for buffer in buffers]
+        payload_bytes = sum(map(_pad, sizes))
+        head = HEADER.pack(len(body), payload_bytes, len(sizes)) + struct.pack(f"={len(sizes)}Q", *sizes)
+        with _end_where_lost():
+            if payload_bytes <= MAX_INLINE_BYTES:
+                self._send(b"".join([head, body, *_align(buffers)]), descriptors)
+                return
+            memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
+            try:
+                _write(memory, list(_align(buffers)))
+                self._send(head + body, [*descriptors, memory])
+            finally:
+                os.close(memory)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """The next message, waited for so many seconds at most; its tensors are the caller's."""
+        return self.receive_with_descriptors(0, timeout)[0]
+
+    def receive_with_descriptors(self, count: int, timeout: float | None = None) -> tuple[Any, list[int]]:
+        """The next message, and the descriptors that came with it, so many at most, which are the caller's."""
+        with _end_where_lost():
+            self._wait(timeout)
+            head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, socket.MSG_WAITALL)
+            if len(head) < HEADER.size:
+                raise EOFError("the other process has ended")
+            body_bytes, payload_bytes, buffer_count = HEADER.unpack(head)
+            sizes = struct.unpack(f"={buffer_count}Q", self._receive(8 * buffer_count))
+            body = self._receive(body_bytes)
+            if payload_bytes <= MAX_INLINE_BYTES:
+                payload = self._receive(payload_bytes)
+            else:
+                memory = descriptors.pop()
+                payload = memoryview(mmap.mmap(memory, payload_bytes))
+                os.close(memory)
+        return pickle.loads(body, buffers=_split(payload, sizes)), descriptors  # noqa: S301  (from our own processes)
+
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None:
+            return
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(max(timeout, 0.0) * 1000):
+            raise TimeoutError("the other process does not answer")
+
+    def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
+        sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else 0
+        if sent < len(data):
+            self._socket.sendall(memoryview(data)[sent:])
+
+    def _receive(self, count: int) -> memoryview:
+        data = memoryview(bytearray(count))
+        received = 0
+        while received < count:
+            more = self._socket.recv_into(data[received:])
+            if not more:
+                raise EOFError("the other process has ended")
+            received += more
+        return data
+
+
+def connect() -> tuple[Channel, socket.socket]:
+    """A channel, and the socket of its other end, for another process."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(own), other
+
+
+class RemoteTracebackError(Exception):
+    """Where an error was raised in another process, as text."""
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the numbers of tensors elsewhere, and of errors also what they came from."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            numbers = value.detach().contiguous()
+            data = numbers.reshape(-1).view(torch.uint8).numpy()
+            return _make_tensor, (numbers.dtype, tuple(numbers.shape), pickle.PickleBuffer(data.data))
+        if isinstance(value, Exception) and value.__cause__ is not None:
+            lines = "".join(traceback.format_exception(value.__cause__))
+            return _make_error, (type(value), value.args, vars(value), lines)
+        return NotImplemented
+
+
+def _pickle(message: object) -> tuple[bytes, list[memoryview]]:
+    """A message without its large parts, and these."""
+    buffers: list[pickle.PickleBuffer] = []
+    body = io.BytesIO()
+    _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(message)
+    return body.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: Any) -> Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _make_error(kind: type[Exception], args: tuple[Any, ...], more: dict[str, Any], lines: str) -> Exception:
+    error = kind(*args)
+    vars(error).update(more)
+    error.__cause__ = RemoteTracebackError(f"\n{lines}")
+    return error
+
+
+def _pad(size: int) -> int:
+    return size + -size % ALIGNMENT
+
+
+def _align(buffers: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """Buffers with what makes each begin at a multiple of ``ALIGNMENT``."""
+    for buffer in buffers:
+        yield buffer
+        if len(buffer) % ALIGNMENT:
+            yield bytes(-len(buffer) % ALIGNMENT)
+
+
+def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    start = 0
+    for size in sizes:
+        yield payload[start : start + size]
+        start += _pad(size)
+
+
+def _write(memory: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write all parts; a single call may write less, of 2 GiB and above."""
+    for first in range(0, len(parts), MAX_BUFFERS_A_WRITE):
+        group = list(parts[first : first + MAX_BUFFERS_A_WRITE])
+        missing = sum(map(len, group)) - os.writev(memory, group)
+        if missing:
+            rest = memoryview(b"".join(group))[-missing:]
+            while rest:
+                rest = rest[os.write(memory, rest) :]
+
+
+@contextmanager
+def _end_where_lost() -> Iterator[None]:
+    """EOFError for whatever the system calls a connection whose other end is gone."""
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise EOFError("the other process has ended") from error

@@ -1,0 +1,36 @@
+"""Where each model runs: in this process, or in worker processes."""
+
+from __future__ import annotations
+
+from layertap.models.devices.devices import resolve_device
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.model_info import ModelInfo
+from layertap.models.registry import ModelLoader
+from layertap.models.spec import ModelSpec
+from layertap.service.engine.executor import Executor, InProcessExecutor
+from layertap.service.settings import Settings
+from layertap.service.workers.process_executor import HostedModel, ProcessExecutor, load_in_host
+
+
+def load(spec: ModelSpec, settings: Settings, *, warm: bool = True) -> ModelInfo:
+    """Load a model where it is to run; LoadError where it can't be.
+
+    Models on a GPU, and those with warm plans, run in this process: neither a device's memory nor a compiled graph can
+    be copied with a process.
+    """
+    if settings.workers and not (spec.warm and warm) and resolve_device(spec.device).type == "cpu":
+        return load_in_host(spec, settings)
+    plans = settings.cache_dir / "plans" if warm else None
+    in_process = ModelLoader(
+        settings.replicas, settings.cpu_threads, plans, settings.gpu_streams, settings.cache_dir / "costs"
+    )
+    return in_process(spec)
+
+
+def create_executor(model: ModelInfo, settings: Settings) -> Executor:
+    """What runs a model where it was loaded."""
+    if isinstance(model, HostedModel):
+        return ProcessExecutor(model, settings)
+    if isinstance(model, LoadedModel):
+        return InProcessExecutor(model, settings)
+    raise TypeError(f"a model that is nowhere: {type(model).__name__}")

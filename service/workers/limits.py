@@ -1,0 +1,50 @@
+"""What the system makes sure of in a process: that it ends with its parent, in time, and takes no more memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
+OOM_SCORE, FIRST = Path("/proc/self/oom_score_adj"), "500"  # of 1000
+STATUS = Path("/proc/self/status")
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the thread that started it ends; ``parent`` is the number of its process.
+
+    From now on a terminal's Ctrl+C, which it sends to all processes, is the parent's to obey.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)
+
+
+def be_killed_first() -> None:
+    """Have the system, where it runs out of memory, end this process rather than one that others depend on."""
+    with suppress(OSError):
+        OOM_SCORE.write_text(FIRST)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process have so many bytes more than now: what asks for more gets a MemoryError."""
+    now = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))
+    limit = int(now.split()[1]) * 1024 + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+@contextmanager
+def limit_seconds(seconds: float) -> Iterator[None]:
+    """End the process where the block takes longer, whatever code it is in."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,113 @@
+"""What the server asks of its other processes, and what they answer: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.errors import LayertapError
+from layertap.models.selection.plan import Capture
+from layertap.service.engine.executor import CallOutcome, ModelFunction
+from layertap.service.engine.forward_batch import BatchFailures, ForwardSpec, Interval
+from layertap.service.engine.rows import Attempt, Rows
+from layertap.service.inputs.items import ImageItem, TextItem
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """To a model's host: start one more worker, at the connection whose descriptor comes along."""
+
+
+@dataclass(frozen=True)
+class WorkerStarted:
+    """From a model's host: the number of the worker's process."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    """From a worker: it is ready."""
+
+
+@dataclass(frozen=True)
+class DecodeItem:
+    """To a worker: make rows of a picture or a text. Its answer is a ``DecodedItem``."""
+
+    item: ImageItem | TextItem
+
+
+@dataclass(frozen=True)
+class DecodedItem:
+    """The rows of an item, or why there are none."""
+
+    attempts: Sequence[Attempt]
+
+
+@dataclass(frozen=True)
+class SentSlice:
+    """A ``ForwardSlice`` whose spec is in a place of the worker's table."""
+
+    place: int
+    start: int
+    stop: int
+    inputs: Rows
+    spec: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class SentSpec:
+    """A spec, and the order in which its captures come back: a set has another order in each process."""
+
+    spec: ForwardSpec
+    captures: tuple[Capture, ...]
+
+
+@dataclass(frozen=True)
+class RunBatch:
+    """To a worker: run a ``ForwardBatch``. Its answer is a ``BatchRun``.
+
+    Before, ``new_specs`` take their places in its table.
+    """
+
+    slices: tuple[SentSlice, ...]
+    new_specs: Mapping[int, SentSpec]
+    threads: int
+    padded_rows: int | None
+    unsplittable: bool
+
+
+@dataclass(frozen=True)
+class SentResult:
+    """A ``SliceResult`` whose results are in the order of its spec's captures; ``number`` is its slice's."""
+
+    place: int
+    start: int
+    stop: int
+    results: Sequence[ReducedTensor] | LayertapError | RuntimeError
+    rows: int
+    forward: Interval
+    copy: Interval
+
+
+@dataclass(frozen=True)
+class BatchRun:
+    """What became of a batch; ``hooks``: those of ours that are left on the model."""
+
+    results: Sequence[SentResult]
+    failures: BatchFailures
+    failure: str
+    hooks: int
+
+
+@dataclass(frozen=True)
+class CallModel:
+    """To a worker: call a function of the model. Its answer is a ``CallOutcome``."""
+
+    function: ModelFunction
+
+
+ToWorker = DecodeItem | RunBatch | CallModel
+FromWorker = DecodedItem | BatchRun | CallOutcome

@@ -1,0 +1,165 @@
+"""A model's host: a process that loads the model and is copied for each worker, so that weights are stored once.
+
+It has one thread, and runs operations on one: after a forward on several, a copy's own forward on several would never
+end, since libgomp believes in threads that a copy does not have.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NoReturn, TypeVar, cast
+
+import torch
+
+from layertap.models.errors import LayertapError, LoadError, make_load_error
+from layertap.models.loaded_model import LoadedModel
+from layertap.models.loading import load_model
+from layertap.models.model_info import ModelInfo
+from layertap.models.sources.python import add_search_folders
+from layertap.models.spec import ModelSpec
+from layertap.service import allocator, logs
+from layertap.service.engine.executor import InProcessExecutor
+from layertap.service.settings import Settings
+from layertap.service.workers.channel import Channel, connect
+from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
+from layertap.service.workers.messages import WorkerStarted
+from layertap.service.workers.worker import Worker
+
+T = TypeVar("T")
+log = logging.getLogger("layertap")
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """What a host loads, and how; ``folders`` are those in which own models are found.
+
+    ``worker_bytes``: how much memory each worker may take beside what it shares.
+    """
+
+    spec: ModelSpec
+    settings: Settings
+    folders: Sequence[str]
+    worker_bytes: int
+    text_logs: bool
+
+
+def run_model_host(connection: socket.socket, options: HostOptions) -> None:
+    """Load a model, tell the server of it, and start workers until the server closes the connection."""
+    end_with_parent(os.getppid())
+    logs.configure(options.settings.log_level, options.text_logs)
+    allocator.keep_large_blocks()
+    add_search_folders(options.folders)
+    torch.set_num_threads(1)
+    channel = Channel(connection)
+    try:
+        model = load_model(
+            options.spec,
+            threads=options.settings.cpu_threads,
+            costs_folder=options.settings.cache_dir / "costs",
+            run_survey=run_in_copy,
+        )
+    except BaseException as error:  # a third party's code may raise anything
+        channel.send(_to_load_error(error))
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries workers
+    gc.collect()
+    gc.freeze()  # a collector that writes to what is shared would make copies of it
+    channel.send(_describe(model))
+    _start_workers(channel, model, options)
+
+
+def run_in_copy(function: Callable[[], T]) -> T:
+    """What a function gives or raises in a copy of this process; LoadError where it ends the copy, or raises no error.
+
+    What it gives can be pickled.
+    """
+    channel, connection = connect()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        _answer_and_exit(function, Channel(connection), parent)
+    connection.close()
+    try:
+        result = channel.receive()
+    except EOFError:
+        result = None
+    channel.close()
+    _, status = os.waitpid(pid, 0)
+    if result is None:
+        refusal = LoadError(f"a forward ended its process (status {os.waitstatus_to_exitcode(status)})")
+        refusal.kind = "forward"
+        raise refusal
+    if isinstance(result, LayertapError):
+        raise result
+    return cast("T", result)
+
+
+def _answer_and_exit(function: Callable[[], object], channel: Channel, parent: int) -> NoReturn:
+    status = 1
+    try:
+        end_with_parent(parent)
+        try:
+            result = function()
+        except BaseException as error:
+            result = error if isinstance(error, LayertapError) else _to_load_error(error)
+        channel.send(result)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _to_load_error(error: BaseException) -> LayertapError:
+    """What to tell the server of an error."""
+    return error if isinstance(error, LayertapError) else make_load_error(error)
+
+
+def _describe(model: LoadedModel) -> ModelInfo:
+    """The model as the server sees it: texts are made into tokens here, by whatever the model brought along."""
+    info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
+    text = info.model_inputs.text
+    if text is None or text.encode is None:
+        return info
+    return replace(info, model_inputs=replace(info.model_inputs, text=replace(text, encode=encode_elsewhere)))
+
+
+def encode_elsewhere(text: str) -> list[int]:
+    """In place of a tokenizer that is in another process."""
+    raise NotImplementedError(f"{len(text)} characters are to be sent to a worker")
+
+
+def _start_workers(channel: Channel, model: LoadedModel, options: HostOptions) -> None:
+    """Start a worker whenever the server asks for one."""
+    while True:
+        try:
+            _, (descriptor,) = channel.receive_with_descriptors(1)
+        except EOFError:
+            return
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            channel.close()
+            _work_and_exit(Channel(socket.socket(fileno=descriptor)), model, options, parent)
+        os.close(descriptor)
+        channel.send(WorkerStarted(pid))
+
+
+def _work_and_exit(channel: Channel, model: LoadedModel, options: HostOptions, parent: int) -> NoReturn:
+    status = 1
+    try:
+        end_with_parent(parent)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        be_killed_first()
+        limit_memory(options.worker_bytes)
+        Worker(InProcessExecutor(model, options.settings), options.settings.decode_timeout_s).serve(channel)
+        status = 0
+    except BaseException:
+        log.critical("a worker failed", exc_info=True, extra={"fields": {"model": model.spec.name}})
+    finally:
+        os._exit(status)

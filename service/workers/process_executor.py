@@ -1,0 +1,184 @@
+"""Runs a model in worker processes: what crashes, hangs or eats memory there costs the inputs that did it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from queue import LifoQueue
+from typing import cast
+
+import torch
+
+from layertap.models.devices import memory
+from layertap.models.errors import InputError, LayertapError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loading import wait_for_turn
+from layertap.models.model_info import ModelInfo
+from layertap.models.selection.plan import Capture
+from layertap.models.sources.python import list_search_folders
+from layertap.models.spec import ModelSpec
+from layertap.service import logs
+from layertap.service.engine.executor import CallOutcome, ModelFunction
+from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch, ForwardSlice, SliceResult
+from layertap.service.engine.item_rows import try_to_decode
+from layertap.service.engine.rows import Attempt
+from layertap.service.engine.threads import publish_name
+from layertap.service.errors import ForwardError
+from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
+from layertap.service.settings import Settings
+from layertap.service.workers.messages import (
+    BatchRun,
+    CallModel,
+    DecodedItem,
+    DecodeItem,
+    RunBatch,
+    SentResult,
+    SentSlice,
+)
+from layertap.service.workers.model_host import HostOptions
+from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, WorkerProcess
+
+MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what each worker may take
+GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
+DIED = "the model's process ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedModel(ModelInfo):
+    """A model that has been loaded by a process of its own."""
+
+    host: ModelHost
+
+    @property
+    def hooks(self) -> int:
+        """Hooks of ours that are on the model in its workers, as they said last: 0."""
+        return sum(worker.hooks for worker in self.host.workers)
+
+
+def load_in_host(spec: ModelSpec, settings: Settings) -> HostedModel:
+    """Load a model in a process of its own; LoadError where it can't be."""
+    memory_bytes = settings.worker_memory_bytes
+    if memory_bytes is None:
+        memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE)
+    options = HostOptions(spec, settings, list_search_folders(), memory_bytes, logs.wants_text(settings.log_format))
+    host = ModelHost(options)
+    with wait_for_turn():
+        info = host.load()
+    return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
+
+
+class ProcessExecutor:
+    """Workers of one model: any of them that is idle does what comes next."""
+
+    def __init__(self, model: HostedModel, settings: Settings) -> None:
+        """Start the workers; LoadError where they can't be started."""
+        self.model = model
+        self.replicas = settings.workers
+        self._settings = settings
+        self._idle: LifoQueue[WorkerProcess] = LifoQueue()  # the one whose memory was used last comes first
+        for worker in model.host.start_workers(settings.workers):
+            self._idle.put(worker)
+
+    def start_thread(self) -> None:
+        """Prepare a thread, which waits for workers."""
+        publish_name()
+
+    def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
+        """The batch, in a worker; where that dies each slice is run alone, and refused where it dies again."""
+        del replica  # any worker does
+        try:
+            return self._run(batch)
+        except WorkerDiedError as error:
+            timed_out = error.timed_out
+        except LayertapError as error:  # there are no workers any more
+            return BatchOutcome(failure=error.detail)
+        if timed_out:  # nobody waits any more
+            return BatchOutcome([_refuse(batch, each) for each in batch.slices])
+        outcomes = [self._run_alone(replace(batch, slices=(each,))) for each in batch.slices]
+        failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
+        return BatchOutcome([result for outcome in outcomes for result in outcome.results], failure=failure)
+
+    def call(self, function: ModelFunction) -> CallOutcome:
+        """The function, in a worker."""
+        try:
+            with self._borrow() as worker:
+                outcome = cast(
+                    "CallOutcome", worker.ask(CallModel(function), self._settings.deadline_s + GRACE_SECONDS)
+                )
+                if outcome.failure:
+                    worker.replace(outcome.failure)
+                return CallOutcome(outcome.result)
+        except WorkerDiedError:
+            return CallOutcome(ForwardError(DIED))
+        except LayertapError as error:
+            return CallOutcome(error, failure=error.detail)
+
+    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
+        """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
+        if not isinstance(item, (ImageItem, TextItem)) or inputs is not self.model.model_inputs:
+            return try_to_decode(item, inputs, self._settings)
+        for _ in range(2):
+            try:
+                with self._borrow() as worker:
+                    limit = self._settings.decode_timeout_s + GRACE_SECONDS
+                    return cast("DecodedItem", worker.ask(DecodeItem(item), limit)).attempts
+            except WorkerDiedError as error:
+                if error.seconds >= self._settings.decode_timeout_s:
+                    return [
+                        InputError(
+                            f"this input takes longer than {self._settings.decode_timeout_s:g} s to decode",
+                            hint="send a smaller one",
+                        )
+                    ]
+        return [InputError("this input ends the process that decodes it", hint="send it in another format")]
+
+    def close(self) -> None:
+        """End all processes."""
+        self.model.host.close()
+
+    def _run(self, batch: ForwardBatch) -> BatchOutcome:
+        timeout = None if math.isinf(batch.deadline) else max(batch.deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+        with self._borrow() as worker:
+            run = cast("BatchRun", worker.ask(_make_message(batch, worker), timeout))
+            worker.hooks = run.hooks
+            if run.failure:
+                worker.replace(run.failure)
+        specs = {each.place: tuple(each.spec.plan.captures) for each in batch.slices}
+        return BatchOutcome([_make_result(result, specs[result.place]) for result in run.results], run.failures)
+
+    def _run_alone(self, batch: ForwardBatch) -> BatchOutcome:
+        try:
+            return self._run(batch)
+        except WorkerDiedError:
+            return BatchOutcome([_refuse(batch, each) for each in batch.slices])
+        except LayertapError as error:
+            return BatchOutcome(failure=error.detail)
+
+    @contextmanager
+    def _borrow(self) -> Iterator[WorkerProcess]:
+        worker = self._idle.get()
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+
+def _make_message(batch: ForwardBatch, worker: WorkerProcess) -> RunBatch:
+    places, new = worker.specs.take_places(each.spec for each in batch.slices)
+    slices = tuple(
+        SentSlice(each.place, each.start, each.stop, each.inputs, place, each.whole)
+        for each, place in zip(batch.slices, places, strict=True)
+    )
+    return RunBatch(slices, new, batch.threads, batch.padded_rows, batch.unsplittable)
+
+
+def _make_result(sent: SentResult, captures: Sequence[Capture]) -> SliceResult:
+    results = sent.results if isinstance(sent.results, Exception) else dict(zip(captures, sent.results, strict=True))
+    return SliceResult(sent.place, sent.start, sent.stop, results, sent.rows, sent.forward, sent.copy)
+
+
+def _refuse(batch: ForwardBatch, each: ForwardSlice) -> SliceResult:
+    return SliceResult(each.place, each.start, each.stop, ForwardError(DIED), batch.rows)

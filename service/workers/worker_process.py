@@ -1,0 +1,174 @@
+"""A model's host and its workers as the server sees them: started, asked, replaced where they die."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+
+from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
+from layertap.models.model_info import ModelInfo
+from layertap.service.workers.channel import Channel, connect
+from layertap.service.workers.messages import FromWorker, StartWorker, ToWorker, WorkerStarted
+from layertap.service.workers.model_host import HostOptions, run_model_host
+from layertap.service.workers.spec_table import SpecTable
+
+START_TRIES = 3
+START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else
+PRELOADED = ("layertap.service.workers.model_host", "layertap.service.cli.main")  # what hosts need; the second, what
+# Python imports anew in each of them, since the server's own main module is that
+log = logging.getLogger("layertap")
+
+
+class WorkerDiedError(Exception):
+    """A worker ended, or was ended, before it answered; it took so many ``seconds``."""
+
+    def __init__(self, seconds: float, *, timed_out: bool = False) -> None:
+        super().__init__(seconds)
+        self.seconds = seconds
+        self.timed_out = timed_out
+
+
+class ModelHost:
+    """The process that has loaded a model, and starts workers; any thread may use it.
+
+    ``workers`` are those that have been started.
+    """
+
+    def __init__(self, options: HostOptions) -> None:
+        self.workers: Sequence[WorkerProcess] = ()
+        self.name = options.spec.name
+        self._options = options
+        self._lock = threading.Lock()
+        self._channel: Channel
+        self._process: BaseProcess
+
+    def load(self) -> ModelInfo:
+        """Start the process, and wait until it has loaded the model; LoadError where it can't."""
+        with self._lock:
+            return self._load()
+
+    def start_worker(self) -> tuple[int, Channel]:
+        """Start a worker: its process's number and the connection to it; where the host died, it is loaded anew first.
+
+        LoadError where that fails.
+        """
+        for _ in range(START_TRIES):
+            pid, channel = self._copy_host()
+            try:
+                channel.receive(START_SECONDS)  # it is ready
+            except (EOFError, TimeoutError):
+                channel.close()
+                continue
+            return pid, channel
+        raise LoadError(f"workers of model {self.name} end before they are ready", hint=IN_THE_LOG)
+
+    def start_workers(self, count: int) -> list[WorkerProcess]:
+        """Start so many workers; LoadError where they can't be started."""
+        self.workers = [WorkerProcess(self) for _ in range(count)]
+        return self.workers
+
+    def close(self) -> None:
+        """End the process, and with it its workers."""
+        with self._lock:
+            self._end()
+
+    def _load(self) -> ModelInfo:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self._channel, connection = connect()
+        self._process = context.Process(
+            target=run_model_host, args=(connection, self._options), name=f"model-{self.name}", daemon=True
+        )
+        self._process.start()
+        connection.close()
+        try:
+            answer = self._channel.receive()
+        except EOFError:
+            self._process.join(START_SECONDS)
+            answer = LoadError(f"the process that loads it has ended (status {self._process.exitcode})")
+            answer.kind = "other"
+        if isinstance(answer, LayertapError):
+            self._end()
+            raise answer
+        info: ModelInfo = answer
+        return info
+
+    def _copy_host(self) -> tuple[int, Channel]:
+        channel, connection = connect()
+        with self._lock, closing(connection):
+            try:
+                return self._ask_for_copy(connection), channel
+            except (EOFError, TimeoutError):
+                log.warning("a model's process died, and is started anew", extra={"fields": {"model": self.name}})
+                self._end()
+                self._load()
+                return self._ask_for_copy(connection), channel
+
+    def _ask_for_copy(self, connection: socket.socket) -> int:
+        self._channel.send(StartWorker(), [connection.fileno()])
+        started: WorkerStarted = self._channel.receive(START_SECONDS)
+        return started.pid
+
+    def _end(self) -> None:
+        self._channel.close()
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+class WorkerProcess:
+    """A worker, or the one that took its place; a thread at a time may ask it.
+
+    ``specs`` are those that it knows, ``hooks`` those of ours that were on its model when it answered last.
+    """
+
+    def __init__(self, host: ModelHost) -> None:
+        self.hooks = 0
+        self._host = host
+        self._process: int | None = None  # a descriptor: its number may be another process's by now
+        self._start()
+
+    def ask(self, message: ToWorker, timeout: float | None = None) -> FromWorker:
+        """Its answer; WorkerDiedError where it dies, or is killed for it has not answered after so many seconds.
+
+        Another one has taken its place then.
+        """
+        started = time.monotonic()
+        try:
+            self._channel.send(message)
+            answer: FromWorker = self._channel.receive(timeout)
+        except (EOFError, TimeoutError) as error:
+            seconds = time.monotonic() - started
+            timed_out = isinstance(error, TimeoutError)
+            self.replace("no answer in time" if timed_out else "it ended")
+            raise WorkerDiedError(seconds, timed_out=timed_out) from error
+        return answer
+
+    def replace(self, reason: str) -> None:
+        """End the process and start another one; LoadError where that can't be done."""
+        fields = {"model": self._host.name, "pid": self._pid, "reason": reason}
+        log.warning("a worker is replaced", extra={"fields": fields})
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the process."""
+        self._channel.close()
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            os.close(self._process)
+            self._process = None
+
+    def _start(self) -> None:
+        self.specs = SpecTable()
+        self._pid, self._channel = self._host.start_worker()
+        self._process = os.pidfd_open(self._pid)
