@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from layertap.service.http.server_config import make_server_config
 from layertap.service.settings import Settings
 
 STARTUP_TRIES = 600
+WORKERS = int(os.environ.get("TEST_WORKERS", "0"))  # where nothing else is asked for; 0 lets tests look at models
 CACHE = Path(gettempdir()) / "layertap-tests"  # of servers that are processes: not that of whoever runs the tests
 TRY_S = 0.1
 
@@ -53,7 +55,7 @@ def serving(
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     folder = TemporaryDirectory()
-    chosen = Settings(**{"cache_dir": Path(folder.name), **settings})
+    chosen = Settings(**{"cache_dir": Path(folder.name), "workers": WORKERS, **settings})
     app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
     server = uvicorn.Server(make_server_config(app, chosen, timeout_graceful_shutdown=30))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")

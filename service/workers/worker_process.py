@@ -22,8 +22,6 @@ from layertap.service.workers.spec_table import SpecTable
 
 START_TRIES = 3
 START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else
-PRELOADED = ("layertap.service.workers.model_host", "layertap.service.cli.main")  # what hosts need; the second, what
-# Python imports anew in each of them, since the server's own main module is that
 log = logging.getLogger("layertap")
 
 
@@ -77,12 +75,13 @@ class ModelHost:
 
     def close(self) -> None:
         """End the process, and with it its workers."""
+        for worker in self.workers:
+            worker.close()
         with self._lock:
             self._end()
 
     def _load(self) -> ModelInfo:
         context = get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
         self._channel, connection = connect()
         self._process = context.Process(
             target=run_model_host, args=(connection, self._options), name=f"model-{self.name}", daemon=True
