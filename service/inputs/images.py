@@ -125,7 +125,7 @@ def _open(data: bytes, max_pixels: int, check_size: CheckSize) -> ImageFile:
         if plugin is TiffImageFile:
             check_tiff(data)
         image = plugin(reader)
-    except LayertapError:
+    except (LayertapError, MemoryError):
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         detail = f"the picture has more than {Image.MAX_IMAGE_PIXELS} pixels; the limit is {max_pixels}"
@@ -190,7 +190,7 @@ def _translate_errors() -> Iterator[None]:
     """Decode inside: whatever broken data leads a decoder to raise becomes an InputError."""
     try:
         yield
-    except LayertapError:
+    except (LayertapError, MemoryError):
         raise
     except Exception as error:  # a decoder raises whatever broken data leads it to
         raise damaged_error() from error

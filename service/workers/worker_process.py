@@ -126,7 +126,8 @@ class ModelHost:
 class WorkerProcess:
     """A worker, or the one that took its place; a thread at a time may ask it.
 
-    ``specs`` are those that it knows, ``hooks`` those of ours that were on its model when it answered last.
+    ``pid`` is its number, ``specs`` are those that it knows, ``hooks`` those of ours that were on its model when it
+    answered last.
     """
 
     def __init__(self, host: ModelHost) -> None:
@@ -153,7 +154,7 @@ class WorkerProcess:
 
     def replace(self, reason: str) -> None:
         """End the process and start another one; LoadError where that can't be done."""
-        fields = {"model": self._host.name, "pid": self._pid, "reason": reason}
+        fields = {"model": self._host.name, "pid": self.pid, "reason": reason}
         log.warning("a worker is replaced", extra={"fields": fields})
         self.close()
         self._start()
@@ -169,5 +170,5 @@ class WorkerProcess:
 
     def _start(self) -> None:
         self.specs = SpecTable()
-        self._pid, self._channel = self._host.start_worker()
-        self._process = os.pidfd_open(self._pid)
+        self.pid, self._channel = self._host.start_worker()
+        self._process = os.pidfd_open(self.pid)

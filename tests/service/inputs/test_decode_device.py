@@ -21,6 +21,7 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import ModelSpec, PreprocessSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.engine.item_rows import decode_item
+from layertap.service.engine.picture_rows import normalize_rows
 from layertap.service.inputs.images import get_plain_jpeg_size
 from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
@@ -125,7 +126,7 @@ def placed(model: LoadedModel) -> LoadedModel:
 def row(model: LoadedModel, data: bytes, **limits: int) -> Any:
     (rows,) = decode_item(ImageItem(data), model.model_inputs, Settings(**limits))
     assert not isinstance(rows, Exception)
-    (value,) = rows.values()
+    (value,) = normalize_rows(rows, model.model_inputs).values()
     return value
 
 

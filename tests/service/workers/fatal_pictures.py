@@ -1,0 +1,54 @@
+"""A model in whose process some pictures are read as a broken decoder would: as soon as it is built there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from PIL import ImageFile
+from torch import Tensor, nn
+
+CRASHES, HANGS, TAKES_ALL_MEMORY = (41, 7), (42, 7), (43, 7)  # width and height
+BLOCK_BYTES = 2**26
+
+
+class Net(nn.Module):
+    """Colours, averaged over a small picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        ImageFile.ImageFile.load = load  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x.mean((2, 3)))
+        return out
+
+
+def crash() -> None:
+    """What a stray pointer does."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hang() -> None:
+    """What a loop without an end does."""
+    while True:
+        pass
+
+
+def take_all_memory() -> None:
+    """What a decoder does that believes a header."""
+    kept = []
+    while True:
+        kept.append(bytearray(BLOCK_BYTES))
+
+
+WAYS = {CRASHES: crash, HANGS: hang, TAKES_ALL_MEMORY: take_all_memory}
+_load = ImageFile.ImageFile.load
+
+
+def load(self: ImageFile.ImageFile) -> Any:
+    """As Pillow's, but for pictures of some sizes."""
+    WAYS.get(self.size, lambda: None)()
+    return _load(self)

@@ -1,0 +1,120 @@
+"""Messages between processes: what is sent arrives, and who is gone is told of."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from layertap.models.errors import Fault, InputError
+from layertap.service.errors import ForwardError
+from layertap.service.workers.channel import MAX_BUFFERS_A_WRITE, MAX_INLINE_BYTES, Channel, connect
+
+
+def send_and_receive(message: object) -> Any:
+    channel, connection = connect()
+    other = Channel(connection)
+    with ThreadPoolExecutor(1) as pool:  # a socket holds less than a large message has
+        sending = pool.submit(channel.send, message)
+        try:
+            return other.receive()
+        finally:
+            sending.result()
+            channel.close()
+            other.close()
+
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (2, 3, 5), (3, MAX_INLINE_BYTES)], ids=str)
+def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A tensor arrives bit for bit, small or large, in any memory layout, and may be written to."""
+    sent = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    view = torch.stack([sent, sent], -1)[..., 1]
+    received, other = send_and_receive([sent, view])
+    for each in (received, other):
+        assert (each.dtype, each.shape) == (dtype, sent.shape)
+        assert torch.equal(each, sent)
+    received.zero_()
+    assert torch.equal(other, sent)
+
+
+def test_many_tensors() -> None:
+    """More buffers than the system writes in one call, of which not one ends where the next may begin."""
+    sent = [torch.full((513,), float(number)) for number in range(2 * MAX_BUFFERS_A_WRITE + 3)]
+    received = send_and_receive(sent)
+    assert all(torch.equal(*pair) for pair in zip(sent, received, strict=True))
+
+
+def test_errors() -> None:
+    """An error of the tree keeps what it says; of another's cause only the text is left."""
+    refusal = InputError("no", hint="yes", faults=(Fault("no", "yes", "/inputs/0", 0),))
+    received = send_and_receive(refusal)
+    assert (type(received), received.detail, received.hint, received.faults) == (
+        InputError,
+        "no",
+        "yes",
+        refusal.faults,
+    )
+    raised = ForwardError("the model raised it")
+    raised.__cause__ = ZeroDivisionError("in there")
+    received = send_and_receive(raised)
+    assert type(received) is ForwardError
+    assert "ZeroDivisionError: in there" in str(received.__cause__)
+
+
+def test_descriptors() -> None:
+    """Descriptors of files come along with a message, beside the memory of its tensors."""
+    channel, connection = connect()
+    other = Channel(connection)
+    reader, writer = os.pipe()
+    large = torch.arange(MAX_INLINE_BYTES)
+    channel.send(large, [writer])
+    os.close(writer)
+    received, (descriptor,) = other.receive_with_descriptors(1)
+    assert torch.equal(received, large)
+    os.write(descriptor, b"x")
+    os.close(descriptor)
+    assert os.read(reader, 2) == b"x"
+    os.close(reader)
+    channel.close()
+    other.close()
+
+
+def test_other_end() -> None:
+    """Who says nothing in time is told from who is gone."""
+    channel, connection = connect()
+    with pytest.raises(TimeoutError):
+        channel.receive(0.0)
+    connection.close()
+    with pytest.raises(EOFError):
+        channel.receive()
+    with pytest.raises(EOFError):
+        channel.send("x")
+    channel.close()
+    with pytest.raises(EOFError):
+        channel.send("x")
+
+
+def test_cut_off() -> None:
+    """A message whose sender dies in the middle is none."""
+    channel, connection = connect()
+    connection.sendall(b"\x01")
+    connection.close()
+    with pytest.raises(EOFError):
+        channel.receive()
+    channel.close()

@@ -1,0 +1,170 @@
+"""Workers that really die: who caused it is told, nobody else notices, and another one takes its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.service.workers.process_executor import HostedModel
+from layertap.service.workers.worker_process import WorkerProcess
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.gated_server import wait_until
+from tests.service.server_process import fatal_model_spec
+from tests.service.support import ROW, arrays_of, configured, npy, problem, raw, rows
+from tests.service.workers.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
+
+PICTURES = ModelSpec(
+    "pictures",
+    "python:tests.service.workers.fatal_pictures:Net",
+    weights="random:0",
+    device="cpu",
+    inputs=(InputSpec("x", (3, 8, 8)),),
+    preprocess=PreprocessSpec(resize=8, crop=8, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), interpolation="bilinear"),
+)
+MIB = 2**20
+DECODE_TIMEOUT_S = 2.0
+CLIENTS, EACH = 4, 20
+
+
+@pytest.fixture(scope="module")
+def fatal(serve: Serve) -> Iterator[Live]:
+    """A server of a model whose decoder can't be trusted, and of one that ends its process."""
+    limits = {"decode_timeout_s": DECODE_TIMEOUT_S, "worker_memory_bytes": 512 * MIB}
+    with serve(configured(PICTURES, fatal_model_spec("Doomed")), workers=2, **limits) as live:
+        yield live
+
+
+def picture(size: tuple[int, int], value: int = 0) -> bytes:
+    stream = BytesIO()
+    Image.new("RGB", size, (value % 256, value * 7 % 256, 3)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def send(live: Live, size: tuple[int, int], value: int = 0) -> Any:
+    return live.client.post("/extract", **raw(picture(size, value), "image/png", model="pictures", layers="linear"))
+
+
+def check_same(replies: Sequence[Any], good: Sequence[Any]) -> None:
+    """The same features; in batches of other sizes they are rounded otherwise."""
+    for reply, wanted in zip(replies, good, strict=True):
+        for found, value in zip(arrays_of(reply).values(), arrays_of(wanted).values(), strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
+
+
+def list_workers(live: Live, model: str) -> list[WorkerProcess]:
+    hosted = live.engine.manager.workers[model].model
+    assert isinstance(hosted, HostedModel)
+    return list(hosted.host.workers)
+
+
+def list_pids(live: Live, model: str) -> list[int]:
+    return [worker.pid for worker in list_workers(live, model)]
+
+
+REFUSALS = {
+    CRASHES: (422, "this input ends the process that decodes it"),
+    HANGS: (422, "this input takes longer than 2 s to decode"),
+    TAKES_ALL_MEMORY: (413, "there is no memory to decode this input"),
+}
+
+
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_decoder(fatal: Live, size: tuple[int, int]) -> None:
+    """A picture that its decoder can't stand is refused; beside it everybody is answered as ever."""
+    good = [send(fatal, (8, 8), value) for value in range(EACH)]
+    before = list_pids(fatal, "pictures")
+    with ThreadPoolExecutor(CLIENTS + 1) as pool:
+        bad = pool.submit(send, fatal, size)
+        replies = list(pool.map(lambda value: send(fatal, (8, 8), value % EACH), range(CLIENTS * EACH)))
+        status, detail = REFUSALS[size]
+        found = problem(bad.result(), status)
+    assert detail in found["detail"]
+    check_same(replies, good * CLIENTS)
+    assert (list_pids(fatal, "pictures") == before) == (size == TAKES_ALL_MEMORY)
+
+
+def test_decoder_in_a_request(fatal: Live) -> None:
+    """Of a request's pictures the one that crashes is left out; the others are answered, or none, as it asks."""
+    sizes = [(8, 8), CRASHES, (8, 8)]
+    files = [("images", (f"{place}.png", picture(size), "image/png")) for place, size in enumerate(sizes)]
+    query = {"model": "pictures", "layers": "linear", "on_error": "skip", "format": "npz"}
+    reply = fatal.client.post("/extract", files=files, params=query)
+    assert arrays_of(reply)["linear"].shape == (2, 4)
+    refused = fatal.client.post("/extract", files=files, params={**query, "on_error": "fail"})
+    assert problem(refused, 422)["errors"][0]["input"] == 1
+
+
+def send_row(live: Live, value: float) -> Any:
+    return live.client.post(
+        "/extract", **raw(npy(rows(1, value)), "application/x-npy", model="doomed", layers="linear")
+    )
+
+
+def test_worker_killed(fatal: Live) -> None:
+    """Workers that something ends from outside, while they run and while they don't, cost no answer."""
+    good = send_row(fatal, 1.0)
+    for _ in range(3):
+        before = list_pids(fatal, "doomed")
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            replies = list(pool.map(lambda _: send_row(fatal, 1.0), range(CLIENTS * 2)))
+        check_same(replies, [good] * len(replies))
+        assert not set(before) & set(list_pids(fatal, "doomed"))
+    assert fatal.client.get("/readyz").status_code == 200
+
+
+def test_lasting_failure(fatal: Live) -> None:
+    """What a model has done to itself ends with its worker: the next request finds another one, which is whole."""
+    good = send_row(fatal, 1.0)
+    for mark in (1001.0, 1002.0):  # it raises whatever it is given; it asks its process to exit
+        problem(send_row(fatal, mark), 500)
+        for _ in range(4):
+            check_same([send_row(fatal, 1.0)], [good])
+    assert fatal.client.get("/livez").status_code == 200
+
+
+def test_host_killed(serve: Serve) -> None:
+    """Where the process dies that workers are copied from, they die with it; it loads the model anew."""
+    with serve(configured(), workers=2) as live:
+        data = Path("examples/digit.png").read_bytes()
+        request = raw(data, "image/png", layers="pool")
+        good = live.client.post("/extract", **request)
+        (pid,) = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in list_pids(live, "digits")}
+        os.kill(pid, signal.SIGKILL)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            replies = list(pool.map(lambda _: live.client.post("/extract", **request), range(CLIENTS * 2)))
+        check_same(replies, [good] * len(replies))
+
+
+def test_unloaded(serve: Serve) -> None:
+    """An unloaded model leaves no process behind, and can be loaded again."""
+    with serve(configured(fatal_model_spec("Doomed", load="lazy")), workers=2) as live:
+        good = send_row(live, 1.0)
+        pids = list_pids(live, "doomed")
+        assert live.client.post("/models/doomed/unload").status_code == 200
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        check_same([send_row(live, 1.0)], [good])
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("source", ["torchvision:nothing", "python:tests.service.fatal_models:Nothing"])
+def test_not_loaded(serve: Serve, source: str) -> None:
+    """A model that can't be loaded says why, as in the server's own process."""
+    spec = ModelSpec("missing", source, inputs=(ROW,), device="cpu", load="lazy")
+    details = []
+    for workers in (0, 2):
+        with serve(configured(spec), workers=workers) as live:
+            details.append(problem(live.client.get("/models/missing/layers"), 503, seconds=True)["detail"])
+    assert details[0] == details[1]
