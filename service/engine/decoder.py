@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.service.engine.forward_batch import Results
+from layertap.service.engine.forward_batch import Results, UndecodedError
 from layertap.service.engine.item_rows import pad_texts
 from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.picture_rows import normalize_rows
@@ -71,6 +71,14 @@ class InputDecoder:
                 planned.request.timings.add("decode", time.perf_counter() - started)
         return answer if isinstance(answer, tuple) else await self._join(planned, items, [answer], deadline)
 
+    async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, list[Results]]:
+        """The results of a lone picture that is decoded with its batch; raises what ``decode`` does."""
+        try:
+            return job, await self._scheduler.run(job)
+        except UndecodedError as error:
+            await self._join(planned, items, [[error.refusal]], job.queued.deadline)
+            raise
+
     async def _decode_one(self, planned: PlannedRequest, item: Fetched, deadline: float) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
             return [item]
@@ -110,6 +118,12 @@ def _join_rows(parts: Sequence[Rows], inputs: ModelInputs) -> dict[str, Tensor]:
     """All rows of a request; where some are arrays its pictures are normalised, or both could not be in one tensor."""
     dtypes = {tuple(value.dtype for value in rows.values()) for rows in parts}
     return join_rows(parts if len(dtypes) == 1 else [normalize_rows(rows, inputs) for rows in parts])
+
+
+def may_decode_in_batch(planned: PlannedRequest) -> bool:
+    """Whether a lone picture may go to its batch as it is: all is known of the row that it becomes."""
+    known = planned.shapes == planned.catalog_shapes and planned.inputs.preprocess is not None
+    return known and planned.worker.executor.decodes_batches
 
 
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:

@@ -45,6 +45,10 @@ class Executor(Protocol):
     def replicas(self) -> int:
         """How many batches it runs at once."""
 
+    @property
+    def decodes_batches(self) -> bool:
+        """Whether a batch may have pictures that are still encoded."""
+
     def start_thread(self) -> None:
         """Prepare a thread that will use a replica; called in it."""
 
@@ -67,6 +71,7 @@ class InProcessExecutor:
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
         self.model = model
         self.replicas = len(model.replicas)
+        self.decodes_batches = False  # decoding here takes turns with other models' forwards
         self._settings = settings
 
     def start_thread(self) -> None:

@@ -13,6 +13,7 @@ from layertap.models.errors import LayertapError
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.plan import Capture, Plan
 from layertap.service.engine.rows import Rows
+from layertap.service.inputs.items import ImageItem
 
 Results = Mapping[Capture, ReducedTensor]
 Interval = tuple[float, float]
@@ -32,11 +33,19 @@ class ForwardSpec:
     compiled: CompiledPlan | None = None
 
 
+class UndecodedError(RuntimeError):
+    """A picture that its batch was to decode could not be; ``refusal`` says why."""
+
+    def __init__(self, refusal: LayertapError) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
 @dataclass(frozen=True, eq=False)
 class ForwardSlice:
     """Rows ``start`` to ``stop`` of the request at a place among those of a batch; ``whole``: these are all it has.
 
-    ``inputs`` holds just these rows.
+    ``inputs`` holds just these rows; in place of a lone one there may be the picture that becomes one, ``encoded``.
     """
 
     place: int
@@ -45,6 +54,7 @@ class ForwardSlice:
     inputs: Rows
     spec: ForwardSpec
     whole: bool = True
+    encoded: ImageItem | None = None
 
     @property
     def rows(self) -> int:
@@ -82,8 +92,8 @@ class ForwardBatch:
 class SliceResult:
     """What became of rows ``start`` to ``stop`` of the request at a place: their results, or why there are none.
 
-    Results are in the host's memory. ``rows`` shared the forward. ``forward`` and ``copy`` (to the host) began and
-    ended then, on the clock of ``time.perf_counter``, in seconds.
+    Results are in the host's memory. ``rows`` shared the forward. ``forward``, ``copy`` to the host, and ``decode`` where
+    that was part of it, began and ended then, on the clock of ``time.perf_counter``, in seconds.
     """
 
     place: int
@@ -93,6 +103,7 @@ class SliceResult:
     rows: int
     forward: Interval = (0.0, 0.0)
     copy: Interval = (0.0, 0.0)
+    decode: Interval = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class InFlight:
     started: bool = False
     missing: int = 0
     parts: dict[int, Results] = field(default_factory=dict)
+    decodes: list[Interval] = field(default_factory=list)
     forwards: list[Interval] = field(default_factory=list)
     copies: list[Interval] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
@@ -42,6 +43,8 @@ class InFlight:
         """Keep what became of some rows; the answer where that is it: an error, or all results in order."""
         self.forwards.append(result.forward)
         self.copies.append(result.copy)
+        if result.decode != (0.0, 0.0):
+            self.decodes.append(result.decode)
         self.notes["fill"] = f"{result.rows}/{batch.queue.max_rows}"
         self.notes["depth"] = f"{batch.depth:.4g}"
         if isinstance(result.results, Exception):
@@ -61,8 +64,11 @@ class InFlight:
         if self.forwards:
             forward = _count_covered(self.forwards)
             busy = _count_covered([*self.forwards, *self.copies])
+            decode = _count_covered(self.decodes)
             end = max(end for _, end in self.copies)
-            timings.add("queue", max(end - queued - busy, 0.0))
+            if self.decodes:
+                timings.add("decode", decode)
+            timings.add("queue", max(end - queued - busy - decode, 0.0))
             timings.add("forward", forward)
             timings.add("copy", busy - forward)
         timings.notes.update(self.notes)

@@ -16,20 +16,27 @@ from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.engine.limits import check_batch, check_graph
 from layertap.service.engine.planner import PlannedRequest
 from layertap.service.engine.request import Job
+from layertap.service.inputs.items import ImageItem
 
 
 def make_job(
-    planned: PlannedRequest, inputs: Mapping[str, Tensor], faults: tuple[Fault, ...] = (), *, deadline: float
+    planned: PlannedRequest,
+    inputs: Mapping[str, Tensor],
+    faults: tuple[Fault, ...] = (),
+    *,
+    deadline: float,
+    encoded: ImageItem | None = None,
 ) -> Job:
-    """The job of a request whose rows are there, or, for a dry run, are not; any thread may make it.
+    """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
 
     TooLargeError, InputError where the rows that must share a forward are more than one may have.
     """
     request, plan, catalog, worker = planned.request, planned.plan, planned.catalog, planned.worker
     together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
-    compiled = _find_compiled(planned) if inputs else None
+    runs = bool(inputs) or encoded is not None
+    compiled = _find_compiled(planned) if runs else None
     queue = worker.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
-    if inputs:
+    if runs:
         check_graph(plan, queue)
         if together:
             check_batch(planned.rows, queue)
@@ -52,6 +59,7 @@ def make_job(
         mask=text.mask if text else None,
         single_forward=together,
         preprocessed=planned.preprocessed,
+        encoded=encoded,
     )
 
 

@@ -19,7 +19,7 @@ from layertap.service.engine.batch import QueuedRequest
 from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
-from layertap.service.inputs.items import InputItem
+from layertap.service.inputs.items import ImageItem, InputItem
 from layertap.service.types import Priority
 
 
@@ -92,6 +92,8 @@ class Job:
     ``spec`` is what its forwards are to give, ``queued`` what the batcher sees of it. ``fingerprints`` holds that of
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
     each other, and are one batch. ``preprocessed`` tells by whom its rows were.
+
+    A picture that its batch decodes is its ``encoded``; it has no ``inputs`` then.
     """
 
     model: str
@@ -106,6 +108,7 @@ class Job:
     mask: str | None = None
     single_forward: bool = False
     preprocessed: Preprocessed = ""
+    encoded: ImageItem | None = None
 
     @property
     def nbytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pickle import PickleBuffer
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import LayertapError
@@ -13,10 +14,12 @@ from layertap.service.engine.forward_batch import BatchFailures, ForwardSpec, In
 from layertap.service.engine.rows import Attempt, Rows
 from layertap.service.inputs.items import ImageItem, TextItem
 
+NO_TIME: Interval = (0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class StartWorker:
-    """To a model's host: start one more worker, at the connection whose descriptor comes along."""
+    """To a model's host: start one more worker; its connection's descriptor, and its progress's, come along."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class DecodedItem:
 
 @dataclass(frozen=True)
 class SentSlice:
-    """A ``ForwardSlice`` whose spec is in a place of the worker's table."""
+    """A ``ForwardSlice`` whose spec is in a place of the worker's table; a picture's bytes are ``encoded``."""
 
     place: int
     start: int
@@ -55,6 +58,7 @@ class SentSlice:
     inputs: Rows
     spec: int
     whole: bool
+    encoded: PickleBuffer | None
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,9 @@ class SentResult:
     stop: int
     results: Sequence[ReducedTensor] | LayertapError | RuntimeError
     rows: int
-    forward: Interval
-    copy: Interval
+    forward: Interval = NO_TIME
+    copy: Interval = NO_TIME
+    decode: Interval = NO_TIME
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from layertap.service.settings import Settings
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
 from layertap.service.workers.messages import WorkerStarted
+from layertap.service.workers.progress import Progress
 from layertap.service.workers.worker import Worker
 
 T = TypeVar("T")
@@ -138,26 +139,30 @@ def _start_workers(channel: Channel, model: LoadedModel, options: HostOptions) -
     """Start a worker whenever the server asks for one."""
     while True:
         try:
-            _, (descriptor,) = channel.receive_with_descriptors(1)
+            _, (connection, memory) = channel.receive_with_descriptors(2)
         except EOFError:
             return
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             channel.close()
-            _work_and_exit(Channel(socket.socket(fileno=descriptor)), model, options, parent)
-        os.close(descriptor)
+            _work_and_exit(Channel(socket.socket(fileno=connection)), Progress(memory), model, options, parent)
+        os.close(connection)
+        os.close(memory)
         channel.send(WorkerStarted(pid))
 
 
-def _work_and_exit(channel: Channel, model: LoadedModel, options: HostOptions, parent: int) -> NoReturn:
+def _work_and_exit(
+    channel: Channel, progress: Progress, model: LoadedModel, options: HostOptions, parent: int
+) -> NoReturn:
     status = 1
     try:
         end_with_parent(parent)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         be_killed_first()
         limit_memory(options.worker_bytes)
-        Worker(InProcessExecutor(model, options.settings), options.settings.decode_timeout_s).serve(channel)
+        executor = InProcessExecutor(model, options.settings)
+        Worker(executor, progress, options.settings.decode_timeout_s).serve(channel)
         status = 0
     except BaseException:
         log.critical("a worker failed", exc_info=True, extra={"fields": {"model": model.spec.name}})

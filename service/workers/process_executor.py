@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pickle import PickleBuffer
 from queue import LifoQueue
 from typing import cast
 
@@ -22,7 +23,7 @@ from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service import logs
 from layertap.service.engine.executor import CallOutcome, ModelFunction
-from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch, ForwardSlice, SliceResult
+from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch, ForwardSlice, SliceResult, UndecodedError
 from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.engine.rows import Attempt
 from layertap.service.engine.threads import publish_name
@@ -43,6 +44,7 @@ from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, 
 
 MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what each worker may take
 GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
+TRIES = 2  # a worker may die of something else
 DIED = "the model's process ended"
 
 
@@ -77,6 +79,7 @@ class ProcessExecutor:
         """Start the workers; LoadError where they can't be started."""
         self.model = model
         self.replicas = settings.workers
+        self.decodes_batches = True
         self._settings = settings
         self._idle: LifoQueue[WorkerProcess] = LifoQueue()  # the one whose memory was used last comes first
         for worker in model.host.start_workers(settings.workers):
@@ -87,19 +90,32 @@ class ProcessExecutor:
         publish_name()
 
     def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
-        """The batch, in a worker; where that dies each slice is run alone, and refused where it dies again."""
+        """The batch, in a worker; where that dies, what it decoded then is decoded alone, and the rest run again."""
         del replica  # any worker does
         try:
             return self._run(batch)
         except WorkerDiedError as error:
-            timed_out = error.timed_out
+            if error.timed_out:  # nobody waits any more
+                return BatchOutcome([_refuse(each) for each in batch.slices])
+            if error.decoding >= 0:
+                return self._run_without(batch, error.decoding)
+            return _join([self._run_alone(replace(batch, slices=(each,))) for each in batch.slices])
         except LayertapError as error:  # there are no workers any more
             return BatchOutcome(failure=error.detail)
-        if timed_out:  # nobody waits any more
-            return BatchOutcome([_refuse(batch, each) for each in batch.slices])
-        outcomes = [self._run_alone(replace(batch, slices=(each,))) for each in batch.slices]
-        failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
-        return BatchOutcome([result for outcome in outcomes for result in outcome.results], failure=failure)
+
+    def _run_without(self, batch: ForwardBatch, number: int) -> BatchOutcome:
+        """The batch after the worker died of a slice's picture: that is decoded alone, and the others are not."""
+        slices = list(batch.slices)
+        blamed = slices.pop(number)
+        outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)))] if slices else []
+        (attempt,) = self.decode(blamed.encoded, self.model.model_inputs) if blamed.encoded is not None else (None,)
+        if isinstance(attempt, Mapping):
+            alone = replace(blamed, inputs=attempt, encoded=None)
+            outcomes.append(self._run_alone(replace(batch, slices=(alone,))))
+        elif attempt is not None:
+            refused = SliceResult(blamed.place, blamed.start, blamed.stop, UndecodedError(attempt), 1)
+            outcomes.append(BatchOutcome([refused]))
+        return _join(outcomes)
 
     def call(self, function: ModelFunction) -> CallOutcome:
         """The function, in a worker."""
@@ -120,20 +136,19 @@ class ProcessExecutor:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
         if not isinstance(item, (ImageItem, TextItem)) or inputs is not self.model.model_inputs:
             return try_to_decode(item, inputs, self._settings)
-        for _ in range(2):
+        limit = self._settings.decode_timeout_s
+        for _ in range(TRIES):
+            started = time.monotonic()
             try:
                 with self._borrow() as worker:
-                    limit = self._settings.decode_timeout_s + GRACE_SECONDS
-                    return cast("DecodedItem", worker.ask(DecodeItem(item), limit)).attempts
-            except WorkerDiedError as error:
-                if error.seconds >= self._settings.decode_timeout_s:
-                    return [
-                        InputError(
-                            f"this input takes longer than {self._settings.decode_timeout_s:g} s to decode",
-                            hint="send a smaller one",
-                        )
-                    ]
-        return [InputError("this input ends the process that decodes it", hint="send it in another format")]
+                    started = time.monotonic()
+                    return cast("DecodedItem", worker.ask(DecodeItem(item), limit + GRACE_SECONDS)).attempts
+            except WorkerDiedError:
+                if time.monotonic() - started >= limit:
+                    break
+        else:
+            return [InputError("this input ends the process that decodes it", hint="send it in another format")]
+        return [InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")]
 
     def close(self) -> None:
         """End all processes."""
@@ -153,7 +168,7 @@ class ProcessExecutor:
         try:
             return self._run(batch)
         except WorkerDiedError:
-            return BatchOutcome([_refuse(batch, each) for each in batch.slices])
+            return BatchOutcome([_refuse(each) for each in batch.slices])
         except LayertapError as error:
             return BatchOutcome(failure=error.detail)
 
@@ -168,17 +183,25 @@ class ProcessExecutor:
 
 def _make_message(batch: ForwardBatch, worker: WorkerProcess) -> RunBatch:
     places, new = worker.specs.take_places(each.spec for each in batch.slices)
-    slices = tuple(
-        SentSlice(each.place, each.start, each.stop, each.inputs, place, each.whole)
-        for each, place in zip(batch.slices, places, strict=True)
-    )
+    slices = tuple(_make_sent(each, place) for each, place in zip(batch.slices, places, strict=True))
     return RunBatch(slices, new, batch.threads, batch.padded_rows, batch.unsplittable)
+
+
+def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
+    encoded = None if each.encoded is None else PickleBuffer(each.encoded.data)
+    return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded)
 
 
 def _make_result(sent: SentResult, captures: Sequence[Capture]) -> SliceResult:
     results = sent.results if isinstance(sent.results, Exception) else dict(zip(captures, sent.results, strict=True))
-    return SliceResult(sent.place, sent.start, sent.stop, results, sent.rows, sent.forward, sent.copy)
+    return SliceResult(sent.place, sent.start, sent.stop, results, sent.rows, sent.forward, sent.copy, sent.decode)
 
 
-def _refuse(batch: ForwardBatch, each: ForwardSlice) -> SliceResult:
-    return SliceResult(each.place, each.start, each.stop, ForwardError(DIED), batch.rows)
+def _refuse(each: ForwardSlice) -> SliceResult:
+    return SliceResult(each.place, each.start, each.stop, ForwardError(DIED), each.rows)
+
+
+def _join(outcomes: Sequence[BatchOutcome]) -> BatchOutcome:
+    """What became of the parts of a batch."""
+    failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
+    return BatchOutcome([result for outcome in outcomes for result in outcome.results], failure=failure)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from layertap.models.errors import LayertapError
 from layertap.models.resume.resumption import Resumption
 from layertap.service.engine.executor import CallOutcome, InProcessExecutor
-from layertap.service.engine.forward_batch import BatchFailures, ForwardBatch, ForwardSlice, ForwardSpec, SliceResult
+from layertap.service.engine.forward_batch import (
+    BatchFailures,
+    BatchOutcome,
+    ForwardBatch,
+    ForwardSlice,
+    ForwardSpec,
+    Interval,
+    SliceResult,
+    UndecodedError,
+)
+from layertap.service.engine.rows import Attempt
+from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.workers.channel import Channel
 from layertap.service.workers.limits import limit_seconds
 from layertap.service.workers.messages import (
+    NO_TIME,
     BatchRun,
     CallModel,
     DecodedItem,
@@ -25,13 +38,15 @@ from layertap.service.workers.messages import (
     SentSpec,
     ToWorker,
 )
+from layertap.service.workers.progress import Progress
 
 
 class Worker:
     """Answers what the server asks of a model in this process; ``decode_seconds`` end a process that decodes longer."""
 
-    def __init__(self, executor: InProcessExecutor, decode_seconds: float) -> None:
+    def __init__(self, executor: InProcessExecutor, progress: Progress, decode_seconds: float) -> None:
         self._executor = executor
+        self._progress = progress
         self._decode_seconds = decode_seconds
         self._specs: dict[int, SentSpec] = {}  # as many as the server has places for
 
@@ -53,8 +68,11 @@ class Worker:
         return answer(self, message)
 
     def _decode(self, message: DecodeItem) -> DecodedItem:
-        with limit_seconds(self._decode_seconds):
-            return DecodedItem(self._executor.decode(message.item, self._executor.model.model_inputs))
+        return DecodedItem(self._decode_item(0, message.item))
+
+    def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
+        with self._progress.decoding(number), limit_seconds(self._decode_seconds):
+            return self._executor.decode(item, self._executor.model.model_inputs)
 
     def _call(self, message: CallModel) -> CallOutcome:
         outcome = self._executor.call(message.function)
@@ -66,20 +84,30 @@ class Worker:
         try:
             return self._run_batch(message)
         except LayertapError as error:
-            no_time = (0.0, 0.0)
-            refused = [
-                SentResult(each.place, each.start, each.stop, error, 0, no_time, no_time) for each in message.slices
-            ]
+            refused = [SentResult(each.place, each.start, each.stop, error, 0) for each in message.slices]
             return BatchRun(refused, BatchFailures(), "", self._executor.model.hooks)
 
     def _run_batch(self, message: RunBatch) -> BatchRun:
         for place, sent in message.new_specs.items():
             self._specs[place] = replace(sent, spec=self._restore(sent.spec))
-        slices = tuple(self._take_slice(each) for each in message.slices)
-        batch = ForwardBatch(slices, message.threads, message.padded_rows, message.unsplittable)
-        outcome = self._executor.run_batch(0, batch)
+        slices: list[ForwardSlice] = []
+        refused: list[SliceResult] = []
+        decodes: dict[int, Interval] = {}
+        for number, sent in enumerate(message.slices):
+            started = time.perf_counter()
+            taken = self._take_slice(number, sent)
+            if sent.encoded is not None:
+                decodes[sent.place] = started, time.perf_counter()
+            (slices if isinstance(taken, ForwardSlice) else refused).append(taken)
+        outcome = BatchOutcome()
+        if slices:
+            batch = ForwardBatch(tuple(slices), message.threads, message.padded_rows, message.unsplittable)
+            outcome = self._executor.run_batch(0, batch)
         specs = {each.place: self._specs[each.spec] for each in message.slices}
-        results = [_make_sent(result, specs[result.place]) for result in outcome.results]
+        results = [
+            _make_sent(result, specs[result.place], decodes.get(result.place, NO_TIME))
+            for result in (*refused, *outcome.results)
+        ]
         return BatchRun(results, outcome.failures, outcome.failure, self._executor.model.hooks)
 
     def _restore(self, spec: ForwardSpec) -> ForwardSpec:
@@ -92,16 +120,23 @@ class Worker:
             spec, resumption=self._executor.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
         )
 
-    def _take_slice(self, sent: SentSlice) -> ForwardSlice:
-        return ForwardSlice(sent.place, sent.start, sent.stop, sent.inputs, self._specs[sent.spec].spec, sent.whole)
+    def _take_slice(self, number: int, sent: SentSlice) -> ForwardSlice | SliceResult:
+        """Rows as a forward takes them; a picture is decoded, or why it can't be is its result."""
+        inputs = sent.inputs
+        if sent.encoded is not None:
+            (attempt,) = self._decode_item(number, ImageItem(bytes(sent.encoded)))
+            if isinstance(attempt, LayertapError):
+                return SliceResult(sent.place, sent.start, sent.stop, UndecodedError(attempt), 1)
+            inputs = attempt
+        return ForwardSlice(sent.place, sent.start, sent.stop, inputs, self._specs[sent.spec].spec, sent.whole)
 
 
-def _make_sent(result: SliceResult, spec: SentSpec) -> SentResult:
+def _make_sent(result: SliceResult, spec: SentSpec, decode: Interval) -> SentResult:
     results = result.results
-    if isinstance(results, Mapping):
-        ordered = [results[capture] for capture in spec.captures]
-        return SentResult(result.place, result.start, result.stop, ordered, result.rows, result.forward, result.copy)
-    return SentResult(result.place, result.start, result.stop, results, result.rows, result.forward, result.copy)
+    ordered = results if isinstance(results, Exception) else [results[capture] for capture in spec.captures]
+    return SentResult(
+        result.place, result.start, result.stop, ordered, result.rows, result.forward, result.copy, decode
+    )
 
 
 ANSWERS: Mapping[type[Any], Callable[[Worker, Any], FromWorker]] = {

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from multiprocessing import get_context
@@ -18,6 +16,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.messages import FromWorker, StartWorker, ToWorker, WorkerStarted
 from layertap.service.workers.model_host import HostOptions, run_model_host
+from layertap.service.workers.progress import Progress, create_progress
 from layertap.service.workers.spec_table import SpecTable
 
 START_TRIES = 3
@@ -26,12 +25,16 @@ log = logging.getLogger("layertap")
 
 
 class WorkerDiedError(Exception):
-    """A worker ended, or was ended, before it answered; it took so many ``seconds``."""
+    """A worker ended, or was ended, before it answered.
 
-    def __init__(self, seconds: float, *, timed_out: bool = False) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
+    ``timed_out``: it was given all the time that there was. ``decoding`` is the number of the item that it decoded
+    then, -1 where it decoded none.
+    """
+
+    def __init__(self, *, timed_out: bool, decoding: int) -> None:
+        super().__init__("a worker died")
         self.timed_out = timed_out
+        self.decoding = decoding
 
 
 class ModelHost:
@@ -53,19 +56,23 @@ class ModelHost:
         with self._lock:
             return self._load()
 
-    def start_worker(self) -> tuple[int, Channel]:
-        """Start a worker: its process's number and the connection to it; where the host died, it is loaded anew first.
+    def start_worker(self) -> tuple[int, Channel, Progress]:
+        """Start a worker: its process's number, the connection to it, and what it decodes.
 
-        LoadError where that fails.
+        Where the host died, it is loaded anew first; LoadError where that fails.
         """
         for _ in range(START_TRIES):
-            pid, channel = self._copy_host()
+            progress, memory = create_progress()
+            try:
+                pid, channel = self._copy_host(memory)
+            finally:
+                os.close(memory)
             try:
                 channel.receive(START_SECONDS)  # it is ready
             except (EOFError, TimeoutError):
                 channel.close()
                 continue
-            return pid, channel
+            return pid, channel, progress
         raise LoadError(f"workers of model {self.name} end before they are ready", hint=IN_THE_LOG)
 
     def start_workers(self, count: int) -> list[WorkerProcess]:
@@ -100,19 +107,19 @@ class ModelHost:
         info: ModelInfo = answer
         return info
 
-    def _copy_host(self) -> tuple[int, Channel]:
+    def _copy_host(self, memory: int) -> tuple[int, Channel]:
         channel, connection = connect()
         with self._lock, closing(connection):
             try:
-                return self._ask_for_copy(connection), channel
+                return self._ask_for_copy(connection.fileno(), memory), channel
             except (EOFError, TimeoutError):
                 log.warning("a model's process died, and is started anew", extra={"fields": {"model": self.name}})
                 self._end()
                 self._load()
-                return self._ask_for_copy(connection), channel
+                return self._ask_for_copy(connection.fileno(), memory), channel
 
-    def _ask_for_copy(self, connection: socket.socket) -> int:
-        self._channel.send(StartWorker(), [connection.fileno()])
+    def _ask_for_copy(self, *descriptors: int) -> int:
+        self._channel.send(StartWorker(), descriptors)
         started: WorkerStarted = self._channel.receive(START_SECONDS)
         return started.pid
 
@@ -141,15 +148,13 @@ class WorkerProcess:
 
         Another one has taken its place then.
         """
-        started = time.monotonic()
         try:
             self._channel.send(message)
             answer: FromWorker = self._channel.receive(timeout)
         except (EOFError, TimeoutError) as error:
-            seconds = time.monotonic() - started
-            timed_out = isinstance(error, TimeoutError)
+            timed_out, decoding = isinstance(error, TimeoutError), self._progress.number
             self.replace("no answer in time" if timed_out else "it ended")
-            raise WorkerDiedError(seconds, timed_out=timed_out) from error
+            raise WorkerDiedError(timed_out=timed_out, decoding=decoding) from error
         return answer
 
     def replace(self, reason: str) -> None:
@@ -170,5 +175,5 @@ class WorkerProcess:
 
     def _start(self) -> None:
         self.specs = SpecTable()
-        self.pid, self._channel = self._host.start_worker()
+        self.pid, self._channel, self._progress = self._host.start_worker()
         self._process = os.pidfd_open(self.pid)
