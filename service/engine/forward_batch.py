@@ -92,8 +92,8 @@ class ForwardBatch:
 class SliceResult:
     """What became of rows ``start`` to ``stop`` of the request at a place: their results, or why there are none.
 
-    Results are in the host's memory. ``rows`` shared the forward. ``forward``, ``copy`` to the host, and ``decode`` where
-    that was part of it, began and ended then, on the clock of ``time.perf_counter``, in seconds.
+    Results are in the host's memory. ``rows`` shared the forward. ``forward``, ``copy`` to the host, and ``decode``
+    where that was part of it, began and ended then, on the clock of ``time.perf_counter``, in seconds.
     """
 
     place: int

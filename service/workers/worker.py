@@ -88,8 +88,8 @@ class Worker:
             return BatchRun(refused, BatchFailures(), "", self._executor.model.hooks)
 
     def _run_batch(self, message: RunBatch) -> BatchRun:
-        for place, sent in message.new_specs.items():
-            self._specs[place] = replace(sent, spec=self._restore(sent.spec))
+        for place, new in message.new_specs.items():
+            self._specs[place] = replace(new, spec=self._restore(new.spec))
         slices: list[ForwardSlice] = []
         refused: list[SliceResult] = []
         decodes: dict[int, Interval] = {}
@@ -98,7 +98,10 @@ class Worker:
             taken = self._take_slice(number, sent)
             if sent.encoded is not None:
                 decodes[sent.place] = started, time.perf_counter()
-            (slices if isinstance(taken, ForwardSlice) else refused).append(taken)
+            if isinstance(taken, ForwardSlice):
+                slices.append(taken)
+            else:
+                refused.append(taken)
         outcome = BatchOutcome()
         if slices:
             batch = ForwardBatch(tuple(slices), message.threads, message.padded_rows, message.unsplittable)
