@@ -39,6 +39,37 @@ def form_batch(
     return Batch(queue, slices, slots, depth, seconds, reason)
 
 
+def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots) -> Batch:
+    """A batch with those of the candidates that it would have had, had they come before it was started; or as it is.
+
+    None that makes its forward deeper, and no more than an efficient one has.
+    """
+    queue, first = batch.queue, batch.slices[0].request
+    lowest = min(row_slice.request.depth for row_slice in batch.slices)
+    interactive = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
+    joining = [
+        request
+        for request in candidates
+        if not request.runs_alone
+        and lowest <= request.depth <= batch.depth
+        and not (interactive and request.priority == "bulk")
+    ]
+    room = min(queue.padded_rows or queue.efficient_rows, queue.max_rows) - batch.rows
+    rows = sum(request.waiting_rows for request in joining)
+    few = batch.rows + rows <= MIN_PARALLEL_ROWS * queue.costs.speedup
+    if first.runs_alone or not joining or room <= 0 or (few and is_single_row(queue, batch.rows)):
+        return batch
+    taken_bytes = sum(each.rows * (queue.costs.row_bytes + each.request.row_bytes) for each in batch.slices)
+    slices = tuple(slice_rows(joining, room, queue.max_bytes - taken_bytes))
+    if not slices:
+        return batch
+    slices = (*batch.slices, *slices)
+    rows = sum(row_slice.rows for row_slice in slices)
+    reason = find_batch_reason(slices, left_out=0)
+    seconds = queue.estimate_seconds(rows, batch.depth)
+    return Batch(queue, slices, count_slots(queue, rows, device), batch.depth, seconds, reason)
+
+
 def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
     """The requests that should run with the first one, itself included: those of about its depth."""
     lowest, deepest = find_depth_range(shareable)
@@ -93,13 +124,16 @@ def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:
     return rows if queue.estimate_seconds(rows) < MIN_SPLIT_SPEEDUP * queue.estimate_seconds(share) else share
 
 
-def slice_rows(companions: Sequence[QueuedRequest], rows: int) -> Iterator[RowSlice]:
-    """The first so many rows, within the memory that a forward may take; at least one, all of what is unsplittable."""
-    free_rows, free_bytes = rows, companions[0].queue.max_bytes
+def slice_rows(companions: Sequence[QueuedRequest], rows: int, more_bytes: int | None = None) -> Iterator[RowSlice]:
+    """The first so many rows, within the memory that a forward may take; at least one, all of what is unsplittable.
+
+    Of those that join a batch, which takes ``more_bytes`` at most, there may be none.
+    """
+    free_rows, free_bytes = rows, companions[0].queue.max_bytes if more_bytes is None else more_bytes
     for request in companions:
         row_bytes = request.queue.costs.row_bytes + request.row_bytes
         count = min(request.waiting_rows, free_rows, free_bytes // max(row_bytes, 1))
-        if request is companions[0]:
+        if request is companions[0] and more_bytes is None:
             count = request.waiting_rows if request.unsplittable else max(count, 1)
         if count <= 0:
             return

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from layertap.service.engine.batch import Batch, QueuedRequest
 from layertap.service.engine.forward_batch import BatchFailures, ForwardBatch, ForwardSlice
 from layertap.service.engine.request import Job
 from layertap.service.metrics import Metrics
 
+EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
 Jobs = Mapping[QueuedRequest, Job]
 
 
-def make_forward_batch(batch: Batch, jobs: Jobs) -> ForwardBatch:
-    """The batch as a forward takes it; a slice's place is that of its request among the jobs."""
+@dataclass
+class RunningBatch:
+    """A batch that has begun, and the jobs whose rows it has; both grow until its forward begins."""
+
+    batch: Batch
+    jobs: dict[QueuedRequest, Job]
+
+
+def make_forward_batch(batch: Batch, jobs: Jobs, first: int = 0) -> ForwardBatch:
+    """The batch as a forward takes it, from its ``first`` slice on; a place is that of a request among the jobs."""
     places = {request: place for place, request in enumerate(jobs)}
     slices = []
-    for each in batch.slices:
+    for each in batch.slices[first:]:
         job = jobs[each.request]
         inputs = {name: value[each.start : each.stop] for name, value in job.inputs.items()}
         whole = each.rows == each.request.rows
@@ -39,3 +50,9 @@ def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, second
         metrics.count_split(model, "memory")
     for _ in range(failures.error_splits):
         metrics.count_split(model, "error")
+
+
+def record_unserved(metrics: Metrics, queued: QueuedRequest) -> None:
+    """Count a request that never came to a forward."""
+    late = time.monotonic() >= queued.deadline - EARLY_S
+    (metrics.count_expired if late else metrics.count_cancelled)(queued.queue.model)

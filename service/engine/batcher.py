@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
-from layertap.service.engine.batch_formation import form_batch
+from layertap.service.engine.batch_formation import extend_batch, form_batch
 from layertap.service.engine.fair_share import FairShare
 from layertap.service.engine.waiting import WaitingEntries, WaitingRequests, get_urgency
 
@@ -115,6 +115,19 @@ class Batcher:
         if task is not None and CPU not in reserved:
             return self._start_decode(task)
         return None
+
+    def extend(self, batch: Batch) -> Batch:
+        """A batch that has begun, and not its forward, with rows that may still join it; or as it is."""
+        waiting = self._waiting.get(batch.queue)
+        if waiting is None:
+            return batch
+        extended = extend_batch(batch, waiting.list_candidates(self._clock()), self._devices[batch.queue.device])
+        for row_slice in extended.slices[len(batch.slices) :]:
+            waiting.take(row_slice)
+        self._forget_if_empty(batch.queue)
+        self._free_slots[batch.queue.device] += batch.slots - extended.slots
+        self._fair_share.recharge(batch, extended)
+        return extended
 
     def finish(self, task: Batch | DecodeTask, seconds: float) -> None:
         """A batch has ended, or the decoding of a picture; its slots are free again."""

@@ -21,6 +21,7 @@ from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 
 ModelFunction = Callable[[LoadedModel], Any]
+Extend = Callable[[], ForwardBatch | None]
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ class Executor(Protocol):
     def start_thread(self) -> None:
         """Prepare a thread that will use a replica; called in it."""
 
-    def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
-        """One forward for all rows of a batch, or more where it can't be done in one."""
+    def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
+        """One forward for all rows of a batch, or more where it can't be done in one.
+
+        Whoever decodes pictures of a batch asks what may join it before its forward, until nothing does.
+        """
 
     def call(self, function: ModelFunction) -> CallOutcome:
         """A function of the model, on the first replica; one that can be pickled, as its result can."""
@@ -80,8 +84,9 @@ class InProcessExecutor:
         if self.model.device.type == "cuda":
             transfer.use_own_stream(self.model.device)
 
-    def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
-        """The batch, in the calling thread."""
+    def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
+        """The batch as it is, in the calling thread."""
+        del extend  # its rows are decoded: the forward begins at once
         return BatchRunner(self.model, self.model.replicas[replica], batch).run()
 
     def call(self, function: ModelFunction) -> CallOutcome:

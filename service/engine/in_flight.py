@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
-from layertap.service.engine.batch import Batch, DecodeTask
+from layertap.service.engine.batch import Batch, DecodeTask, QueuedRequest, RowSlice
 from layertap.service.engine.forward_batch import Interval, Results, SliceResult
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt
@@ -72,6 +72,17 @@ class InFlight:
             timings.add("forward", forward)
             timings.add("copy", busy - forward)
         timings.notes.update(self.notes)
+
+
+def start_jobs(slices: Sequence[RowSlice], in_flight: Mapping[QueuedRequest, InFlight]) -> dict[QueuedRequest, Job]:
+    """The jobs whose rows are in a batch from now on."""
+    jobs = {}
+    for row_slice in slices:
+        flight = in_flight[row_slice.request]
+        flight.started = True
+        assert flight.job is not None  # noqa: S101  (what is queued has one)
+        jobs[row_slice.request] = flight.job
+    return jobs
 
 
 @dataclass(eq=False, kw_only=True)

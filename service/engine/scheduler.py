@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from layertap.service.engine.batch import CPU, Batch, DeviceSlots, QueuedRequest
-from layertap.service.engine.batch_jobs import make_forward_batch, record_batch
+from layertap.service.engine.batch_jobs import RunningBatch, make_forward_batch, record_batch, record_unserved
 from layertap.service.engine.batcher import Batcher, Clock
 from layertap.service.engine.deadline import set_deadline
 from layertap.service.engine.executor import ModelFunction
-from layertap.service.engine.forward_batch import Results
+from layertap.service.engine.forward_batch import ForwardBatch, Results
 from layertap.service.engine.futures import call_and_catch, deliver, settle
-from layertap.service.engine.in_flight import InFlight, PendingDecode
+from layertap.service.engine.in_flight import InFlight, PendingDecode, start_jobs
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt, count_rows
 from layertap.service.engine.threads import start_single_threaded
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from layertap.service.engine.model_worker import ModelWorker
 
 log = logging.getLogger("layertap")
-EARLY_S = 0.05  # an event loop counts from where its turn began, in milliseconds: its timers may end so much too soon
 
 
 class Scheduler:
@@ -167,7 +166,7 @@ class Scheduler:
                     self._batcher.remove(flight.job.queued)
             flight.record()
             if flight.job is not None and not flight.started:
-                self._count_unserved(flight.job.queued)
+                record_unserved(self._metrics, flight.job.queued)
 
     def _queue(self, flight: InFlight, job: Job) -> None:
         """Let a job wait for its forward; under the lock."""
@@ -244,19 +243,27 @@ class Scheduler:
         worker = self._workers[batch.queue.model]
         worker.idle_replicas.sort()
         replica = worker.idle_replicas.pop(0)
-        jobs = {}
-        for row_slice in batch.slices:
-            flight = self._in_flight[row_slice.request]
-            flight.started = True
-            assert flight.job is not None  # noqa: S101  (what is queued has one)
-            jobs[row_slice.request] = flight.job
-        worker.submit(replica, partial(self._run, worker, replica, batch, jobs))
+        running = RunningBatch(batch, start_jobs(batch.slices, self._in_flight))
+        worker.submit(replica, partial(self._run, worker, replica, running))
 
-    def _run(self, worker: ModelWorker, replica: int, batch: Batch, jobs: dict[QueuedRequest, Job]) -> None:
+    def _extend(self, running: RunningBatch) -> ForwardBatch | None:
+        """What joins a batch before its forward; None where nothing does. In the thread of its replica."""
+        with self._lock:
+            before = running.batch
+            running.batch = self._batcher.extend(before)
+            if running.batch is before:
+                return None
+            running.jobs |= start_jobs(running.batch.slices[len(before.slices) :], self._in_flight)
+            self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
+        return make_forward_batch(running.batch, running.jobs, len(before.slices))
+
+    def _run(self, worker: ModelWorker, replica: int, running: RunningBatch) -> None:
         """A batch, from its start to its answers; in the thread of its replica."""
         started = time.perf_counter()
-        outcome = worker.executor.run_batch(replica, make_forward_batch(batch, jobs))
+        first = make_forward_batch(running.batch, running.jobs)
+        outcome = worker.executor.run_batch(replica, first, partial(self._extend, running))
         seconds = time.perf_counter() - started
+        batch = running.batch
         with self._lock:
             if outcome.failure:
                 self.fail_permanently(outcome.failure)
@@ -267,7 +274,7 @@ class Scheduler:
             worker.add_forward_time(batch, seconds, parallel)
             worker.idle_replicas.append(replica)
             answers = []
-            requests = list(jobs)
+            requests = list(running.jobs)
             for result in outcome.results:
                 queued = requests[result.place]
                 flight = self._in_flight.get(queued)  # None: cancelled, or failed in another part
@@ -279,11 +286,6 @@ class Scheduler:
             deliver(answers)
             self._dispatch()
         record_batch(self._metrics, batch, outcome.failures, seconds)
-
-    def _count_unserved(self, queued: QueuedRequest) -> None:
-        """Count a request that never came to a forward."""
-        late = time.monotonic() >= queued.deadline - EARLY_S
-        (self._metrics.count_expired if late else self._metrics.count_cancelled)(queued.queue.model)
 
     def _call(self, worker: ModelWorker, function: ModelFunction, future: Future[Any]) -> None:
         """Run a function in the thread of the first replica."""

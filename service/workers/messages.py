@@ -73,7 +73,7 @@ class SentSpec:
 class RunBatch:
     """To a worker: run a ``ForwardBatch``. Its answer is a ``BatchRun``.
 
-    Before, ``new_specs`` take their places in its table.
+    Before, ``new_specs`` take their places in its table. Where it is ``open``, a ``BatchDecoded`` comes before that.
     """
 
     slices: tuple[SentSlice, ...]
@@ -81,6 +81,21 @@ class RunBatch:
     threads: int
     padded_rows: int | None
     unsplittable: bool
+    open: bool
+
+
+@dataclass(frozen=True)
+class BatchDecoded:
+    """From a worker: the pictures of a batch are decoded. It waits for an ``ExtendBatch``."""
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """To a worker: what joins the batch, whose forward begins where there is nothing; ``threads`` as it is then."""
+
+    slices: tuple[SentSlice, ...]
+    new_specs: Mapping[int, SentSpec]
+    threads: int
 
 
 @dataclass(frozen=True)
@@ -114,5 +129,5 @@ class CallModel:
     function: ModelFunction
 
 
-ToWorker = DecodeItem | RunBatch | CallModel
-FromWorker = DecodedItem | BatchRun | CallOutcome
+ToWorker = DecodeItem | RunBatch | ExtendBatch | CallModel
+FromWorker = DecodedItem | BatchRun | BatchDecoded | CallOutcome

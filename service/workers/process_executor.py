@@ -22,7 +22,7 @@ from layertap.models.selection.plan import Capture
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service import logs
-from layertap.service.engine.executor import CallOutcome, ModelFunction
+from layertap.service.engine.executor import CallOutcome, Extend, ModelFunction
 from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch, ForwardSlice, SliceResult, UndecodedError
 from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.engine.rows import Attempt
@@ -31,13 +31,16 @@ from layertap.service.errors import ForwardError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
 from layertap.service.workers.messages import (
+    BatchDecoded,
     BatchRun,
     CallModel,
     DecodedItem,
     DecodeItem,
+    ExtendBatch,
     RunBatch,
     SentResult,
     SentSlice,
+    SentSpec,
 )
 from layertap.service.workers.model_host import HostOptions
 from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, WorkerProcess
@@ -72,6 +75,31 @@ def load_in_host(spec: ModelSpec, settings: Settings) -> HostedModel:
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 
 
+def no_more() -> None:
+    """Of a batch that nothing joins."""
+
+
+class OpenBatch:
+    """A batch that grows until its forward begins; ``batch`` is what it has by now."""
+
+    def __init__(self, batch: ForwardBatch, extend: Extend) -> None:
+        self.batch = batch
+        self._extend = extend
+
+    def extend(self) -> Sequence[ForwardSlice]:
+        """What joins it now."""
+        more = self._extend()
+        if more is None:
+            return ()
+        self.batch = replace(more, slices=(*self.batch.slices, *more.slices))
+        return more.slices
+
+    def get_timeout(self) -> float | None:
+        """Seconds until nobody waits for it; None where somebody always does."""
+        deadline = self.batch.deadline
+        return None if math.isinf(deadline) else max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+
+
 class ProcessExecutor:
     """Workers of one model: any of them that is idle does what comes next."""
 
@@ -89,12 +117,14 @@ class ProcessExecutor:
         """Prepare a thread, which waits for workers."""
         publish_name()
 
-    def run_batch(self, replica: int, batch: ForwardBatch) -> BatchOutcome:
+    def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
         """The batch, in a worker; where that dies, what it decoded then is decoded alone, and the rest run again."""
         del replica  # any worker does
+        open_batch = OpenBatch(batch, extend)
         try:
-            return self._run(batch)
+            return self._run(open_batch)
         except WorkerDiedError as error:
+            batch = open_batch.batch
             if error.timed_out:  # nobody waits any more
                 return BatchOutcome([_refuse(each) for each in batch.slices])
             if error.decoding >= 0:
@@ -107,7 +137,7 @@ class ProcessExecutor:
         """The batch after the worker died of a slice's picture: that is decoded alone, and the others are not."""
         slices = list(batch.slices)
         blamed = slices.pop(number)
-        outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)))] if slices else []
+        outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)), no_more)] if slices else []
         (attempt,) = self.decode(blamed.encoded, self.model.model_inputs) if blamed.encoded is not None else (None,)
         if isinstance(attempt, Mapping):
             alone = replace(blamed, inputs=attempt, encoded=None)
@@ -154,19 +184,24 @@ class ProcessExecutor:
         """End all processes."""
         self.model.host.close()
 
-    def _run(self, batch: ForwardBatch) -> BatchOutcome:
-        timeout = None if math.isinf(batch.deadline) else max(batch.deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+    def _run(self, open_batch: OpenBatch) -> BatchOutcome:
         with self._borrow() as worker:
-            run = cast("BatchRun", worker.ask(_make_message(batch, worker), timeout))
+            answer = worker.ask(_make_message(open_batch.batch, worker), open_batch.get_timeout())
+            while isinstance(answer, BatchDecoded):
+                more = open_batch.extend()
+                slices, new = _send_slices(more, worker)
+                message = ExtendBatch(slices, new, open_batch.batch.threads)
+                answer = worker.ask(message, open_batch.get_timeout())
+            run = cast("BatchRun", answer)
             worker.hooks = run.hooks
             if run.failure:
                 worker.replace(run.failure)
-        specs = {each.place: tuple(each.spec.plan.captures) for each in batch.slices}
+        specs = {each.place: tuple(each.spec.plan.captures) for each in open_batch.batch.slices}
         return BatchOutcome([_make_result(result, specs[result.place]) for result in run.results], run.failures)
 
     def _run_alone(self, batch: ForwardBatch) -> BatchOutcome:
         try:
-            return self._run(batch)
+            return self._run(OpenBatch(batch, no_more))
         except WorkerDiedError:
             return BatchOutcome([_refuse(each) for each in batch.slices])
         except LayertapError as error:
@@ -182,9 +217,17 @@ class ProcessExecutor:
 
 
 def _make_message(batch: ForwardBatch, worker: WorkerProcess) -> RunBatch:
-    places, new = worker.specs.take_places(each.spec for each in batch.slices)
-    slices = tuple(_make_sent(each, place) for each, place in zip(batch.slices, places, strict=True))
-    return RunBatch(slices, new, batch.threads, batch.padded_rows, batch.unsplittable)
+    slices, new = _send_slices(batch.slices, worker)
+    may_grow = any(each.encoded is not None for each in batch.slices) and not batch.unsplittable
+    return RunBatch(slices, new, batch.threads, batch.padded_rows, batch.unsplittable, may_grow)
+
+
+def _send_slices(
+    slices: Sequence[ForwardSlice], worker: WorkerProcess
+) -> tuple[tuple[SentSlice, ...], dict[int, SentSpec]]:
+    """Slices as a worker gets them, and those of their specs that it does not know yet."""
+    places, new = worker.specs.take_places(each.spec for each in slices)
+    return tuple(_make_sent(each, place) for each, place in zip(slices, places, strict=True)), new
 
 
 def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from layertap.models.errors import LayertapError
 from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.plan import Capture
 from layertap.service.engine.executor import CallOutcome, InProcessExecutor
 from layertap.service.engine.forward_batch import (
-    BatchFailures,
     BatchOutcome,
     ForwardBatch,
     ForwardSlice,
-    ForwardSpec,
     Interval,
     SliceResult,
     UndecodedError,
 )
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import Attempt, Rows
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.workers.channel import Channel
 from layertap.service.workers.limits import limit_seconds
 from layertap.service.workers.messages import (
     NO_TIME,
+    BatchDecoded,
     BatchRun,
     CallModel,
     DecodedItem,
     DecodeItem,
+    ExtendBatch,
     FromWorker,
     Hello,
     RunBatch,
@@ -48,20 +50,16 @@ class Worker:
         self._executor = executor
         self._progress = progress
         self._decode_seconds = decode_seconds
-        self._specs: dict[int, SentSpec] = {}  # as many as the server has places for
+        self._specs: dict[int, SentSpec | LayertapError] = {}  # as many as the server has places for
 
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
+        self._channel = channel
         self._executor.start_thread()
         channel.send(Hello())
-        while True:
-            try:
-                message = channel.receive()
-            except EOFError:
-                return
-            answer = self._answer(message)
-            del message  # it holds rows
-            channel.send(answer)
+        with suppress(EOFError):
+            while True:
+                channel.send(self._answer(channel.receive()))
 
     def _answer(self, message: ToWorker) -> FromWorker:
         answer = ANSWERS[type(message)]
@@ -81,65 +79,83 @@ class Worker:
         return outcome
 
     def _run(self, message: RunBatch) -> BatchRun:
-        try:
-            return self._run_batch(message)
-        except LayertapError as error:
-            refused = [SentResult(each.place, each.start, each.stop, error, 0) for each in message.slices]
-            return BatchRun(refused, BatchFailures(), "", self._executor.model.hooks)
-
-    def _run_batch(self, message: RunBatch) -> BatchRun:
-        for place, new in message.new_specs.items():
-            self._specs[place] = replace(new, spec=self._restore(new.spec))
-        slices: list[ForwardSlice] = []
-        refused: list[SliceResult] = []
-        decodes: dict[int, Interval] = {}
-        for number, sent in enumerate(message.slices):
-            started = time.perf_counter()
-            taken = self._take_slice(number, sent)
-            if sent.encoded is not None:
-                decodes[sent.place] = started, time.perf_counter()
-            if isinstance(taken, ForwardSlice):
-                slices.append(taken)
-            else:
-                refused.append(taken)
+        batch = _DecodedBatch()
+        self._add(batch, message)
+        threads, is_open = message.threads, message.open
+        while is_open:
+            self._channel.send(BatchDecoded())
+            more: ExtendBatch = self._channel.receive()
+            self._add(batch, more)
+            threads, is_open = more.threads, bool(more.slices)
         outcome = BatchOutcome()
-        if slices:
-            batch = ForwardBatch(tuple(slices), message.threads, message.padded_rows, message.unsplittable)
-            outcome = self._executor.run_batch(0, batch)
-        specs = {each.place: self._specs[each.spec] for each in message.slices}
-        results = [
-            _make_sent(result, specs[result.place], decodes.get(result.place, NO_TIME))
-            for result in (*refused, *outcome.results)
-        ]
-        return BatchRun(results, outcome.failures, outcome.failure, self._executor.model.hooks)
+        if batch.slices:
+            whole = ForwardBatch(tuple(batch.slices), threads, message.padded_rows, message.unsplittable)
+            outcome = self._executor.run_batch(0, whole, lambda: None)
+        results = [batch.send(result) for result in outcome.results]
+        return BatchRun([*batch.refused, *results], outcome.failures, outcome.failure, self._executor.model.hooks)
 
-    def _restore(self, spec: ForwardSpec) -> ForwardSpec:
+    def _add(self, batch: _DecodedBatch, message: RunBatch | ExtendBatch) -> None:
+        """Decode what comes for a batch."""
+        for place, new in message.new_specs.items():
+            self._specs[place] = self._restore(new)
+        for sent in message.slices:
+            spec = self._specs[sent.spec]
+            if isinstance(spec, LayertapError):
+                batch.refuse(sent, spec)
+                continue
+            inputs: Attempt = sent.inputs
+            if sent.encoded is not None:
+                started = time.perf_counter()
+                (inputs,) = self._decode_item(batch.count, ImageItem(bytes(sent.encoded)))
+                batch.decodes[sent.place] = started, time.perf_counter()
+            if isinstance(inputs, LayertapError):
+                batch.refuse(sent, UndecodedError(inputs))
+            else:
+                batch.add(sent, inputs, spec)
+
+    def _restore(self, sent: SentSpec) -> SentSpec | LayertapError:
         """A spec with all that its forwards need; another worker may have found out how they go on from a layer."""
-        if spec.resumption is None:
-            return spec
-        known = spec.resumption
+        known = sent.spec.resumption
+        if known is None:
+            return sent
         shapes = tuple(each.shape for each in known.inputs)
-        return replace(
-            spec, resumption=self._executor.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
+        try:
+            resumption = self._executor.model.catalogs.verify_resumption(known.point, known.leaf, shapes)
+        except LayertapError as error:
+            return error
+        return replace(sent, spec=replace(sent.spec, resumption=resumption))
+
+
+@dataclass
+class _DecodedBatch:
+    """What a batch has by now: rows for its forward, and what is refused. Captures come back in the order asked for."""
+
+    slices: list[ForwardSlice] = field(default_factory=list)
+    refused: list[SentResult] = field(default_factory=list)
+    captures: dict[int, tuple[Capture, ...]] = field(default_factory=dict)
+    decodes: dict[int, Interval] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many slices there were."""
+        return len(self.slices) + len(self.refused)
+
+    def add(self, sent: SentSlice, inputs: Rows, spec: SentSpec) -> None:
+        """Rows for the forward."""
+        self.captures[sent.place] = spec.captures
+        self.slices.append(ForwardSlice(sent.place, sent.start, sent.stop, inputs, spec.spec, sent.whole))
+
+    def refuse(self, sent: SentSlice, error: LayertapError | RuntimeError) -> None:
+        """Rows that there are none of."""
+        self.refused.append(SentResult(sent.place, sent.start, sent.stop, error, 1))
+
+    def send(self, result: SliceResult) -> SentResult:
+        """What became of rows, as it goes to the server."""
+        found, decode = result.results, self.decodes.get(result.place, NO_TIME)
+        sent = found if isinstance(found, Exception) else [found[each] for each in self.captures[result.place]]
+        return SentResult(
+            result.place, result.start, result.stop, sent, result.rows, result.forward, result.copy, decode
         )
-
-    def _take_slice(self, number: int, sent: SentSlice) -> ForwardSlice | SliceResult:
-        """Rows as a forward takes them; a picture is decoded, or why it can't be is its result."""
-        inputs = sent.inputs
-        if sent.encoded is not None:
-            (attempt,) = self._decode_item(number, ImageItem(bytes(sent.encoded)))
-            if isinstance(attempt, LayertapError):
-                return SliceResult(sent.place, sent.start, sent.stop, UndecodedError(attempt), 1)
-            inputs = attempt
-        return ForwardSlice(sent.place, sent.start, sent.stop, inputs, self._specs[sent.spec].spec, sent.whole)
-
-
-def _make_sent(result: SliceResult, spec: SentSpec, decode: Interval) -> SentResult:
-    results = result.results
-    ordered = results if isinstance(results, Exception) else [results[capture] for capture in spec.captures]
-    return SentResult(
-        result.place, result.start, result.stop, ordered, result.rows, result.forward, result.copy, decode
-    )
 
 
 ANSWERS: Mapping[type[Any], Callable[[Worker, Any], FromWorker]] = {
