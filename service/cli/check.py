@@ -24,6 +24,7 @@ def check(config: ConfigOption = None) -> None:
     settings, configuration, fetcher = check_setup(config=config)
     from layertap.service.app import create_engine
 
+    settings = settings.model_copy(update={"workers": 0})  # what ends soon starts no processes
     registry = create_engine(settings, configuration, fetcher, warm=False).manager.registry
     skipped = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
     failed = False

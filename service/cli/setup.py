@@ -38,4 +38,4 @@ def create_configured_engine(config: Path | None, *, warm: bool = False) -> Engi
     from layertap.service.app import create_engine
     from layertap.service.settings import read_settings
 
-    return create_engine(read_settings(config=config), warm=warm)
+    return create_engine(read_settings(config=config, workers=0), warm=warm)  # what ends soon starts no processes

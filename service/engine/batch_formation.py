@@ -39,10 +39,11 @@ def form_batch(
     return Batch(queue, slices, slots, depth, seconds, reason)
 
 
-def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots) -> Batch:
+def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int) -> Batch:
     """A batch with those of the candidates that it would have had, had they come before it was started; or as it is.
 
-    None that makes its forward deeper, and no more than an efficient one has.
+    None that makes its forward deeper; no more than an efficient one has, nor than its share of all that wait and of
+    the ``running_rows`` of its queue: what one forward took beyond that, the others of its device would go without.
     """
     queue, first = batch.queue, batch.slices[0].request
     lowest = min(row_slice.request.depth for row_slice in batch.slices)
@@ -54,8 +55,10 @@ def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: Devi
         and lowest <= request.depth <= batch.depth
         and not (interactive and request.priority == "bulk")
     ]
-    room = min(queue.padded_rows or queue.efficient_rows, queue.max_rows) - batch.rows
     rows = sum(request.waiting_rows for request in joining)
+    parallel = max(device.slots // queue.slots, 1) if device.parallel else 1
+    share = math.ceil((running_rows + rows) / parallel)
+    room = min(queue.padded_rows or queue.efficient_rows, queue.max_rows, share) - batch.rows
     few = batch.rows + rows <= MIN_PARALLEL_ROWS * queue.costs.speedup
     if first.runs_alone or not joining or room <= 0 or (few and is_single_row(queue, batch.rows)):
         return batch

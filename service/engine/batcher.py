@@ -35,6 +35,7 @@ class Batcher:
         self._waiting: dict[BatchQueue, WaitingRequests] = {}  # no entry is empty
         self._waiting_decodes = WaitingEntries[DecodeTask]()
         self._running_batches: dict[str, int] = {}  # by model
+        self._running_rows: dict[BatchQueue, int] = {}  # no entry is 0
         self._running_decodes = 0
         self._fair_share = FairShare()
 
@@ -121,10 +122,12 @@ class Batcher:
         waiting = self._waiting.get(batch.queue)
         if waiting is None:
             return batch
-        extended = extend_batch(batch, waiting.list_candidates(self._clock()), self._devices[batch.queue.device])
+        candidates, device = waiting.list_candidates(self._clock()), self._devices[batch.queue.device]
+        extended = extend_batch(batch, candidates, device, self._running_rows[batch.queue])
         for row_slice in extended.slices[len(batch.slices) :]:
             waiting.take(row_slice)
         self._forget_if_empty(batch.queue)
+        self._running_rows[batch.queue] += extended.rows - batch.rows
         self._free_slots[batch.queue.device] += batch.slots - extended.slots
         self._fair_share.recharge(batch, extended)
         return extended
@@ -137,6 +140,9 @@ class Batcher:
         else:
             self._free_slots[task.queue.device] += task.slots
             self._running_batches[task.queue.model] -= 1
+            self._running_rows[task.queue] -= task.rows
+            if not self._running_rows[task.queue]:
+                del self._running_rows[task.queue]
             self._fair_share.correct(task, seconds)
 
     # In which order
@@ -208,6 +214,7 @@ class Batcher:
         self._forget_if_empty(batch.queue)
         self._free_slots[batch.queue.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
+        self._running_rows[batch.queue] = self._running_rows.get(batch.queue, 0) + batch.rows
         self._fair_share.charge(batch)
         return batch
 

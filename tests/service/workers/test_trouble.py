@@ -168,3 +168,21 @@ def test_not_loaded(serve: Serve, source: str) -> None:
         with serve(configured(spec), workers=workers) as live:
             details.append(problem(live.client.get("/models/missing/layers"), 503, seconds=True)["detail"])
     assert details[0] == details[1]
+
+
+@pytest.mark.slow
+def test_twenty_of_each(fatal: Live) -> None:
+    """Twenty crashes, hangs and bombs among others' pictures: each is told what it did, and nobody else notices."""
+    good = [send(fatal, (8, 8), value) for value in range(EACH)]
+    sizes = [size for size in REFUSALS for _ in range(20)]
+    with ThreadPoolExecutor(2) as trouble, ThreadPoolExecutor(CLIENTS) as pool:
+        refused = [trouble.submit(send, fatal, size) for size in sizes]
+        replies: list[Any] = []
+        while not all(each.done() for each in refused):
+            replies += pool.map(lambda value: send(fatal, (8, 8), value), range(EACH))
+        for size, each in zip(sizes, refused, strict=True):
+            status, detail = REFUSALS[size]
+            assert detail in problem(each.result(), status)["detail"]
+    assert len(replies) >= EACH
+    check_same(replies, good * (len(replies) // EACH))
+    check_same([send(fatal, (8, 8), value) for value in range(EACH)], good)

@@ -1,0 +1,140 @@
+"""What may join a batch that has begun, and not its forward: as much as would have been in it from the start."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layertap.service.engine.batch import Batch, DeviceSlots
+from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_queue
+
+
+def extend(harness: BatcherHarness, batch: Batch) -> Batch:
+    """The batch with what joins it, in its place among what runs."""
+    extended = harness.batcher.extend(batch)
+    harness.running[harness.running.index(batch)] = extended
+    return extended
+
+
+def test_what_came_meanwhile() -> None:
+    """Rows that come after a batch has begun join it, each once; nothing that is left starts twice."""
+    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu", max_rows=8)
+    harness.add(queue, name="first")
+    batch = harness.start_batch()
+    assert extend(harness, batch) is batch
+    for name in ("second", "third"):
+        harness.add(queue, name=name)
+    extended = extend(harness, batch)
+    assert harness.describe(extended) == [("first", 0, 1), ("second", 0, 1), ("third", 0, 1)]
+    assert extended.seconds == pytest.approx(queue.estimate_seconds(3))
+    assert harness.batcher.count_waiting_rows("a") == 0
+    harness.finish(extended)
+    assert harness.start() is None
+
+
+def test_no_more_than_memory_holds() -> None:
+    """A batch grows as far as its rows and bytes may; the rest of a request waits for the next one."""
+    harness = BatcherHarness(cpu=DeviceSlots(1))
+    for queue, most in ((make_queue("cpu", max_rows=3), 3), (make_queue("cpu", max_rows=8, max_bytes=4), 4)):
+        harness.add(queue)
+        batch = harness.start_batch()
+        harness.add(queue, 9, "later")
+        extended = extend(harness, batch)
+        assert extended.rows == most
+        assert harness.describe(extended)[-1] == ("later", 0, most - 1)
+        harness.finish(extended)
+        assert harness.describe(harness.start_batch())[0] == ("later", most - 1, 2 * most - 1)
+        harness.finish(harness.running[0])
+        list(harness.run_in_turn())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"depth": 1.0}, id="deeper"),
+        pytest.param({"depth": 0.25}, id="less deep"),
+        pytest.param({"priority": "bulk"}, id="bulk"),
+        pytest.param({"requires_isolation": True}, id="isolated"),
+        pytest.param({"unsplittable": True}, id="unsplittable"),
+    ],
+)
+def test_what_waits_all_the_same(fields: dict[str, object]) -> None:
+    """Nobody's forward gets deeper, no bulk goes before who comes next, and who wants a forward alone has it."""
+    harness, queue = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu", max_rows=8)
+    harness.add(queue, depth=0.5)
+    batch = harness.start_batch()
+    harness.add(queue, **({"depth": 0.5} | fields))
+    assert extend(harness, batch) is batch
+    assert harness.batcher.count_waiting_rows("a") == 1
+
+
+def test_alone_is_left_alone() -> None:
+    """Nothing joins who shares no forward, nor a batch of another queue."""
+    harness, queue, other = BatcherHarness(cpu=DeviceSlots(1)), make_queue("cpu", max_rows=8), make_queue("cpu")
+    harness.add(queue, requires_isolation=True)
+    batch = harness.start_batch()
+    harness.add(queue)
+    harness.add(other)
+    assert extend(harness, batch) is batch
+
+
+def test_shares() -> None:
+    """Of all that wait and run each slot has its part: one forward that took all would leave the others idle."""
+    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", max_rows=32)
+    harness.add(queue)
+    harness.add(queue)
+    first, second = harness.start_batches()
+    for _ in range(14):
+        harness.add(queue)
+    assert extend(harness, first).rows == 8
+    assert extend(harness, second).rows == 8
+
+
+def test_slots_of_a_single_row() -> None:
+    """A single row has all slots; once it is a batch of several it gives back those that it does not need."""
+    harness, queue = BatcherHarness(), make_queue("cpu", costs=FASTER_ON_ALL_CORES, max_rows=32)
+    harness.add(queue)
+    batch = harness.start_batch()
+    assert batch.slots == 4
+    for _ in range(4):  # with these, one after the other on all slots still ends sooner
+        harness.add(queue)
+    assert extend(harness, batch) is batch
+    for _ in range(8):
+        harness.add(queue)
+    extended = extend(harness, batch)
+    assert (extended.rows, extended.slots) == (4, 1)
+    assert sum(each.slots for each in harness.start_batches()) == 3
+    for each in list(harness.running):
+        harness.finish(each)
+    assert harness.batcher.count_parallel_batches("cpu", 1) == 4
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from([0.5, 1.0]), st.booleans()), min_size=1, max_size=30))
+def test_all_rows_run_once(arrivals: list[tuple[int, float, bool]]) -> None:
+    """Whatever comes, whenever batches are asked to grow: each row is in one batch, in order."""
+    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", costs=CPU_LIKE, max_rows=6)
+    ended: list[Batch] = []
+    requests = []
+    for rows, depth, ends in arrivals:
+        requests.append(harness.add(queue, rows, depth=depth))
+        harness.start_batches()
+        for running in list(harness.running):
+            assert isinstance(running, Batch)
+            extend(harness, running)
+        if ends and harness.running:
+            batch = harness.running[0]
+            assert isinstance(batch, Batch)
+            harness.finish(batch)
+            ended.append(batch)
+    while harness.running:
+        batch = harness.running[0]
+        assert isinstance(batch, Batch)
+        harness.finish(batch)
+        ended.append(batch)
+        harness.start_batches()
+    for request in requests:
+        parts = sorted((each.start, each.stop) for batch in ended for each in batch.slices if each.request is request)
+        assert [row for start, stop in parts for row in range(start, stop)] == list(range(request.rows))
+    assert all(batch.rows <= queue.max_rows for batch in ended)
