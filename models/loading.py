@@ -50,12 +50,12 @@ def load_model(
     for each other, but not long: they would take each other's time for their own. What forwards take is kept in
     ``costs_folder`` from load to load.
     """
-    with wait_for_turn():
+    with take_turn():
         return _load(spec, replicas, count_cores() if threads is None else threads, streams, costs_folder)
 
 
 @contextmanager
-def wait_for_turn() -> Iterator[None]:
+def take_turn() -> Iterator[None]:
     """Measure while no other model of this process is loaded or measured; after a while, whether others are or not."""
     has_turn = _turn.acquire(timeout=TURN_TIMEOUT_S)
     try:
