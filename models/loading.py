@@ -39,7 +39,7 @@ RunSurvey = Callable[[Callable[[], Catalog]], Catalog]
 
 
 @contextmanager
-def wait_for_turn() -> Iterator[None]:
+def take_turn() -> Iterator[None]:
     """Wait for models that are being loaded, but not long.
 
     Side by side they would take each other's time for their own.

@@ -12,7 +12,7 @@ from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import Failure, LoadError, UnknownModelError, escape, find_nearest, make_load_error, suggest
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model, wait_for_turn
+from layertap.models.loading import load_model, take_turn
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import ModelSpec
 
@@ -45,7 +45,7 @@ class ModelLoader:
 
     def __call__(self, spec: ModelSpec) -> LoadedModel:
         """The model, ready to run; LoadError where it can't be."""
-        with wait_for_turn():
+        with take_turn():
             model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
         return prepare_warm_plans(model, self.plans) if self.plans and spec.warm else model
 

@@ -10,7 +10,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -23,8 +23,10 @@ from layertap.models.errors import LayertapError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.selection.plan import Capture
 
-RECIPE = 1  # to be raised where graphs are made otherwise
-OPTIONS = {"freezing": True, "cpp.dynamic_threads": True}  # threads as they are when a graph runs
+RECIPE = 2  # to be raised where graphs are made otherwise
+THREADS = {"cpp.dynamic_threads": True}  # as many as there are when a graph runs
+# Freezing lays weights out for the processor: quicker for several rows, and much slower for a single one.
+OPTIONS: Mapping[str, Mapping[str, object]] = {"one": THREADS, "several": {**THREADS, "freezing": True}}
 RUNNER = Path(__file__).with_name("runner.cpp")
 COMPILER_TIMEOUT_S = 300.0
 _loading = Lock()
@@ -73,12 +75,13 @@ def compute_key(model: LoadedModel, captures: Sequence[Capture], rows: str) -> s
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def compile_graph(program: torch.export.ExportedProgram, path: Path) -> None:
+def compile_graph(program: torch.export.ExportedProgram, path: Path, options: Mapping[str, object]) -> None:
     """Compile a graph into a file, which is there whole or not at all; raises whatever the compiler does."""
     from torch._inductor import aoti_compile_and_package
 
-    with tempfile.TemporaryDirectory(dir=path.parent) as place:
-        made = aoti_compile_and_package(program, package_path=f"{place}/{path.name}", inductor_configs={**OPTIONS})
+    # Where gradients may be wanted the compiler leaves freezing out without a word.
+    with torch.no_grad(), tempfile.TemporaryDirectory(dir=path.parent) as place:
+        made = aoti_compile_and_package(program, package_path=f"{place}/{path.name}", inductor_configs={**options})
         Path(made).replace(path)
 
 

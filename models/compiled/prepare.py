@@ -16,6 +16,7 @@ from pathlib import Path
 
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import (
+    OPTIONS,
     WarmError,
     compile_graph,
     compute_key,
@@ -31,7 +32,7 @@ from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model, wait_for_turn
+from layertap.models.loading import load_model, take_turn
 from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction
@@ -175,7 +176,7 @@ def _choose_graphs(
         return None, benchmark
     graphs = _open_or_compile(model, plan, warm, paths)
     if benchmark is None:
-        with wait_for_turn():
+        with take_turn():
             measured = measure_plan(model, plan, graphs)
         benchmark = keep_benchmark(benchmark_path, measured)
     if not _is_wanted(warm, benchmark):
@@ -205,7 +206,7 @@ def _compile_captures(model: LoadedModel, captures: Sequence[Capture], kind: str
 
     make = make_noise_row if kind == "one" else make_noise
     rows = make(model.inputs, model.device, model.dtype)
-    compile_graph(export_graph(model, captures, rows), path)
+    compile_graph(export_graph(model, captures, rows), path, OPTIONS[kind])
 
 
 def _list_captures(model: LoadedModel, plan: Plan) -> tuple[Capture, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from layertap.service.allocator import keep_large_blocks
 from layertap.service.cli.console import show_loading, stdout
 from layertap.service.cli.options import ConfigOption
 from layertap.service.cli.setup import create_configured_engine
@@ -20,6 +21,7 @@ def plan(config: ConfigOption = None) -> None:
 
     Times are of one row of a batch, on one thread.
     """
+    keep_large_blocks()  # as the server does: hooks and graphs are measured
     registry = create_configured_engine(config, warm=True).manager.registry
     table = Table("model", "layers", "answered by", "rows", "hooks, ms", "graph, ms", "speedup")
     for entry in registry:

@@ -16,7 +16,7 @@ import torch
 from layertap.models.devices import memory
 from layertap.models.errors import InputError, LayertapError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loading import wait_for_turn
+from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.plan import Capture
 from layertap.models.sources.python import list_search_folders
@@ -70,7 +70,7 @@ def load_in_host(spec: ModelSpec, settings: Settings) -> HostedModel:
         memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE)
     options = HostOptions(spec, settings, list_search_folders(), memory_bytes, logs.wants_text(settings.log_format))
     host = ModelHost(options)
-    with wait_for_turn():
+    with take_turn():
         info = host.load()
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -180,6 +181,16 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     assert own(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
     assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".json", ".pt2", ".pt2"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="its operations are the ones looked for")
+def test_weights_are_folded_in(warmed: LoadedModel, plans: Path) -> None:
+    """A graph for several rows holds weights as the processor wants them."""
+    captures = own(warmed).captures
+    with zipfile.ZipFile(plans / f"{compute_key(warmed, captures, 'several')}.pt2") as archive:
+        (code,) = [archive.read(name) for name in archive.namelist() if name.endswith(".wrapper.cpp")]
+    assert b"mkldnn__convolution_pointwise" in code
 
 
 def test_keys(loaded: Callable[..., LoadedModel]) -> None:
