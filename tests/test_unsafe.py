@@ -79,3 +79,10 @@ def test_product() -> None:
     files = [path for folder in ("models", "service") for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 80
     assert [line for path in files for line in findings(path.read_text(), path.relative_to(ROOT).as_posix())] == []
+
+
+def test_messages_between_processes() -> None:
+    """One file may pickle, and nothing worse; no other file may."""
+    source = "import pickle\nimport dill\npickle.loads(data)"
+    assert findings(source, "service/workers/channel.py") == ["service/workers/channel.py:2: imports dill"]
+    assert len(findings(source, "service/workers/messages.py")) > 2

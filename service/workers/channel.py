@@ -15,6 +15,7 @@ import struct
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -108,6 +109,13 @@ def connect() -> tuple[Channel, socket.socket]:
     return Channel(own), other
 
 
+@dataclass(frozen=True)
+class LargeBytes:
+    """Bytes that are not copied into a message; as received, ``data`` is the memory that came with it."""
+
+    data: bytes | memoryview
+
+
 class RemoteTracebackError(Exception):
     """Where an error was raised in another process, as text."""
 
@@ -120,6 +128,8 @@ class _Pickler(pickle.Pickler):
             numbers = value.detach().contiguous()
             data = numbers.reshape(-1).view(torch.uint8).numpy()
             return _make_tensor, (numbers.dtype, tuple(numbers.shape), pickle.PickleBuffer(data.data))
+        if isinstance(value, LargeBytes):
+            return LargeBytes, (pickle.PickleBuffer(value.data),)
         if isinstance(value, Exception) and value.__cause__ is not None:
             lines = "".join(traceback.format_exception(value.__cause__))
             return _make_error, (type(value), value.args, vars(value), lines)

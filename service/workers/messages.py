@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pickle import PickleBuffer
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import LayertapError
@@ -13,6 +12,7 @@ from layertap.service.engine.executor import CallOutcome, ModelFunction
 from layertap.service.engine.forward_batch import BatchFailures, ForwardSpec, Interval
 from layertap.service.engine.rows import Attempt, Rows
 from layertap.service.inputs.items import ImageItem, TextItem
+from layertap.service.workers.channel import LargeBytes
 
 NO_TIME: Interval = (0.0, 0.0)
 
@@ -58,7 +58,7 @@ class SentSlice:
     inputs: Rows
     spec: int
     whole: bool
-    encoded: PickleBuffer | None
+    encoded: LargeBytes | None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pickle import PickleBuffer
 from queue import LifoQueue
 from typing import cast
 
@@ -30,6 +29,7 @@ from layertap.service.engine.threads import publish_name
 from layertap.service.errors import ForwardError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
+from layertap.service.workers.channel import LargeBytes
 from layertap.service.workers.messages import (
     BatchDecoded,
     BatchRun,
@@ -231,7 +231,7 @@ def _send_slices(
 
 
 def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
-    encoded = None if each.encoded is None else PickleBuffer(each.encoded.data)
+    encoded = None if each.encoded is None else LargeBytes(each.encoded.data)
     return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded)
 
 

@@ -106,7 +106,7 @@ class Worker:
             inputs: Attempt = sent.inputs
             if sent.encoded is not None:
                 started = time.perf_counter()
-                (inputs,) = self._decode_item(batch.count, ImageItem(bytes(sent.encoded)))
+                (inputs,) = self._decode_item(batch.count, ImageItem(bytes(sent.encoded.data)))
                 batch.decodes[sent.place] = started, time.perf_counter()
             if isinstance(inputs, LayertapError):
                 batch.refuse(sent, UndecodedError(inputs))
