@@ -148,8 +148,9 @@ def _exit_process(status: int) -> NoReturn:
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()
+    end = time.monotonic() + CHILD_END_S
     for child in children:
-        child.join(CHILD_END_S)
+        child.join(max(end - time.monotonic(), 0.0))
         child.kill()
     logging.shutdown()
     os._exit(status)

@@ -181,6 +181,13 @@ class Settings(BaseSettings):
             raise ValueError("it means nothing without KEY_RATE")
         return value
 
+    @field_validator("workers")
+    @classmethod
+    def _check_system(cls, value: int) -> int:
+        if value and not hasattr(os, "memfd_create"):
+            raise ValueError("worker processes need Linux: leave it out")
+        return value
+
     @field_validator("cache_dir")
     @classmethod
     def _expand_home(cls, value: Path) -> Path:

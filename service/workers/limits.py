@@ -18,10 +18,10 @@ STATUS = Path("/proc/self/status")
 def end_with_parent(parent: int) -> None:
     """Have this process killed when the thread that started it ends; ``parent`` is the number of its process.
 
-    From now on a terminal's Ctrl+C, which it sends to all processes, is the parent's to obey.
+    A terminal's Ctrl+C and a service manager's SIGTERM, which go to all processes, are the server's to obey: it drains.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that
         os._exit(1)

@@ -72,6 +72,11 @@ def list_pids(live: Live, model: str) -> list[int]:
     return [worker.pid for worker in list_workers(live, model)]
 
 
+def parent(pid: int) -> int:
+    """The process that started another."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 REFUSALS = {
     CRASHES: (422, "this input ends the process that decodes it"),
     HANGS: (422, "this input takes longer than 2 s to decode"),
@@ -141,11 +146,22 @@ def test_host_killed(serve: Serve) -> None:
         data = Path("examples/digit.png").read_bytes()
         request = raw(data, "image/png", layers="pool")
         good = live.client.post("/extract", **request)
-        (pid,) = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in list_pids(live, "digits")}
-        os.kill(pid, signal.SIGKILL)
+        os.kill(parent(list_pids(live, "digits")[0]), signal.SIGKILL)
         with ThreadPoolExecutor(CLIENTS) as pool:
             replies = list(pool.map(lambda _: live.client.post("/extract", **request), range(CLIENTS * 2)))
         check_same(replies, [good] * len(replies))
+
+
+def test_asked_to_end(fatal: Live) -> None:
+    """SIGTERM and SIGINT for all processes, as service managers and terminals send them, are for the server alone."""
+    before = list_pids(fatal, "doomed")
+    host = parent(before[0])
+    for pid in (*before, host, parent(host)):
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    assert send_row(fatal, 1.0).status_code == 200
+    assert list_pids(fatal, "doomed") == before
+    assert parent(before[0]) == host
 
 
 def test_unloaded(serve: Serve) -> None:
