@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -108,10 +109,11 @@ def _json(body: bytes, layers: Sequence[str]) -> Array:
     return np.concatenate([np.asarray(vectors[layer]) for layer in layers])
 
 
-def _ours(*, warm: bool = False) -> Contender:
+def _ours(*, warm: bool = False, workers: bool = False) -> Contender:
     def command(load: Load, port: int, folder: Path) -> list[str]:
         plan = {"layers": list(load.layers), "pool": load.pool, "compile": True}
-        return layertap([load.model], port, folder, [plan] if warm else [])
+        words = layertap([load.model], port, folder, [plan] if warm else [])
+        return ["env", f"LAYERTAP_WORKERS={os.cpu_count() or 1}", *words] if workers else words
 
     def path(load: Load, layers: Sequence[str]) -> str:
         return extract(load.model, layers, load.pool, "npy" if len(load.layers) == 1 else "npz")
@@ -143,5 +145,6 @@ READ: dict[str, Callable[[bytes, Sequence[str]], Array]] = {"npy": _npy, "npz": 
 CONTENDERS: dict[str, Contender] = {
     **{name: _peer(name) for name in peers.PEERS},
     "server": _ours(),
+    "workers": _ours(workers=True),
     "warm": _ours(warm=True),
 }
