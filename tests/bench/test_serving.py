@@ -179,7 +179,11 @@ def test_other_vectors_are_kept_out(vector: str, picture: Path, tmp_path: Path) 
 
 
 def test_one_set_of_layers_for_those_that_know_no_other() -> None:
-    assert [name for name, each in CONTENDERS.items() if each.suits(LOADS["resnet50-mixed"])] == ["naive", "server"]
+    assert [name for name, each in CONTENDERS.items() if each.suits(LOADS["resnet50-mixed"])] == [
+        "naive",
+        "server",
+        "workers",
+    ]
     assert all(each.suits(LOADS["resnet50"]) for each in CONTENDERS.values())
 
 
