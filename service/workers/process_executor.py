@@ -110,7 +110,12 @@ class ProcessExecutor:
         self.decodes_batches = True
         self._settings = settings
         self._idle: LifoQueue[WorkerProcess] = LifoQueue()  # the one whose memory was used last comes first
-        for worker in model.host.start_workers(settings.workers):
+        try:
+            workers = model.host.start_workers(settings.workers)
+        except BaseException:
+            model.host.close()
+            raise
+        for worker in workers:
             self._idle.put(worker)
 
     def start_thread(self) -> None:

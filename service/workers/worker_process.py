@@ -48,8 +48,9 @@ class ModelHost:
         self.name = options.spec.name
         self._options = options
         self._lock = threading.Lock()
+        self._closed = False
         self._channel: Channel
-        self._process: BaseProcess
+        self._process: BaseProcess | None = None
 
     def load(self) -> ModelInfo:
         """Start the process, and wait until it has loaded the model; LoadError where it can't."""
@@ -81,25 +82,26 @@ class ModelHost:
         return self.workers
 
     def close(self) -> None:
-        """End the process, and with it its workers."""
+        """End the process, and with it its workers; none is started any more."""
+        with self._lock:
+            self._closed = True
+            self._end()
         for worker in self.workers:
             worker.close()
-        with self._lock:
-            self._end()
 
     def _load(self) -> ModelInfo:
         context = get_context("forkserver")
         self._channel, connection = connect()
-        self._process = context.Process(
-            target=run_model_host, args=(connection, self._options), name=f"model-{self.name}", daemon=True
-        )
-        self._process.start()
-        connection.close()
+        with closing(connection):
+            process = self._process = context.Process(
+                target=run_model_host, args=(connection, self._options), name=f"model-{self.name}", daemon=True
+            )
+            process.start()
         try:
             answer = self._channel.receive()
         except EOFError:
-            self._process.join(START_SECONDS)
-            answer = LoadError(f"the process that loads it has ended (status {self._process.exitcode})")
+            process.join(START_SECONDS)
+            answer = LoadError(f"the process that loads it has ended (status {process.exitcode})")
             answer.kind = "other"
         if isinstance(answer, LayertapError):
             self._end()
@@ -109,25 +111,37 @@ class ModelHost:
 
     def _copy_host(self, memory: int) -> tuple[int, Channel]:
         channel, connection = connect()
-        with self._lock, closing(connection):
-            try:
+        try:
+            with self._lock, closing(connection):
                 return self._ask_for_copy(connection.fileno(), memory), channel
-            except (EOFError, TimeoutError):
-                log.warning("a model's process died, and is started anew", extra={"fields": {"model": self.name}})
-                self._end()
-                self._load()
-                return self._ask_for_copy(connection.fileno(), memory), channel
+        except BaseException:
+            channel.close()
+            raise
 
     def _ask_for_copy(self, *descriptors: int) -> int:
+        """The number of a new copy's process; the host is started anew where it died."""
+        if self._closed:
+            raise LoadError(f"model {self.name} is unloaded")
+        try:
+            return self._send_request(descriptors)
+        except (EOFError, TimeoutError):
+            log.warning("a model's process died, and is started anew", extra={"fields": {"model": self.name}})
+            self._end()
+            self._load()
+            return self._send_request(descriptors)
+
+    def _send_request(self, descriptors: Sequence[int]) -> int:
         self._channel.send(StartWorker(), descriptors)
         started: WorkerStarted = self._channel.receive(START_SECONDS)
         return started.pid
 
     def _end(self) -> None:
         self._channel.close()
-        self._process.kill()
-        self._process.join()
-        self._process.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._process = None
 
 
 class WorkerProcess:
@@ -176,4 +190,5 @@ class WorkerProcess:
     def _start(self) -> None:
         self.specs = SpecTable()
         self.pid, self._channel, self._progress = self._host.start_worker()
-        self._process = os.pidfd_open(self.pid)
+        with suppress(ProcessLookupError):  # it has died since: the next message tells
+            self._process = os.pidfd_open(self.pid)
