@@ -32,6 +32,11 @@ class ReducedTensor:
     scale: Tensor | None = None
 
 
+def clone_reduced(reduced: ReducedTensor) -> ReducedTensor:
+    """The same numbers in memory of their own."""
+    return ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
+
+
 def reduce(
     value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor | None = None, length: int | None = None
 ) -> ReducedTensor:

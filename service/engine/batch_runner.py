@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
-from layertap.models.capture.reduction import ReducedTensor
+from layertap.models.capture.reduction import clone_reduced
 from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
@@ -166,10 +166,7 @@ def _ensure_owned(results: Results, forward_slice: ForwardSlice) -> Results:
     """What waits for a request's other parts must not keep its neighbours' results in memory."""
     if forward_slice.whole:
         return results
-    return {
-        capture: ReducedTensor(reduced.values.clone(), None if reduced.scale is None else reduced.scale.clone())
-        for capture, reduced in results.items()
-    }
+    return {capture: clone_reduced(reduced) for capture, reduced in results.items()}
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:

@@ -171,7 +171,12 @@ class ModelManager:
 
     def _load(self, name: str) -> Executor:
         try:
-            return self._create_executor(self.registry.load(name), self._settings)
+            model = self.registry.load(name)
+            try:
+                return self._create_executor(model, self._settings)
+            except LoadError as error:
+                self.registry.fail(name, error.detail, "other")
+                raise
         except LayertapError as error:
             fields = {"model": name, "reason": error.detail, "hint": error.hint}
             traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None

@@ -119,8 +119,8 @@ class ModelWorker:
 
     async def survey(self, shapes: Shapes, deadline: float) -> Catalog:
         """What the model does with rows of a shape; InputError where it does not take them, DeadlineError."""
-        catalog: Catalog = await self._call(partial(model_functions.survey, shapes=shapes), deadline)
-        self.model.catalogs.put_catalog(shapes, catalog)
+        keep = partial(self.model.catalogs.put_catalog, shapes)
+        catalog: Catalog = await self._call(partial(model_functions.survey, shapes=shapes), keep, deadline)
         return catalog
 
     async def verify_resumption(
@@ -128,22 +128,25 @@ class ModelWorker:
     ) -> Resumption:
         """How forwards of rows of a shape go on from a point; SelectorError where they can't, DeadlineError."""
         verify = partial(model_functions.verify_resumption, point=point, leaf=tensor, shapes=shapes)
-        resumption: Resumption = await self._call(verify, deadline)
-        self.model.catalogs.put_resumption(point, shapes, resumption)
+        keep = partial(self.model.catalogs.put_resumption, point, shapes)
+        resumption: Resumption = await self._call(verify, keep, deadline)
         return resumption
 
     async def find_grad_cam_layer(self, objective: ResolvedObjective, deadline: float) -> PointInfo:
         """The last layer of maps that an objective depends on; SelectorError where there is none, DeadlineError."""
         find = partial(model_functions.find_grad_cam_layer, objective=objective)
-        layer: PointInfo = await self._call(find, deadline)
-        self.model.catalogs.put_grad_cam_layer(objective, layer)
+        keep = partial(self.model.catalogs.put_grad_cam_layer, objective)
+        layer: PointInfo = await self._call(find, keep, deadline)
         return layer
 
-    async def _call(self, function: ModelFunction, deadline: float) -> Any:
+    async def _call(self, function: ModelFunction, keep: Callable[[Any], None], deadline: float) -> Any:
         """Run a function in the first replica's thread, when that does nothing else; raises what it does."""
         if not self.is_active:
             raise unloading_error(self.name)
-        return await wait_until(deadline, asyncio.wrap_future(self._scheduler.call(self, function)))
+        future = self._scheduler.call(self, function)
+        # Also where nobody waits any more: the next one who asks would wait as long.
+        future.add_done_callback(lambda done: None if done.cancelled() or done.exception() else keep(done.result()))
+        return await wait_until(deadline, asyncio.wrap_future(future))
 
     def submit(self, thread: int, task: Callable[[], None]) -> None:
         """Run a task in one of its threads, after all that was submitted before."""

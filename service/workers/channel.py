@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it with their padding, how many these are
+FLAGS = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
 ALIGNMENT = 64
 MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
@@ -65,19 +66,30 @@ class Channel:
         """The next message, and the descriptors that came with it, so many at most, which are the caller's."""
         with _end_where_lost():
             self._wait(timeout)
-            head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, socket.MSG_WAITALL)
-            if len(head) < HEADER.size:
-                raise EOFError("the other process has ended")
-            body_bytes, payload_bytes, buffer_count = HEADER.unpack(head)
-            sizes = struct.unpack(f"={buffer_count}Q", self._receive(8 * buffer_count))
-            body = self._receive(body_bytes)
-            if payload_bytes <= MAX_INLINE_BYTES:
-                payload = self._receive(payload_bytes)
-            else:
-                memory = descriptors.pop()
-                payload = memoryview(mmap.mmap(memory, payload_bytes))
-                os.close(memory)
+            head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, FLAGS)
+            try:
+                if len(head) < HEADER.size:
+                    raise EOFError("the other process has ended")
+                body_bytes, payload_bytes, buffer_count = HEADER.unpack(head)
+                sizes = struct.unpack(f"={buffer_count}Q", self._receive(8 * buffer_count))
+                body = self._receive(body_bytes)
+                payload = self._receive_payload(payload_bytes, descriptors)
+            except BaseException:
+                for each in descriptors:
+                    os.close(each)
+                raise
         return pickle.loads(body, buffers=_split(payload, sizes)), descriptors  # noqa: S301  (from our own processes)
+
+    def _receive_payload(self, size: int, descriptors: list[int]) -> memoryview:
+        if size <= MAX_INLINE_BYTES:
+            return self._receive(size)
+        if not descriptors:
+            raise OSError("no descriptor was left for a message's memory")
+        memory = descriptors.pop()
+        try:
+            return memoryview(mmap.mmap(memory, size))
+        finally:
+            os.close(memory)
 
     def _wait(self, timeout: float | None) -> None:
         if timeout is None:

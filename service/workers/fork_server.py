@@ -9,12 +9,8 @@ from layertap.models.spec import ModelSpec
 
 HOST = "layertap.service.workers.model_host"
 MAIN = "layertap.service.cli.main"  # what a server's own main module imports, and Python anew in each host
-LIBRARIES = {  # what models of each kind of source import
-    "torchvision": ("torchvision.models",),
-    "timm": ("timm",),
-    "transformers": ("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
-}
-FREEZE = "layertap.service.workers.freeze"
+PRELOAD = "layertap.service.workers.preload"
+LIBRARIES = ("torchvision", "timm", "transformers")
 
 
 def start_fork_server(specs: Iterable[ModelSpec]) -> None:
@@ -23,6 +19,6 @@ def start_fork_server(specs: Iterable[ModelSpec]) -> None:
     It has the libraries of models that are wanted from the start; one that is not there it leaves out.
     """
     kinds = {spec.source.partition(":")[0] for spec in specs if spec.load == "startup"}
-    libraries = [name for kind, names in LIBRARIES.items() if kind in kinds for name in names]
-    get_context("forkserver").set_forkserver_preload([HOST, MAIN, *libraries, FREEZE])
+    libraries = [f"{PRELOAD}.{name}" for name in LIBRARIES if name in kinds]
+    get_context("forkserver").set_forkserver_preload([HOST, MAIN, *libraries, f"{PRELOAD}.freeze"])
     forkserver.ensure_running()

@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-OOM_SCORE, FIRST = Path("/proc/self/oom_score_adj"), "500"  # of 1000
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+WORKER_OOM_SCORE = "500"  # of 1000
 STATUS = Path("/proc/self/status")
 
 
@@ -30,7 +31,7 @@ def end_with_parent(parent: int) -> None:
 def be_killed_first() -> None:
     """Have the system, where it runs out of memory, end this process rather than one that others depend on."""
     with suppress(OSError):
-        OOM_SCORE.write_text(FIRST)
+        OOM_SCORE.write_text(WORKER_OOM_SCORE)
 
 
 def limit_memory(more_bytes: int) -> None:
@@ -38,6 +39,7 @@ def limit_memory(more_bytes: int) -> None:
     now = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmData:"))
     limit = int(now.split()[1]) * 1024 + more_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a dump would have the pictures of others
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class ExtendBatch:
 
 @dataclass(frozen=True)
 class SentResult:
-    """A ``SliceResult`` whose results are in the order of its spec's captures; ``number`` is its slice's."""
+    """A ``SliceResult`` whose results are in the order of its spec's captures."""
 
     place: int
     start: int

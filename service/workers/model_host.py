@@ -68,7 +68,7 @@ def run_model_host(connection: socket.socket, options: HostOptions) -> None:
     except BaseException as error:  # a third party's code may raise anything
         channel.send(_to_load_error(error))
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system buries workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes workers that have ended
     gc.collect()
     gc.freeze()  # a collector that writes to what is shared would make copies of it
     channel.send(_describe(model))

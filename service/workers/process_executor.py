@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from queue import LifoQueue
@@ -12,21 +12,28 @@ from typing import cast
 
 import torch
 
+from layertap.models.capture.reduction import clone_reduced
 from layertap.models.devices import memory
-from layertap.models.errors import InputError, LayertapError
+from layertap.models.errors import InputError, LayertapError, LoadError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.plan import Capture
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
 from layertap.service import logs
 from layertap.service.engine.executor import CallOutcome, Extend, ModelFunction
-from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch, ForwardSlice, SliceResult, UndecodedError
+from layertap.service.engine.forward_batch import (
+    BatchOutcome,
+    ForwardBatch,
+    ForwardSlice,
+    Results,
+    SliceResult,
+    UndecodedError,
+)
 from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.engine.rows import Attempt
 from layertap.service.engine.threads import publish_name
-from layertap.service.errors import ForwardError
+from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
 from layertap.service.workers.channel import LargeBytes
@@ -37,17 +44,22 @@ from layertap.service.workers.messages import (
     DecodedItem,
     DecodeItem,
     ExtendBatch,
+    FromWorker,
     RunBatch,
     SentResult,
     SentSlice,
     SentSpec,
+    ToWorker,
 )
 from layertap.service.workers.model_host import HostOptions
 from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, WorkerProcess
 
-MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what each worker may take
+MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
 GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
 TRIES = 2  # a worker may die of something else
+SEND_TRIES = 3
+RETRY_SECONDS = 5.0
+CALL_SECONDS = 600.0  # a survey that takes so long hangs
 DIED = "the model's process ended"
 
 
@@ -67,12 +79,23 @@ def load_in_host(spec: ModelSpec, settings: Settings) -> HostedModel:
     """Load a model in a process of its own; LoadError where it can't be."""
     memory_bytes = settings.worker_memory_bytes
     if memory_bytes is None:
-        memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE)
+        memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE / settings.workers)
     options = HostOptions(spec, settings, list_search_folders(), memory_bytes, logs.wants_text(settings.log_format))
     host = ModelHost(options)
     with take_turn():
         info = host.load()
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
+
+
+def ask(worker: WorkerProcess, message: ToWorker | Callable[[], ToWorker], timeout: float | None) -> FromWorker:
+    """A worker's answer; one that was dead before it had the message is replaced, and asked again."""
+    for _ in range(SEND_TRIES):
+        try:
+            return worker.ask(message() if callable(message) else message, timeout)
+        except WorkerDiedError as error:
+            if error.taken:
+                raise
+    raise LoadError("workers end before they are asked")
 
 
 def no_more() -> None:
@@ -128,62 +151,71 @@ class ProcessExecutor:
         open_batch = OpenBatch(batch, extend)
         try:
             return self._run(open_batch)
+        except LoadError as error:
+            return _refuse(open_batch.batch, _make_unavailable(error))
         except WorkerDiedError as error:
             batch = open_batch.batch
             if error.timed_out:  # nobody waits any more
-                return BatchOutcome([_refuse(each) for each in batch.slices])
+                return _refuse(batch, ForwardError(DIED))
             if error.decoding >= 0:
-                return self._run_without(batch, error.decoding)
+                return self._run_without(batch, error)
             return _join([self._run_alone(replace(batch, slices=(each,))) for each in batch.slices])
-        except LayertapError as error:  # there are no workers any more
-            return BatchOutcome(failure=error.detail)
 
-    def _run_without(self, batch: ForwardBatch, number: int) -> BatchOutcome:
-        """The batch after the worker died of a slice's picture: that is decoded alone, and the others are not."""
+    def _run_without(self, batch: ForwardBatch, error: WorkerDiedError) -> BatchOutcome:
+        """The batch after the worker died of a slice's picture: the others again, and then that one, decoded alone."""
         slices = list(batch.slices)
-        blamed = slices.pop(number)
+        blamed = slices.pop(error.decoding)
         outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)), no_more)] if slices else []
-        (attempt,) = self.decode(blamed.encoded, self.model.model_inputs) if blamed.encoded is not None else (None,)
-        if isinstance(attempt, Mapping):
-            alone = replace(blamed, inputs=attempt, encoded=None)
-            outcomes.append(self._run_alone(replace(batch, slices=(alone,))))
-        elif attempt is not None:
-            refused = SliceResult(blamed.place, blamed.start, blamed.stop, UndecodedError(attempt), 1)
-            outcomes.append(BatchOutcome([refused]))
-        return _join(outcomes)
+        alone = replace(batch, slices=(blamed,))
+        if error.decode_seconds >= self._settings.decode_timeout_s or blamed.encoded is None:
+            return _join([*outcomes, _refuse(alone, UndecodedError(self._make_refusal(error)))])
+        try:
+            (attempt,) = self._decode(blamed.encoded, tries=TRIES - 1)
+        except LoadError as failure:
+            return _join([*outcomes, _refuse(alone, _make_unavailable(failure))])
+        if isinstance(attempt, LayertapError):
+            return _join([*outcomes, _refuse(alone, UndecodedError(attempt))])
+        decoded = replace(blamed, inputs=attempt, encoded=None)
+        return _join([*outcomes, self._run_alone(replace(batch, slices=(decoded,)))])
 
     def call(self, function: ModelFunction) -> CallOutcome:
         """The function, in a worker."""
         try:
             with self._borrow() as worker:
-                outcome = cast(
-                    "CallOutcome", worker.ask(CallModel(function), self._settings.deadline_s + GRACE_SECONDS)
-                )
+                outcome = cast("CallOutcome", ask(worker, CallModel(function), CALL_SECONDS))
                 if outcome.failure:
                     worker.replace(outcome.failure)
                 return CallOutcome(outcome.result)
         except WorkerDiedError:
             return CallOutcome(ForwardError(DIED))
-        except LayertapError as error:
-            return CallOutcome(error, failure=error.detail)
+        except LoadError as error:
+            return CallOutcome(_make_unavailable(error))
 
     def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
-        if not isinstance(item, (ImageItem, TextItem)) or inputs is not self.model.model_inputs:
-            return try_to_decode(item, inputs, self._settings)
-        limit = self._settings.decode_timeout_s
-        for _ in range(TRIES):
-            started = time.monotonic()
+        if isinstance(item, (ImageItem, TextItem)) and inputs is self.model.model_inputs:
             try:
-                with self._borrow() as worker:
-                    started = time.monotonic()
-                    return cast("DecodedItem", worker.ask(DecodeItem(item), limit + GRACE_SECONDS)).attempts
-            except WorkerDiedError:
-                if time.monotonic() - started >= limit:
-                    break
-        else:
-            return [InputError("this input ends the process that decodes it", hint="send it in another format")]
-        return [InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")]
+                return self._decode(item, TRIES)
+            except LoadError as error:
+                raise _make_unavailable(error) from error
+        return try_to_decode(item, inputs, self._settings)
+
+    def _decode(self, item: ImageItem | TextItem, tries: int) -> Sequence[Attempt]:
+        limit = self._settings.decode_timeout_s
+        try:
+            with self._borrow() as worker:
+                return cast("DecodedItem", ask(worker, DecodeItem(item), limit + GRACE_SECONDS)).attempts
+        except WorkerDiedError as error:
+            if tries > 1 and error.decode_seconds < limit:
+                return self._decode(item, tries - 1)
+            return [self._make_refusal(error)]
+
+    def _make_refusal(self, error: WorkerDiedError) -> InputError:
+        """Why an item that a worker died of is refused."""
+        limit = self._settings.decode_timeout_s
+        if error.decode_seconds >= limit:
+            return InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")
+        return InputError("this input ends the process that decodes it", hint="send it in another format")
 
     def close(self) -> None:
         """End all processes."""
@@ -191,26 +223,26 @@ class ProcessExecutor:
 
     def _run(self, open_batch: OpenBatch) -> BatchOutcome:
         with self._borrow() as worker:
-            answer = worker.ask(_make_message(open_batch.batch, worker), open_batch.get_timeout())
+            answer = ask(worker, lambda: _make_message(open_batch.batch, worker), open_batch.get_timeout())
             while isinstance(answer, BatchDecoded):
-                more = open_batch.extend()
-                slices, new = _send_slices(more, worker)
+                slices, new = _send_slices(open_batch.extend(), worker)
                 message = ExtendBatch(slices, new, open_batch.batch.threads)
                 answer = worker.ask(message, open_batch.get_timeout())
             run = cast("BatchRun", answer)
             worker.hooks = run.hooks
             if run.failure:
                 worker.replace(run.failure)
-        specs = {each.place: tuple(each.spec.plan.captures) for each in open_batch.batch.slices}
-        return BatchOutcome([_make_result(result, specs[result.place]) for result in run.results], run.failures)
+        slices_by_place = {each.place: each for each in open_batch.batch.slices}
+        results = [_make_result(result, slices_by_place[result.place]) for result in run.results]
+        return BatchOutcome(results, run.failures)
 
     def _run_alone(self, batch: ForwardBatch) -> BatchOutcome:
         try:
             return self._run(OpenBatch(batch, no_more))
         except WorkerDiedError:
-            return BatchOutcome([_refuse(each) for each in batch.slices])
-        except LayertapError as error:
-            return BatchOutcome(failure=error.detail)
+            return _refuse(batch, ForwardError(DIED))
+        except LoadError as error:
+            return _refuse(batch, _make_unavailable(error))
 
     @contextmanager
     def _borrow(self) -> Iterator[WorkerProcess]:
@@ -240,16 +272,27 @@ def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
     return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded)
 
 
-def _make_result(sent: SentResult, captures: Sequence[Capture]) -> SliceResult:
-    results = sent.results if isinstance(sent.results, Exception) else dict(zip(captures, sent.results, strict=True))
+def _make_result(sent: SentResult, forward_slice: ForwardSlice) -> SliceResult:
+    """What became of rows. Those that wait for a request's others do not keep the memory of the whole message."""
+    results: Results | LayertapError | RuntimeError
+    if isinstance(sent.results, Exception):
+        results = sent.results
+    else:
+        tensors = sent.results if forward_slice.whole else [clone_reduced(each) for each in sent.results]
+        results = dict(zip(forward_slice.spec.plan.captures, tensors, strict=True))
     return SliceResult(sent.place, sent.start, sent.stop, results, sent.rows, sent.forward, sent.copy, sent.decode)
 
 
-def _refuse(each: ForwardSlice) -> SliceResult:
-    return SliceResult(each.place, each.start, each.stop, ForwardError(DIED), each.rows)
+def _refuse(batch: ForwardBatch, error: LayertapError | RuntimeError) -> BatchOutcome:
+    """An error for all that a batch has."""
+    return BatchOutcome([SliceResult(each.place, each.start, each.stop, error, each.rows) for each in batch.slices])
+
+
+def _make_unavailable(error: LoadError) -> UnavailableError:
+    """What to tell whoever asks while no worker can be started; the next request tries again."""
+    return UnavailableError(error.detail, hint=error.hint, retry_after=RETRY_SECONDS)
 
 
 def _join(outcomes: Sequence[BatchOutcome]) -> BatchOutcome:
     """What became of the parts of a batch."""
-    failure = next((outcome.failure for outcome in outcomes if outcome.failure), "")
-    return BatchOutcome([result for outcome in outcomes for result in outcome.results], failure=failure)
+    return BatchOutcome([result for outcome in outcomes for result in outcome.results])

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from multiprocessing import get_context
@@ -14,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.service.workers.channel import Channel, connect
-from layertap.service.workers.messages import FromWorker, StartWorker, ToWorker, WorkerStarted
+from layertap.service.workers.messages import ExtendBatch, FromWorker, StartWorker, ToWorker, WorkerStarted
 from layertap.service.workers.model_host import HostOptions, run_model_host
 from layertap.service.workers.progress import Progress, create_progress
 from layertap.service.workers.spec_table import SpecTable
@@ -27,14 +28,17 @@ log = logging.getLogger("layertap")
 class WorkerDiedError(Exception):
     """A worker ended, or was ended, before it answered.
 
-    ``timed_out``: it was given all the time that there was. ``decoding`` is the number of the item that it decoded
-    then, -1 where it decoded none.
+    ``taken``: it may have died of the message; else it was dead before. ``timed_out``: it was given all the time that
+    there was. ``decoding`` is the number of the item that it decoded then, and ``decode_seconds`` for how long; -1
+    where it decoded none.
     """
 
-    def __init__(self, *, timed_out: bool, decoding: int) -> None:
+    def __init__(self, *, taken: bool, timed_out: bool, decoding: int, decode_seconds: float) -> None:
         super().__init__("a worker died")
+        self.taken = taken
         self.timed_out = timed_out
         self.decoding = decoding
+        self.decode_seconds = decode_seconds
 
 
 class ModelHost:
@@ -49,6 +53,7 @@ class ModelHost:
         self._options = options
         self._lock = threading.Lock()
         self._closed = False
+        self._identity = ""  # of the model as it was loaded first
         self._channel: Channel
         self._process: BaseProcess | None = None
 
@@ -107,6 +112,12 @@ class ModelHost:
             self._end()
             raise answer
         info: ModelInfo = answer
+        if self._identity not in ("", info.identity):
+            self._end()
+            raise LoadError(
+                "it is another model than before: its weights have changed", hint="unload it, then load it again"
+            )
+        self._identity = info.identity
         return info
 
     def _copy_host(self, memory: int) -> tuple[int, Channel]:
@@ -160,15 +171,21 @@ class WorkerProcess:
     def ask(self, message: ToWorker, timeout: float | None = None) -> FromWorker:
         """Its answer; WorkerDiedError where it dies, or is killed for it has not answered after so many seconds.
 
-        Another one has taken its place then.
+        Another one has taken its place then; LoadError where there is none.
         """
+        taken = isinstance(message, ExtendBatch)  # what it belongs to is
         try:
             self._channel.send(message)
+            taken = True
             answer: FromWorker = self._channel.receive(timeout)
         except (EOFError, TimeoutError) as error:
-            timed_out, decoding = isinstance(error, TimeoutError), self._progress.number
+            decoding, since = self._progress.item
+            seconds = time.monotonic() - since if decoding >= 0 else 0.0
+            timed_out = isinstance(error, TimeoutError)
             self.replace("no answer in time" if timed_out else "it ended")
-            raise WorkerDiedError(timed_out=timed_out, decoding=decoding) from error
+            raise WorkerDiedError(
+                taken=taken, timed_out=timed_out, decoding=decoding, decode_seconds=seconds
+            ) from error
         return answer
 
     def replace(self, reason: str) -> None:
@@ -189,6 +206,9 @@ class WorkerProcess:
 
     def _start(self) -> None:
         self.specs = SpecTable()
-        self.pid, self._channel, self._progress = self._host.start_worker()
+        try:
+            self.pid, self._channel, self._progress = self._host.start_worker()
+        except (EOFError, OSError) as error:
+            raise LoadError(f"no worker of model {self._host.name} can be started", hint=IN_THE_LOG) from error
         with suppress(ProcessLookupError):  # it has died since: the next message tells
             self._process = os.pidfd_open(self.pid)
