@@ -10,6 +10,14 @@ MIB = 2**20
 MALLOC_PARAMETERS = {MMAP_THRESHOLD: 32 * MIB, TRIM_THRESHOLD: 512 * MIB, TOP_PAD: 16 * MIB}
 
 
+def release_memory() -> None:
+    """Give back what was kept to be used again: a process that may have no more memory needs it for something else."""
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def keep_large_blocks() -> None:
     """Have memory of activations used again instead of given back: getting it anew costs a fault for each page.
 

@@ -125,7 +125,7 @@ class Settings(BaseSettings):
     cpu_threads: int = Field(default_factory=_count_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
     workers: int = Field(0, ge=0, le=512)
-    worker_memory_bytes: Bytes | None = Field(None, gt=0)
+    worker_memory_bytes: Bytes | None = Field(None, ge=256 * MIB)
     decode_timeout_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     replicas: int = Field(default_factory=lambda: min(_count_cores(), MAX_DEFAULT_REPLICAS), gt=0, le=64)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,12 +20,19 @@ OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
 )
+# Of oneDNN, which does not say why: where a process may not have more memory that is why.
+LIMITED_MESSAGES = ("could not create a primitive", "could not create a memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device or this machine has too little memory."""
-    is_named = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY_MESSAGES)
-    return isinstance(error, torch.OutOfMemoryError) or is_named
+    """Whether an error says that a device, this machine or this process has too little memory."""
+    messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MESSAGES if _is_limited() else ())
+    is_named = isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_named
+
+
+def _is_limited() -> bool:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
 def is_device_error(error: BaseException) -> bool:

@@ -271,7 +271,8 @@ class Scheduler:
                 self._batcher.reduce_max_rows(batch.queue, outcome.failures.too_many_rows)
             self._batcher.finish(batch, seconds)
             parallel = self._batcher.count_parallel_batches(batch.queue.device, batch.slots)
-            worker.add_forward_time(batch, seconds, parallel)
+            if any(not isinstance(result.results, Exception) for result in outcome.results):
+                worker.add_forward_time(batch, seconds, parallel)
             worker.idle_replicas.append(replica)
             answers = []
             requests = list(running.jobs)

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import NoReturn, TypeVar, cast
 
@@ -66,13 +67,15 @@ def run_model_host(connection: socket.socket, options: HostOptions) -> None:
             run_survey=run_in_copy,
         )
     except BaseException as error:  # a third party's code may raise anything
-        channel.send(_to_load_error(error))
+        with suppress(EOFError):
+            channel.send(_to_load_error(error))
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes workers that have ended
     gc.collect()
     gc.freeze()  # a collector that writes to what is shared would make copies of it
-    channel.send(_describe(model))
-    _start_workers(channel, model, options)
+    with suppress(EOFError):
+        channel.send(_describe(model))
+        _start_workers(channel, model, options)
 
 
 def run_in_copy(function: Callable[[], T]) -> T:

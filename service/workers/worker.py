@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from layertap.models.errors import LayertapError
+from layertap.models.errors import LayertapError, TooLargeError
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.plan import Capture
+from layertap.service.allocator import release_memory
 from layertap.service.engine.executor import CallOutcome, InProcessExecutor
 from layertap.service.engine.forward_batch import (
     BatchOutcome,
@@ -70,7 +71,10 @@ class Worker:
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
         with self._progress.decoding(number), limit_seconds(self._decode_seconds):
-            return self._executor.decode(item, self._executor.model.model_inputs)
+            attempts = self._executor.decode(item, self._executor.model.model_inputs)
+        if any(isinstance(attempt, TooLargeError) for attempt in attempts):
+            release_memory()
+        return attempts
 
     def _call(self, message: CallModel) -> CallOutcome:
         outcome = self._executor.call(message.function)
@@ -91,6 +95,8 @@ class Worker:
         if batch.slices:
             whole = ForwardBatch(tuple(batch.slices), threads, message.padded_rows, message.unsplittable)
             outcome = self._executor.run_batch(0, whole, lambda: None)
+        if outcome.failures.out_of_memory:
+            release_memory()
         results = [batch.send(result) for result in outcome.results]
         return BatchRun([*batch.refused, *results], outcome.failures, outcome.failure, self._executor.model.hooks)
 
