@@ -26,13 +26,10 @@ LIMITED_MESSAGES = ("could not create a primitive", "could not create a memory")
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device, this machine or this process has too little memory."""
-    messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MESSAGES if _is_limited() else ())
+    limited = resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    messages = OUT_OF_MEMORY_MESSAGES + (LIMITED_MESSAGES if limited else ())
     is_named = isinstance(error, RuntimeError) and any(words in str(error) for words in messages)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_named
-
-
-def _is_limited() -> bool:
-    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
+    return isinstance(error, torch.OutOfMemoryError) or is_named or (limited and isinstance(error, MemoryError))
 
 
 def is_device_error(error: BaseException) -> bool:
