@@ -1,4 +1,4 @@
-"""The process that all hosts are forked from: it has imported what they need, and has one thread."""
+"""The process that all hosts are forked from: it has imported what they need, and has one thread of Python."""
 
 from __future__ import annotations
 

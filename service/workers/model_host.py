@@ -1,7 +1,7 @@
 """A model's host: a process that loads the model and is copied for each worker, so that weights are stored once.
 
-It has one thread, and runs operations on one: after a forward on several, a copy's own forward on several would never
-end, since libgomp believes in threads that a copy does not have.
+It has one thread of Python, and runs operations on one thread: after a forward on several, a copy's own forward on
+several would never end, since libgomp believes in threads that a copy does not have.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ class HostOptions:
     settings: Settings
     folders: Sequence[str]
     worker_bytes: int
-    text_logs: bool
 
 
 def run_model_host(connection: socket.socket, options: HostOptions) -> None:
     """Load a model, tell the server of it, and start workers until the server closes the connection."""
     end_with_parent(os.getppid())
-    logs.configure(options.settings.log_level, options.text_logs)
+    logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
     allocator.keep_large_blocks()
     add_search_folders(options.folders)
     torch.set_num_threads(1)

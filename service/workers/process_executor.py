@@ -20,7 +20,6 @@ from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
-from layertap.service import logs
 from layertap.service.engine.executor import CallOutcome, Extend, ModelFunction
 from layertap.service.engine.forward_batch import (
     BatchOutcome,
@@ -80,7 +79,7 @@ def load_in_host(spec: ModelSpec, settings: Settings) -> HostedModel:
     memory_bytes = settings.worker_memory_bytes
     if memory_bytes is None:
         memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE / settings.workers)
-    options = HostOptions(spec, settings, list_search_folders(), memory_bytes, logs.wants_text(settings.log_format))
+    options = HostOptions(spec, settings, list_search_folders(), memory_bytes)
     host = ModelHost(options)
     with take_turn():
         info = host.load()

@@ -97,7 +97,7 @@ class Worker:
             outcome = self._executor.run_batch(0, whole, lambda: None)
         if outcome.failures.out_of_memory:
             release_memory()
-        results = [batch.send(result) for result in outcome.results]
+        results = [batch.make_sent(result) for result in outcome.results]
         return BatchRun([*batch.refused, *results], outcome.failures, outcome.failure, self._executor.model.hooks)
 
     def _add(self, batch: _DecodedBatch, message: RunBatch | ExtendBatch) -> None:
@@ -155,7 +155,7 @@ class _DecodedBatch:
         """Rows that there are none of."""
         self.refused.append(SentResult(sent.place, sent.start, sent.stop, error, 1))
 
-    def send(self, result: SliceResult) -> SentResult:
+    def make_sent(self, result: SliceResult) -> SentResult:
         """What became of rows, as it goes to the server."""
         found, decode = result.results, self.decodes.get(result.place, NO_TIME)
         sent = found if isinstance(found, Exception) else [found[each] for each in self.captures[result.place]]
