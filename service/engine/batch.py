@@ -9,7 +9,7 @@ from layertap.models.catalog.catalog import Costs
 from layertap.service.types import BatchReason, Priority
 
 CPU = "cpu"  # the device on which pictures are decoded
-MIN_EFFICIENT_ROWS = 8  # an efficient forward has so many rows even where its fixed cost is nothing
+MIN_EFFICIENT_ROWS = 4  # an efficient forward has so many rows even where its fixed cost is nothing
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
 
 
