@@ -23,7 +23,7 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 from layertap.service.workers import executors
-from layertap.service.workers.fork_server import start_fork_server
+from layertap.service.workers.host_process import start_fork_server
 
 
 def create_app(

@@ -69,6 +69,10 @@ def _run(
     from layertap.service.http.server_config import make_server_config
     from layertap.service.process import Server
 
+    if settings.workers:
+        from layertap.service.workers.host_process import fork_this_process
+
+        fork_this_process()  # as long as there is one thread
     allocator.keep_large_blocks()
     summary = StartupSummary(stderr, listeners[0].getsockname(), settings.requires_key)
 

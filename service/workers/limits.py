@@ -16,13 +16,15 @@ WORKER_OOM_SCORE = "500"  # of 1000
 STATUS = Path("/proc/self/status")
 
 
-def end_with_parent(parent: int) -> None:
-    """Have this process killed when the thread that started it ends; ``parent`` is the number of its process.
-
-    A terminal's Ctrl+C and a service manager's SIGTERM, which go to all processes, are the server's to obey: it drains.
-    """
+def leave_signals_to_server() -> None:
+    """Ignore a terminal's Ctrl+C and a service manager's SIGTERM, which go to all processes: the server drains."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when the thread that started it ends; ``parent`` is the number of its process."""
+    leave_signals_to_server()
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before that
         os._exit(1)

@@ -8,13 +8,63 @@ from dataclasses import dataclass
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import LayertapError
 from layertap.models.selection.plan import Capture
+from layertap.models.spec import ModelSpec
 from layertap.service.engine.executor import CallOutcome, ModelFunction
 from layertap.service.engine.forward_batch import BatchFailures, ForwardSpec, Interval
 from layertap.service.engine.rows import Attempt, Rows
 from layertap.service.inputs.items import ImageItem, TextItem
+from layertap.service.settings import Settings
 from layertap.service.workers.channel import LargeBytes
 
 NO_TIME: Interval = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """What a host loads, and how; ``folders`` are those in which own models are found.
+
+    ``worker_bytes``: how much memory each worker may take beside what it shares.
+    """
+
+    spec: ModelSpec
+    settings: Settings
+    folders: Sequence[str]
+    worker_bytes: int
+
+
+@dataclass(frozen=True)
+class ImportLibraries:
+    """To the fork server: import what hosts of models from such sources will need. There is no answer."""
+
+    kinds: frozenset[str]
+
+
+@dataclass(frozen=True)
+class StartHost:
+    """To the fork server: start a host; the descriptor of its connection comes along."""
+
+    options: HostOptions
+
+
+@dataclass(frozen=True)
+class HostStarted:
+    """From the fork server: the number of the host's process."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class WaitForHost:
+    """To the fork server: wait for a host that ends."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class HostEnded:
+    """From the fork server: a host's exit status, below 0 where a signal ended it."""
+
+    status: int
 
 
 @dataclass(frozen=True)

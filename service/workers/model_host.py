@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import NoReturn, TypeVar, cast
 
 import torch
@@ -23,13 +23,11 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
-from layertap.models.spec import ModelSpec
 from layertap.service import allocator, logs
 from layertap.service.engine.executor import InProcessExecutor
-from layertap.service.settings import Settings
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
-from layertap.service.workers.messages import WorkerStarted
+from layertap.service.workers.messages import HostOptions, WorkerStarted
 from layertap.service.workers.progress import Progress
 from layertap.service.workers.worker import Worker
 
@@ -37,22 +35,12 @@ T = TypeVar("T")
 log = logging.getLogger("layertap")
 
 
-@dataclass(frozen=True)
-class HostOptions:
-    """What a host loads, and how; ``folders`` are those in which own models are found.
+def run_model_host(connection: socket.socket, options: HostOptions, parent: int) -> None:
+    """Load a model, tell the server of it, and start workers until the server closes the connection.
 
-    ``worker_bytes``: how much memory each worker may take beside what it shares.
+    ``parent`` is the number of the process that started this one, and with which it ends.
     """
-
-    spec: ModelSpec
-    settings: Settings
-    folders: Sequence[str]
-    worker_bytes: int
-
-
-def run_model_host(connection: socket.socket, options: HostOptions) -> None:
-    """Load a model, tell the server of it, and start workers until the server closes the connection."""
-    end_with_parent(os.getppid())
+    end_with_parent(parent)
     logs.configure(options.settings.log_level, logs.wants_text(options.settings.log_format))
     allocator.keep_large_blocks()
     add_search_folders(options.folders)

@@ -44,13 +44,13 @@ from layertap.service.workers.messages import (
     DecodeItem,
     ExtendBatch,
     FromWorker,
+    HostOptions,
     RunBatch,
     SentResult,
     SentSlice,
     SentSpec,
     ToWorker,
 )
-from layertap.service.workers.model_host import HostOptions
 from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, WorkerProcess
 
 MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part

@@ -9,14 +9,12 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.service.workers.channel import Channel, connect
-from layertap.service.workers.messages import ExtendBatch, FromWorker, StartWorker, ToWorker, WorkerStarted
-from layertap.service.workers.model_host import HostOptions, run_model_host
+from layertap.service.workers.host_process import HostProcess, start_host
+from layertap.service.workers.messages import ExtendBatch, FromWorker, HostOptions, StartWorker, ToWorker, WorkerStarted
 from layertap.service.workers.progress import Progress, create_progress
 from layertap.service.workers.spec_table import SpecTable
 
@@ -55,7 +53,7 @@ class ModelHost:
         self._closed = False
         self._identity = ""  # of the model as it was loaded first
         self._channel: Channel
-        self._process: BaseProcess | None = None
+        self._process: HostProcess | None = None
 
     def load(self) -> ModelInfo:
         """Start the process, and wait until it has loaded the model; LoadError where it can't."""
@@ -95,18 +93,14 @@ class ModelHost:
             worker.close()
 
     def _load(self) -> ModelInfo:
-        context = get_context("forkserver")
         self._channel, connection = connect()
         with closing(connection):
-            process = self._process = context.Process(
-                target=run_model_host, args=(connection, self._options), name=f"model-{self.name}", daemon=True
-            )
-            process.start()
+            self._process = start_host(connection, self._options)
         try:
             answer = self._channel.receive()
         except EOFError:
-            process.join(START_SECONDS)
-            answer = LoadError(f"the process that loads it has ended (status {process.exitcode})")
+            status, self._process = self._process.end(START_SECONDS), None
+            answer = LoadError(f"the process that loads it has ended (status {status})")
             answer.kind = "other"
         if isinstance(answer, LayertapError):
             self._end()
@@ -149,9 +143,7 @@ class ModelHost:
     def _end(self) -> None:
         self._channel.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process.close()
+            self._process.end()
             self._process = None
 
 
