@@ -32,6 +32,8 @@ UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 # What paths of the server begin with; here, for torch is imported where the routes are made.
 ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"})
 MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
+MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
+HAS_WORKERS = hasattr(os, "memfd_create")  # on Linux
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
     *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
@@ -43,6 +45,12 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 def _count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _choose_workers(known: dict[str, Any]) -> int:
+    """One for each thread; none where there is but one, which has enough to do."""
+    threads = known.get("cpu_threads", 1)  # nothing where it is none
+    return min(threads, MAX_DEFAULT_WORKERS) if HAS_WORKERS and threads > 1 else 0
 
 
 def _strip_all(texts: Iterable[str]) -> tuple[str, ...]:
@@ -124,7 +132,7 @@ class Settings(BaseSettings):
     max_loaded_models: int = Field(8, gt=0)
     cpu_threads: int = Field(default_factory=_count_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
-    workers: int = Field(0, ge=0, le=512)
+    workers: int = Field(default_factory=_choose_workers, ge=0, le=512)
     worker_memory_bytes: Bytes | None = Field(None, ge=256 * MIB)
     decode_timeout_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     replicas: int = Field(default_factory=lambda: min(_count_cores(), MAX_DEFAULT_REPLICAS), gt=0, le=64)
@@ -184,7 +192,7 @@ class Settings(BaseSettings):
     @field_validator("workers")
     @classmethod
     def _check_system(cls, value: int) -> int:
-        if value and not hasattr(os, "memfd_create"):
+        if value and not HAS_WORKERS:
             raise ValueError("worker processes need Linux: leave it out")
         return value
 
