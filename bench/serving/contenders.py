@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -109,11 +108,11 @@ def _json(body: bytes, layers: Sequence[str]) -> Array:
     return np.concatenate([np.asarray(vectors[layer]) for layer in layers])
 
 
-def _ours(*, warm: bool = False, workers: bool = False) -> Contender:
+def _ours(*, warm: bool = False, workers: bool = True) -> Contender:
     def command(load: Load, port: int, folder: Path) -> list[str]:
         plan = {"layers": list(load.layers), "pool": load.pool, "compile": True}
         words = layertap([load.model], port, folder, [plan] if warm else [])
-        return ["env", f"LAYERTAP_WORKERS={os.cpu_count() or 1}", *words] if workers else words
+        return words if workers else ["env", "LAYERTAP_WORKERS=0", *words]
 
     def path(load: Load, layers: Sequence[str]) -> str:
         return extract(load.model, layers, load.pool, "npy" if len(load.layers) == 1 else "npz")
@@ -145,6 +144,6 @@ READ: dict[str, Callable[[bytes, Sequence[str]], Array]] = {"npy": _npy, "npz": 
 CONTENDERS: dict[str, Contender] = {
     **{name: _peer(name) for name in peers.PEERS},
     "server": _ours(),
-    "workers": _ours(workers=True),
+    "threads": _ours(workers=False),
     "warm": _ours(warm=True),
 }

@@ -147,7 +147,7 @@ SHOWN = (
     ),
     Shown(
         "rows per forward",
-        frozenset({"server", "warm"}),
+        frozenset({"server", "threads", "warm"}),
         {
             "rows_mean": "mean",
             "rows_median": "median, at most",

@@ -182,7 +182,7 @@ def test_one_set_of_layers_for_those_that_know_no_other() -> None:
     assert [name for name, each in CONTENDERS.items() if each.suits(LOADS["resnet50-mixed"])] == [
         "naive",
         "server",
-        "workers",
+        "threads",
     ]
     assert all(each.suits(LOADS["resnet50"]) for each in CONTENDERS.values())
 
