@@ -25,6 +25,8 @@ from layertap.service.version import get_version
 from layertap.service.workers import executors
 from layertap.service.workers.host_process import start_fork_server
 
+PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE)
+
 
 def create_app(
     settings: Settings | None = None,
@@ -53,7 +55,7 @@ def create_app(
         summary="Any layer of any PyTorch model, over HTTP.",
         version=get_version(),
         servers=[{"url": settings.root_path}] if settings.root_path else None,
-        routes=[extract.ROUTE, explain.ROUTE],
+        routes=list(PLAIN_ROUTES),
         exception_handlers=problems.EXCEPTION_HANDLERS,
         lifespan=lifespan,
         redirect_slashes=False,
@@ -65,7 +67,7 @@ def create_app(
         app.include_router(router)
     openapi.install(app)
     docs.install(app)
-    app.add_middleware(RequestContextMiddleware, settings=settings, metrics=engine.metrics)
+    app.add_middleware(RequestContextMiddleware, settings=settings, metrics=engine.metrics, routes=PLAIN_ROUTES)
     return app
 
 

@@ -7,7 +7,10 @@ import logging
 import os
 import sys
 import time
+from functools import lru_cache
 
+# Not orjson: it refuses lone surrogates, and leaves U+2028 as it is, which some take for the end of a line.
+ENCODER = json.JSONEncoder(default=str)
 COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
 SENTENCES = {  # of our loggers' messages whose fields people would have to put together
     ("layertap.access", "request"): "{method} {path} {status}, {milliseconds} ms",
@@ -23,7 +26,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line without a line break in it."""
         line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": f"{_format_second(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -31,8 +34,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # Not orjson: it refuses lone surrogates, and leaves U+2028 as it is, which some take for the end of a line.
-        return json.dumps(line, default=str)
+        return ENCODER.encode(line)
 
 
 class TextFormatter(logging.Formatter):
@@ -81,6 +83,12 @@ def configure(level: str, text: bool) -> None:
 def escape_unprintable(text: str) -> str:
     """A text of one line that no terminal takes for more than letters."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
+@lru_cache(maxsize=1)
+def _format_second(seconds: int) -> str:
+    """Cached: a busy server writes many lines a second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
 
 
 def _format_sentence(record: logging.LogRecord) -> str:

@@ -36,19 +36,23 @@ async def read_body(request: Request, settings: Settings, reserve: Callable[[int
     announced = request.headers.get("content-length", "0")
     if announced.isascii() and announced.isdigit() and int(announced[:20]) > limit:
         raise _too_large_error(announced[:20], limit)
-    chunks = bytearray()
+    chunks: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             async for chunk in request.stream():
-                if len(chunks) + len(chunk) > limit:
+                if not chunk:  # the end
+                    continue
+                size += len(chunk)
+                if size > limit:
                     raise _too_large_error(f"more than {limit}", limit)
                 reserve(len(chunk))
-                chunks += chunk
+                chunks.append(chunk)
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {settings.body_timeout_s:g} s") from None
     except ClientDisconnect:
         raise BadRequestError("the body broke off") from None
-    return bytes(chunks)
+    return b"".join(chunks)  # a single one is not copied
 
 
 def parse_multipart(headers: Headers, body: bytes, settings: Settings) -> list[MultipartPart]:

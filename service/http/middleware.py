@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from layertap.models.errors import escape
+from layertap.models.errors import LayertapError, escape
 from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, UnavailableError
 from layertap.service.http.auth import Keyring
+from layertap.service.http.plain_route import METHOD, PlainRoute
 from layertap.service.http.problems import make_error_response
 from layertap.service.http.security_headers import SECURITY_HEADERS
 from layertap.service.metrics import OTHER, Metrics
@@ -22,6 +24,7 @@ from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap.access")
 LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
+TRACES = "fastapi.telemetry"  # what FastAPI notes in a scope where it traces requests
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
 
@@ -31,11 +34,14 @@ class RequestContextMiddleware:
     ``until_sent`` in it is a stack of contexts that are left when the reply is sent, but for its last ``LARGE`` bytes.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: Iterable[PlainRoute] = ()
+    ) -> None:
         self.app = app
         self.root_path = settings.root_path
         self.keyring = Keyring(settings)
         self.metrics = metrics
+        self.plain_routes = {route.path: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that is not let in; pass on every other."""
@@ -76,8 +82,13 @@ class RequestContextMiddleware:
 
     async def _call_app(self, scope: Scope, exchange: _Exchange) -> None:
         """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
+        is_plain = scope["method"] == METHOD and TRACES not in scope
+        route = self.plain_routes.get(scope["path"]) if is_plain else None
         try:
-            await self.app(scope, exchange.receive, exchange.send)
+            if route is None:
+                await self.app(scope, exchange.receive, exchange.send)
+            else:
+                await _call_plain_route(route, scope, exchange)
         except asyncio.CancelledError:  # by a server that ends and waits no longer
             if exchange.status:
                 raise
@@ -141,6 +152,15 @@ class _Exchange:
         return ", ".join(entries)
 
 
+async def _call_plain_route(route: PlainRoute, scope: Scope, exchange: _Exchange) -> None:
+    """Call an endpoint without what else the app calls on the way to one."""
+    scope["route"] = route
+    try:
+        await route.app(scope, exchange.receive, exchange.send)
+    except LayertapError as error:
+        await exchange.send_error(error)
+
+
 def make_context_headers(request_id: str, timing: str) -> list[tuple[bytes, bytes]]:
     """The headers that every reply has, beside those of its body; ``timing`` is the value of ``Server-Timing``."""
     return [
@@ -163,7 +183,7 @@ def _strip_root_path(root_path: str, scope: Scope) -> Scope:
 def _choose_request_id(headers: Headers) -> str:
     """The caller's own id where it is harmless, else a new one."""
     request_id = headers.get("x-request-id", "")
-    return request_id if 0 < len(request_id) <= 64 and ID_CHARACTERS.issuperset(request_id) else uuid.uuid4().hex
+    return request_id if 0 < len(request_id) <= 64 and ID_CHARACTERS.issuperset(request_id) else secrets.token_hex(16)
 
 
 def _find_template(scope: Scope) -> str:

@@ -10,13 +10,13 @@ import asyncio
 import uuid
 from asyncio import TimerHandle
 from collections import deque
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from layertap.service.http.cycle_transport import CycleTransport
 from layertap.service.http.middleware import make_context_headers
 from layertap.service.http.problems import make_problem
 from layertap.service.http.write_timer import WriteTimer
@@ -49,7 +49,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Wait for a request, but not for ever."""
         super().connection_made(transport)
         self._write_timer = WriteTimer(transport, self._settings.send_timeout_s, self.logger)
-        self._cycle_transport = _CycleTransport(transport, self._end_after_reply)
+        self._cycle_transport = CycleTransport(transport, self.loop, self._end_after_reply)
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -59,7 +59,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()
         self._unset_keepalive_if_required()
-        self._cycle_transport.close = self.transport.close  # nothing waits for the garbage collector
+        self._cycle_transport.end = self.transport.close  # nothing waits for the garbage collector
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -110,6 +110,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """A reply is handed to the system, or waits for that."""
         self._unanswered.popleft()
+        self._cycle_transport.end_reply()
         super().on_response_complete()
         self._write_timer.start_for_last_reply()
 
@@ -259,15 +260,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         ]
         lines = b"".join(b"%b: %b\r\n" % field for field in headers)
         return b"%b%b\r\n%b" % (STATUS_LINE[status], lines, bytes(reply.body))
-
-
-class _CycleTransport:
-    """A transport as uvicorn's cycles use it, closed in another way."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write = transport.write
-        self.is_closing = transport.is_closing
-        self.close = close
 
 
 class _StopParsing(Exception):  # noqa: N818  (it only gets out of the parser)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it with their padding, how many these are
-FLAGS = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+FLAGS = socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
+MAX_FIRST_BYTES = 32 * 1024  # in one call of the system: a message is alone on its way, since the ends take turns
 ALIGNMENT = 64
 MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
 
@@ -66,30 +67,18 @@ class Channel:
         """The next message, and the descriptors that came with it, so many at most, which are the caller's."""
         with _end_where_lost():
             self._wait(timeout)
-            head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, FLAGS)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_FIRST_BYTES, count + 1, FLAGS)
             try:
-                if len(head) < HEADER.size:
-                    raise EOFError("the other process has ended")
-                body_bytes, payload_bytes, buffer_count = HEADER.unpack(head)
-                sizes = struct.unpack(f"={buffer_count}Q", self._receive(8 * buffer_count))
-                body = self._receive(body_bytes)
-                payload = self._receive_payload(payload_bytes, descriptors)
+                received = _Received(self._socket, data)
+                body_bytes, payload_bytes, buffer_count = HEADER.unpack(received.take(HEADER.size))
+                sizes = struct.unpack(f"={buffer_count}Q", received.take(8 * buffer_count))
+                body = received.take(body_bytes)
+                payload = _receive_payload(received, payload_bytes, descriptors)
             except BaseException:
                 for each in descriptors:
                     os.close(each)
                 raise
         return pickle.loads(body, buffers=_split(payload, sizes)), descriptors  # noqa: S301  (from our own processes)
-
-    def _receive_payload(self, size: int, descriptors: list[int]) -> memoryview:
-        if size <= MAX_INLINE_BYTES:
-            return self._receive(size)
-        if not descriptors:
-            raise OSError("no descriptor was left for a message's memory")
-        memory = descriptors.pop()
-        try:
-            return memoryview(mmap.mmap(memory, size))
-        finally:
-            os.close(memory)
 
     def _wait(self, timeout: float | None) -> None:
         if timeout is None:
@@ -104,9 +93,22 @@ class Channel:
         if sent < len(data):
             self._socket.sendall(memoryview(data)[sent:])
 
-    def _receive(self, count: int) -> memoryview:
+
+class _Received:
+    """A message as it arrives: what the first call of the system gave, which is mostly all of it, and then the rest."""
+
+    def __init__(self, connection: socket.socket, data: bytes) -> None:
+        self._socket = connection
+        self._data = memoryview(data)
+
+    def take(self, count: int) -> memoryview:
+        """The next bytes; EOFError where the other end is gone."""
+        if count <= len(self._data):
+            taken, self._data = self._data[:count], self._data[count:]
+            return taken
         data = memoryview(bytearray(count))
-        received = 0
+        received = len(self._data)
+        data[:received], self._data = self._data, self._data[received:]
         while received < count:
             more = self._socket.recv_into(data[received:])
             if not more:
@@ -154,6 +156,18 @@ def _pickle(message: object) -> tuple[bytes, list[memoryview]]:
     body = io.BytesIO()
     _Pickler(body, protocol=5, buffer_callback=buffers.append).dump(message)
     return body.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def _receive_payload(received: _Received, size: int, descriptors: list[int]) -> memoryview:
+    if size <= MAX_INLINE_BYTES:
+        return memoryview(bytearray(received.take(size)))  # aligned, and for its tensors to write to
+    if not descriptors:
+        raise OSError("no descriptor was left for a message's memory")
+    memory = descriptors.pop()
+    try:
+        return memoryview(mmap.mmap(memory, size))
+    finally:
+        os.close(memory)
 
 
 def _make_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: Any) -> Tensor:

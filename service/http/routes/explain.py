@@ -27,4 +27,4 @@ async def explain(request: Request) -> Response:
         return await encode_response(features, parsed, engine, admission.deadline)
 
 
-ROUTE = PlainRoute("/explain", explain, methods=["POST"])
+ROUTE = PlainRoute("/explain", explain)

@@ -33,7 +33,7 @@ async def extract(request: Request) -> Response:
         return await encode_response(features, parsed, engine, admission.deadline)
 
 
-ROUTE = PlainRoute("/extract", extract, methods=["POST"])
+ROUTE = PlainRoute("/extract", extract)
 
 
 def _make_estimate(job: Job) -> Response:

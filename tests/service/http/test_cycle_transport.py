@@ -1,0 +1,58 @@
+"""What is written for a reply arrives whole and in order, and a head does not wait for a body that is not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from layertap.service.http.cycle_transport import SMALL, CycleTransport
+
+HEAD = b"HTTP/1.1 200 OK\r\n\r\n"
+
+
+async def _connect() -> tuple[CycleTransport, asyncio.StreamReader, asyncio.StreamWriter, asyncio.Server]:
+    """The transport of a connection's server, and its client."""
+    made: asyncio.Future[asyncio.Transport] = asyncio.get_running_loop().create_future()
+
+    class Protocol(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.Transport)
+            made.set_result(transport)
+
+    server = await asyncio.get_running_loop().create_server(Protocol, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    transport = await made
+    return CycleTransport(transport, asyncio.get_running_loop(), transport.close), reader, writer, server
+
+
+@pytest.mark.parametrize("bodies", [(), (b"",), (b"body",), (b"a", b"b"), (bytes(SMALL + 1),), (bytes(SMALL), b"b")])
+def test_reply(bodies: tuple[bytes, ...]) -> None:
+    async def reply_twice() -> bytes:
+        transport, reader, writer, server = await _connect()
+        for _ in range(2):
+            for data in (HEAD, *bodies):
+                transport.write(data)
+            transport.end_reply()
+        transport.close()
+        received = await reader.read()
+        writer.close()
+        server.close()
+        return received
+
+    assert asyncio.run(reply_twice()) == 2 * (HEAD + b"".join(bodies))
+
+
+def test_head_without_body() -> None:
+    async def begin_reply() -> tuple[bytes, bytes]:
+        transport, reader, writer, server = await _connect()
+        transport.write(HEAD)
+        head = await reader.readexactly(len(HEAD))  # nothing else is written until it is here
+        transport.write(b"body")
+        transport.close()
+        body = await reader.read()
+        writer.close()
+        server.close()
+        return head, body
+
+    assert asyncio.run(begin_reply()) == (HEAD, b"body")
