@@ -34,9 +34,7 @@ class RequestContextMiddleware:
     ``until_sent`` in it is a stack of contexts that are left when the reply is sent, but for its last ``LARGE`` bytes.
     """
 
-    def __init__(
-        self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: Iterable[PlainRoute] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: Iterable[PlainRoute] = ()) -> None:
         self.app = app
         self.root_path = settings.root_path
         self.keyring = Keyring(settings)

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it with their padding, how many these are
-FLAGS = socket.MSG_CMSG_CLOEXEC
+FLAGS = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
-MAX_FIRST_BYTES = 32 * 1024  # in one call of the system: a message is alone on its way, since the ends take turns
 ALIGNMENT = 64
 MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
 
@@ -67,13 +66,17 @@ class Channel:
         """The next message, and the descriptors that came with it, so many at most, which are the caller's."""
         with _end_where_lost():
             self._wait(timeout)
-            data, descriptors, _, _ = socket.recv_fds(self._socket, MAX_FIRST_BYTES, count + 1, FLAGS)
+            head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, FLAGS)
             try:
-                received = _Received(self._socket, data)
-                body_bytes, payload_bytes, buffer_count = HEADER.unpack(received.take(HEADER.size))
-                sizes = struct.unpack(f"={buffer_count}Q", received.take(8 * buffer_count))
-                body = received.take(body_bytes)
-                payload = _receive_payload(received, payload_bytes, descriptors)
+                if len(head) < HEADER.size:
+                    raise EOFError("the other process has ended")
+                body_bytes, payload_bytes, buffer_count = HEADER.unpack(head)
+                sizes_bytes = 8 * buffer_count
+                inline_bytes = payload_bytes if payload_bytes <= MAX_INLINE_BYTES else 0
+                data = self._receive(sizes_bytes + body_bytes + inline_bytes)  # all at once: each call may lose the GIL
+                sizes = struct.unpack(f"={buffer_count}Q", data[:sizes_bytes])
+                body, inline = data[sizes_bytes : sizes_bytes + body_bytes], data[sizes_bytes + body_bytes :]
+                payload = _align_copy(inline) if inline_bytes == payload_bytes else _map(payload_bytes, descriptors)
             except BaseException:
                 for each in descriptors:
                     os.close(each)
@@ -93,22 +96,9 @@ class Channel:
         if sent < len(data):
             self._socket.sendall(memoryview(data)[sent:])
 
-
-class _Received:
-    """A message as it arrives: what the first call of the system gave, which is mostly all of it, and then the rest."""
-
-    def __init__(self, connection: socket.socket, data: bytes) -> None:
-        self._socket = connection
-        self._data = memoryview(data)
-
-    def take(self, count: int) -> memoryview:
-        """The next bytes; EOFError where the other end is gone."""
-        if count <= len(self._data):
-            taken, self._data = self._data[:count], self._data[count:]
-            return taken
+    def _receive(self, count: int) -> memoryview:
         data = memoryview(bytearray(count))
-        received = len(self._data)
-        data[:received], self._data = self._data, self._data[received:]
+        received = 0
         while received < count:
             more = self._socket.recv_into(data[received:])
             if not more:
@@ -158,9 +148,13 @@ def _pickle(message: object) -> tuple[bytes, list[memoryview]]:
     return body.getvalue(), [buffer.raw() for buffer in buffers]
 
 
-def _receive_payload(received: _Received, size: int, descriptors: list[int]) -> memoryview:
-    if size <= MAX_INLINE_BYTES:
-        return memoryview(bytearray(received.take(size)))  # aligned, and for its tensors to write to
+def _align_copy(payload: memoryview) -> memoryview:
+    """The bytes in memory of their own, which begins where numbers may."""
+    return memoryview(bytearray(payload))
+
+
+def _map(size: int, descriptors: list[int]) -> memoryview:
+    """The memory that came with a message."""
     if not descriptors:
         raise OSError("no descriptor was left for a message's memory")
     memory = descriptors.pop()

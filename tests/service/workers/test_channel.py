@@ -118,3 +118,20 @@ def test_cut_off() -> None:
     with pytest.raises(EOFError):
         channel.receive()
     channel.close()
+
+
+def test_messages_one_after_another() -> None:
+    channel, connection = connect()
+    other = Channel(connection)
+    read, write = os.pipe()
+    channel.send("first")
+    channel.send("second", [write])
+    assert other.receive() == "first"
+    message, (received,) = other.receive_with_descriptors(1)
+    assert message == "second"
+    os.write(received, b"x")
+    assert os.read(read, 1) == b"x"
+    for each in (read, write, received):
+        os.close(each)
+    channel.close()
+    other.close()
