@@ -12,7 +12,9 @@ import pickle
 import select
 import socket
 import struct
+import time
 import traceback
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
 class Channel:
     """One end of a connection. One thread at a time may use it, and the two ends take turns.
 
-    EOFError where the other end is gone, TimeoutError where it says nothing in time.
+    EOFError where the other end is gone, TimeoutError where it reads or says nothing in time.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -41,20 +43,23 @@ class Channel:
         """Close this end."""
         self._socket.close()
 
-    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and with it descriptors of files, which stay the caller's."""
+    def send(self, message: object, descriptors: Sequence[int] = (), timeout: float | None = None) -> None:
+        """Send a message within so many seconds, and with it descriptors of files, which stay the caller's.
+
+        After a TimeoutError a part of it may have gone: the connection is of no use any more.
+        """
         body, buffers = _pickle(message)
         sizes = [buffer.nbytes for buffer in buffers]
         payload_bytes = sum(map(_pad, sizes))
         head = HEADER.pack(len(body), payload_bytes, len(sizes)) + struct.pack(f"={len(sizes)}Q", *sizes)
         with _end_where_lost():
             if payload_bytes <= MAX_INLINE_BYTES:
-                self._send(b"".join([head, body, *_align(buffers)]), descriptors)
+                self._send(b"".join([head, body, *_align(buffers)]), descriptors, timeout)
                 return
             memory = os.memfd_create("layertap", os.MFD_CLOEXEC)
             try:
                 _write(memory, list(_align(buffers)))
-                self._send(head + body, [*descriptors, memory])
+                self._send(head + body, [*descriptors, memory], timeout)
             finally:
                 os.close(memory)
 
@@ -65,7 +70,7 @@ class Channel:
     def receive_with_descriptors(self, count: int, timeout: float | None = None) -> tuple[Any, list[int]]:
         """The next message, and the descriptors that came with it, so many at most, which are the caller's."""
         with _end_where_lost():
-            self._wait(timeout)
+            self._wait(select.POLLIN, timeout)
             head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, FLAGS)
             try:
                 if len(head) < HEADER.size:
@@ -83,18 +88,24 @@ class Channel:
                 raise
         return pickle.loads(body, buffers=_split(payload, sizes)), descriptors  # noqa: S301  (from our own processes)
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, event: int, timeout: float | None) -> None:
         if timeout is None:
             return
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
+        poll.register(self._socket, event)
         if not poll.poll(max(timeout, 0.0) * 1000):
             raise TimeoutError("the other process does not answer")
 
-    def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
-        sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else 0
-        if sent < len(data):
-            self._socket.sendall(memoryview(data)[sent:])
+    def _send(self, data: bytes, descriptors: Sequence[int], timeout: float | None) -> None:
+        rest, ancillary = memoryview(data), _attach(descriptors)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while rest:
+            try:
+                sent = self._socket.sendmsg([rest], ancillary, 0 if deadline is None else socket.MSG_DONTWAIT)
+            except BlockingIOError:  # the socket is full; most messages are smaller than it
+                self._wait(select.POLLOUT, None if deadline is None else deadline - time.monotonic())
+            else:
+                rest, ancillary = rest[sent:], ()
 
     def _receive(self, count: int) -> memoryview:
         data = memoryview(bytearray(count))
@@ -105,6 +116,11 @@ class Channel:
                 raise EOFError("the other process has ended")
             received += more
         return data
+
+
+def _attach(descriptors: Sequence[int]) -> Sequence[tuple[int, int, array[int]]]:
+    """Descriptors as they go with the first bytes of a message."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
 
 
 def connect() -> tuple[Channel, socket.socket]:

@@ -92,7 +92,7 @@ def ask(worker: WorkerProcess, message: ToWorker | Callable[[], ToWorker], timeo
         try:
             return worker.ask(message() if callable(message) else message, timeout)
         except WorkerDiedError as error:
-            if error.taken:
+            if error.taken or error.timed_out:
                 raise
     raise LoadError("workers end before they are asked")
 

@@ -166,10 +166,12 @@ class WorkerProcess:
         Another one has taken its place then; LoadError where there is none.
         """
         taken = isinstance(message, ExtendBatch)  # what it belongs to is
+        started = time.monotonic()
         try:
-            self._channel.send(message)
+            self._channel.send(message, timeout=timeout)
             taken = True
-            answer: FromWorker = self._channel.receive(timeout)
+            left = None if timeout is None else timeout - (time.monotonic() - started)
+            answer: FromWorker = self._channel.receive(left)
         except (EOFError, TimeoutError) as error:
             decoding, since = self._progress.item
             seconds = time.monotonic() - since if decoding >= 0 else 0.0

@@ -110,6 +110,19 @@ def test_other_end() -> None:
         channel.send("x")
 
 
+def test_nobody_reads() -> None:
+    """A message that a socket does not hold is given up where the other end does not read it in time."""
+    channel, connection = connect()
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(channel.send, bytes(2**24), timeout=0.0)
+        try:
+            with pytest.raises(TimeoutError):
+                sending.result(10.0)
+        finally:
+            connection.close()
+            channel.close()
+
+
 def test_cut_off() -> None:
     """A message whose sender dies in the middle is none."""
     channel, connection = connect()

@@ -15,8 +15,10 @@ import pytest
 from PIL import Image
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.service.inputs.items import TextItem
+from layertap.service.workers.messages import DecodeItem
 from layertap.service.workers.process_executor import HostedModel
-from layertap.service.workers.worker_process import WorkerProcess
+from layertap.service.workers.worker_process import WorkerDiedError, WorkerProcess
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
@@ -133,6 +135,17 @@ def test_worker_killed(fatal: Live) -> None:
         else:
             pytest.fail("a worker that was killed is still there")
     assert fatal.client.get("/readyz").status_code == 200
+
+
+def test_worker_stopped(fatal: Live) -> None:
+    """A worker that reads nothing is given up after the time that a message has, however large that is."""
+    good = send_row(fatal, 1.0)
+    worker = list_workers(fatal, "doomed")[0]
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerDiedError) as raised:
+        worker.ask(DecodeItem(TextItem("x" * 16 * MIB)), timeout=0.0)
+    assert raised.value.timed_out
+    check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
 
 
 def test_lasting_failure(fatal: Live) -> None:
