@@ -158,15 +158,14 @@ def test_lasting_failure(fatal: Live) -> None:
     assert fatal.client.get("/livez").status_code == 200
 
 
-@pytest.mark.parametrize("ancestor", ["host", "fork server"])
-def test_host_killed(serve: Serve, ancestor: str) -> None:
-    """Where the process dies that workers are copied from, or its own, they die with it; the model is loaded anew."""
+def test_host_killed(serve: Serve) -> None:
+    """Where the process dies that workers are copied from, they die with it; it loads the model anew."""
     with serve(configured(), workers=2) as live:
         data = Path("examples/digit.png").read_bytes()
         request = raw(data, "image/png", layers="pool")
         good = live.client.post("/extract", **request)
         host = parent(list_pids(live, "digits")[0])
-        os.kill(host if ancestor == "host" else parent(host), signal.SIGKILL)
+        os.kill(host, signal.SIGKILL)
         with ThreadPoolExecutor(CLIENTS) as pool:
             replies = list(pool.map(lambda _: live.client.post("/extract", **request), range(CLIENTS * 2)))
         check_same(replies, [good] * len(replies))
