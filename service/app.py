@@ -88,7 +88,9 @@ def create_engine(
     if settings.workers:
         start_fork_server(configuration.models)
     server_metrics = Metrics()
-    registry = Registry(configuration.models, partial(executors.load, settings=settings, warm=warm))
+    registry = Registry(
+        configuration.models, partial(executors.load, settings=settings, metrics=server_metrics, warm=warm)
+    )
     manager = ModelManager(registry, configuration.default, settings, server_metrics, executors.create_executor)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layertap.service.types import BatchReason
+from layertap.service.types import BatchReason, RestartReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
@@ -102,6 +102,10 @@ class Metrics:
     def count_split(self, model: str, cause: Cause) -> None:
         """A batch that was run again in parts."""
         self._get_model(model).split[cause].inc()
+
+    def count_worker_restart(self, model: str, reason: RestartReason) -> None:
+        """A worker process that ended, or was ended, and was replaced."""
+        self._get_model(model).worker_restarts[reason].inc()
 
     def count_out_of_memory(self, model: str) -> None:
         """A forward that the device had no memory for."""
@@ -207,6 +211,9 @@ class _MetricFamilies:
         self.expired = counter("expired_total", "Requests whose deadline passed in the queue.", "model")
         self.cancelled = counter("cancelled_total", "Requests whose client went away while they waited.", "model")
         self.split = counter("split_total", "Batches that were run again in parts.", "model", "cause")
+        self.worker_restarts = counter(
+            "worker_restarts_total", "Worker processes that were replaced.", "model", "reason"
+        )
         self.out_of_memory = counter("out_of_memory_total", "Forwards that had too little memory.", "model")
 
 
@@ -241,6 +248,7 @@ class _ModelMetrics:
     expired: Counter
     cancelled: Counter
     split: dict[Cause, Counter]
+    worker_restarts: dict[RestartReason, Counter]
     out_of_memory: Counter
 
     @classmethod
@@ -256,6 +264,9 @@ class _ModelMetrics:
             expired=families.expired.labels(model),
             cancelled=families.cancelled.labels(model),
             split={cause: families.split.labels(model, cause) for cause in get_args(Cause)},
+            worker_restarts={
+                reason: families.worker_restarts.labels(model, reason) for reason in get_args(RestartReason)
+            },
             out_of_memory=families.out_of_memory.labels(model),
         )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 Priority = Literal["interactive", "bulk"]
+# A worker's native code crashed; it took too long to decode; it took too long for all who waited; the system ended it,
+# most often for want of memory; it exited; a model broke itself; nobody knows.
+RestartReason = Literal["crash", "decode_timeout", "timeout", "killed", "exit", "failure", "unknown"]
 BatchReason = Literal[
     "isolated", "single", "same_depth", "sharing_pays", "sharing_costs"
 ]  # why a batch has just these rows

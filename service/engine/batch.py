@@ -91,11 +91,15 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that share a forward, whose they are, how long it should take, and why just these."""
+    """Rows that share a forward, whose they are, how long it should take, and why just these.
+
+    ``slots`` is what it takes of its device, and ``slots_alone`` what a forward of just one of its rows would.
+    """
 
     queue: BatchQueue
     slices: tuple[RowSlice, ...]
     slots: int
+    slots_alone: int
     depth: float
     seconds: float
     reason: BatchReason

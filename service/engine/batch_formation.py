@@ -36,7 +36,7 @@ def form_batch(
     if slots > 1 and is_single_row(queue, rows):
         seconds /= queue.costs.speedup
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
-    return Batch(queue, slices, slots, depth, seconds, reason)
+    return Batch(queue, slices, slots, count_slots(queue, 1, device), depth, seconds, reason)
 
 
 def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int) -> Batch:
@@ -70,7 +70,8 @@ def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: Devi
     rows = sum(row_slice.rows for row_slice in slices)
     reason = find_batch_reason(slices, left_out=0)
     seconds = queue.estimate_seconds(rows, batch.depth)
-    return Batch(queue, slices, count_slots(queue, rows, device), batch.depth, seconds, reason)
+    slots = count_slots(queue, rows, device)
+    return Batch(queue, slices, slots, batch.slots_alone, batch.depth, seconds, reason)
 
 
 def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:

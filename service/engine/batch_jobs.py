@@ -35,7 +35,7 @@ def make_forward_batch(batch: Batch, jobs: Jobs, first: int = 0) -> ForwardBatch
     unsplittable = batch.slices[0].request.unsplittable
     padded_rows = None if unsplittable else batch.queue.padded_rows
     deadline = max(request.deadline for request in jobs)
-    return ForwardBatch(tuple(slices), batch.slots, padded_rows, unsplittable, deadline)
+    return ForwardBatch(tuple(slices), batch.slots, batch.slots_alone, padded_rows, unsplittable, deadline)
 
 
 def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, seconds: float) -> None:

@@ -46,8 +46,7 @@ class BatchRunner:
     def run(self) -> BatchOutcome:
         """One result or several for each slice of the batch; nothing is raised."""
         try:
-            with threads.use_threads(self._batch.threads):
-                results = self._attempt(self._batch.slices)
+            results = self._attempt(self._batch.slices)
         except BaseException as error:  # not of a forward: a device that is lost, for one
             wrapped = wrap_error(error)
             self._failure = self._failure or find_lasting_failure(wrapped, self._model, self._replica)
@@ -126,7 +125,8 @@ class BatchRunner:
             start += each.rows
         started = time.perf_counter()
         pieces = [normalize_rows(each.inputs, self._model.model_inputs) for each in slices]
-        activations = self._forward(pieces, requests, slices[0].spec)
+        with threads.use_threads(self._batch.threads if start > 1 else self._batch.threads_alone):
+            activations = self._forward(pieces, requests, slices[0].spec)
         if self._model.device.type == "cuda":
             transfer.synchronize_stream(self._model.device)
         computed = time.perf_counter()

@@ -59,6 +59,9 @@ class Executor(Protocol):
         Whoever decodes pictures of a batch asks what may join it before its forward, until nothing does.
         """
 
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Know whether rows of the model are in no batch yet; any thread may tell."""
+
     def call(self, function: ModelFunction) -> CallOutcome:
         """A function of the model, on the first replica; one that can be pickled, as its result can."""
 
@@ -88,6 +91,9 @@ class InProcessExecutor:
         """The batch as it is, in the calling thread."""
         del extend  # its rows are decoded: the forward begins at once
         return BatchRunner(self.model, self.model.replicas[replica], batch).run()
+
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Nothing: no batch grows here."""
 
     def call(self, function: ModelFunction) -> CallOutcome:
         """The function, in the calling thread, until the device has done it."""

@@ -72,12 +72,14 @@ class ForwardSlice:
 class ForwardBatch:
     """Rows that share a forward, on so many ``threads`` of a CPU.
 
+    Where only one row is left of several, it has a forward on ``threads_alone``: other threads would make other bits.
     With ``padded_rows`` the forward has so many rows; one that is ``unsplittable`` has all rows or fails. Nobody waits
     for it beyond ``deadline``, in seconds on the clock of ``time.monotonic``.
     """
 
     slices: tuple[ForwardSlice, ...]
     threads: int
+    threads_alone: int
     padded_rows: int | None = None
     unsplittable: bool = False
     deadline: float = math.inf

@@ -165,6 +165,11 @@ class ModelWorker:
         if rows:
             self._decode_seconds_per_row += SMOOTHING * (seconds / rows - self._decode_seconds_per_row)
 
+    def note_waiting_rows(self, rows: int) -> None:
+        """So many rows are in no batch yet; under the scheduler's lock."""
+        if self.loaded.done():  # its loader may be just about to say so
+            self.executor.note_waiting_rows(rows > 0)
+
     def notify_if_empty(self) -> None:
         """Some rows were answered, or given up; called on the event loop."""
         if self._empty is not None and not self.rows:

@@ -122,8 +122,7 @@ class Scheduler:
         Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
         task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
-        attempts: Sequence[Attempt] = await self._decode(task, deadline)
-        return attempts
+        return cast("Sequence[Attempt]", await self._decode(task, deadline))
 
     async def decode_and_run(
         self, worker: ModelWorker, decode: Callable[[], Sequence[Attempt] | Job], priority: Priority, deadline: float
@@ -191,7 +190,8 @@ class Scheduler:
                 handed_back = cast("PendingDecode", starting)
             else:
                 self._pool.submit(self._decode_on, cast("PendingDecode", starting))
-        for worker in [worker for worker in self._workers.values() if worker.drained is not None]:
+        for worker in list(self._workers.values()):
+            worker.note_waiting_rows(self._batcher.count_waiting_rows(worker.name))
             self._end_if_idle(worker)
         return handed_back
 
@@ -233,7 +233,7 @@ class Scheduler:
 
     def _end_if_idle(self, worker: ModelWorker) -> None:
         """End a model's threads as soon as it has nothing left to do; under the lock."""
-        if self.is_idle(worker) and worker.drained is not None:
+        if worker.drained is not None and self.is_idle(worker):
             del self._workers[worker.name]
             self._batcher.remove_model(worker.name)
             worker.close()

@@ -8,18 +8,19 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelLoader
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.executor import Executor, InProcessExecutor
+from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 from layertap.service.workers.process_executor import HostedModel, ProcessExecutor, load_in_host
 
 
-def load(spec: ModelSpec, settings: Settings, *, warm: bool = True) -> ModelInfo:
-    """Load a model where it is to run; LoadError where it can't be.
+def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True) -> ModelInfo:
+    """Load a model where it is to run; LoadError where it can't be. ``metrics`` count its workers' restarts.
 
     Models on a GPU, and those with warm plans, run in this process: neither a device's memory nor a compiled graph can
     be copied with a process.
     """
     if settings.workers and not (spec.warm and warm) and resolve_device(spec.device).type == "cpu":
-        return load_in_host(spec, settings)
+        return load_in_host(spec, settings, metrics.count_worker_restart)
     plans = settings.cache_dir / "plans" if warm else None
     in_process = ModelLoader(
         settings.replicas, settings.cpu_threads, plans, settings.gpu_streams, settings.cache_dir / "costs"

@@ -80,6 +80,20 @@ class WorkerStarted:
 
 
 @dataclass(frozen=True)
+class WaitForWorker:
+    """To a model's host: wait for a worker that ends."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """From a model's host: a worker's exit status, below 0 where a signal ended it; None for one it did not start."""
+
+    status: int | None
+
+
+@dataclass(frozen=True)
 class Hello:
     """From a worker: it is ready."""
 
@@ -123,12 +137,14 @@ class SentSpec:
 class RunBatch:
     """To a worker: run a ``ForwardBatch``. Its answer is a ``BatchRun``.
 
-    Before, ``new_specs`` take their places in its table. Where it is ``open``, a ``BatchDecoded`` comes before that.
+    Before, ``new_specs`` take their places in its table. Where it is ``open`` and rows wait, a ``BatchDecoded`` comes
+    before that.
     """
 
     slices: tuple[SentSlice, ...]
     new_specs: Mapping[int, SentSpec]
     threads: int
+    threads_alone: int
     padded_rows: int | None
     unsplittable: bool
     open: bool

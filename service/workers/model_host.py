@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import NoReturn, TypeVar, cast
@@ -27,12 +26,13 @@ from layertap.service import allocator, logs
 from layertap.service.engine.executor import InProcessExecutor
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
-from layertap.service.workers.messages import HostOptions, WorkerStarted
+from layertap.service.workers.messages import HostOptions, WaitForWorker, WorkerEnded, WorkerStarted
 from layertap.service.workers.progress import Progress
 from layertap.service.workers.worker import Worker
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
+MAX_ENDED = 64  # workers that have ended, and nobody has asked how
 
 
 def run_model_host(connection: socket.socket, options: HostOptions, parent: int) -> None:
@@ -57,12 +57,11 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
         with suppress(EOFError):
             channel.send(_to_load_error(error))
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system removes workers that have ended
     gc.collect()
     gc.freeze()  # a collector that writes to what is shared would make copies of it
     with suppress(EOFError):
         channel.send(_describe(model))
-        _start_workers(channel, model, options)
+        _serve(channel, model, options)
 
 
 def run_in_copy(function: Callable[[], T]) -> T:
@@ -125,21 +124,48 @@ def encode_elsewhere(text: str) -> list[int]:
     raise NotImplementedError(f"{len(text)} characters are to be sent to a worker")
 
 
-def _start_workers(channel: Channel, model: LoadedModel, options: HostOptions) -> None:
-    """Start a worker whenever the server asks for one."""
+def _serve(channel: Channel, model: LoadedModel, options: HostOptions) -> NoReturn:
+    """Start workers, and tell how they ended, as the server asks; EOFError once it closes the connection."""
+    ended: dict[int, int] = {}  # how those ended that nobody has asked for
     while True:
-        try:
-            _, (connection, memory) = channel.receive_with_descriptors(2)
-        except EOFError:
-            return
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            channel.close()
-            _work_and_exit(Channel(socket.socket(fileno=connection)), Progress(memory), model, options, parent)
-        os.close(connection)
-        os.close(memory)
-        channel.send(WorkerStarted(pid))
+        message, descriptors = channel.receive_with_descriptors(2)
+        if isinstance(message, WaitForWorker):
+            channel.send(WorkerEnded(ended.pop(message.pid) if message.pid in ended else _wait(message.pid)))
+        else:
+            ended |= _collect_ended()
+            for pid in list(ended)[:-MAX_ENDED]:
+                del ended[pid]
+            channel.send(WorkerStarted(_start_worker(channel, descriptors, model, options)))
+
+
+def _wait(pid: int) -> int | None:
+    """The exit status of a worker, which ends; None for a process that is none of this one's."""
+    try:
+        _, status = os.waitpid(pid, 0)
+    except ChildProcessError:
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+def _collect_ended() -> dict[int, int]:
+    """The workers that have ended, and how: until somebody asks the system keeps an entry for each."""
+    found = {}
+    with suppress(ChildProcessError):
+        while (each := os.waitpid(-1, os.WNOHANG))[0]:
+            found[each[0]] = os.waitstatus_to_exitcode(each[1])
+    return found
+
+
+def _start_worker(channel: Channel, descriptors: Sequence[int], model: LoadedModel, options: HostOptions) -> int:
+    connection, memory = descriptors
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        _work_and_exit(Channel(socket.socket(fileno=connection)), Progress(memory), model, options, parent)
+    os.close(connection)
+    os.close(memory)
+    return pid
 
 
 def _work_and_exit(
@@ -148,7 +174,6 @@ def _work_and_exit(
     status = 1
     try:
         end_with_parent(parent)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         be_killed_first()
         limit_memory(options.worker_bytes)
         executor = InProcessExecutor(model, options.settings)

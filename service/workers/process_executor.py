@@ -12,7 +12,6 @@ from typing import cast
 
 import torch
 
-from layertap.models.capture.reduction import clone_reduced
 from layertap.models.devices import memory
 from layertap.models.errors import InputError, LayertapError, LoadError
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -25,7 +24,6 @@ from layertap.service.engine.forward_batch import (
     BatchOutcome,
     ForwardBatch,
     ForwardSlice,
-    Results,
     SliceResult,
     UndecodedError,
 )
@@ -35,23 +33,18 @@ from layertap.service.engine.threads import publish_name
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
-from layertap.service.workers.channel import LargeBytes
 from layertap.service.workers.messages import (
     BatchDecoded,
     BatchRun,
     CallModel,
     DecodedItem,
     DecodeItem,
-    ExtendBatch,
     FromWorker,
     HostOptions,
-    RunBatch,
-    SentResult,
-    SentSlice,
-    SentSpec,
     ToWorker,
 )
-from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, WorkerProcess
+from layertap.service.workers.sent_batch import make_extension, make_run_batch, restore_result
+from layertap.service.workers.worker_process import ModelHost, OnRestart, WorkerDiedError, WorkerProcess
 
 MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
 GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
@@ -74,13 +67,13 @@ class HostedModel(ModelInfo):
         return sum(worker.hooks for worker in self.host.workers)
 
 
-def load_in_host(spec: ModelSpec, settings: Settings) -> HostedModel:
-    """Load a model in a process of its own; LoadError where it can't be."""
+def load_in_host(spec: ModelSpec, settings: Settings, on_restart: OnRestart) -> HostedModel:
+    """Load a model in a process of its own; LoadError where it can't be. ``on_restart`` as for ``ModelHost``."""
     memory_bytes = settings.worker_memory_bytes
     if memory_bytes is None:
         memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE / settings.workers)
     options = HostOptions(spec, settings, list_search_folders(), memory_bytes)
-    host = ModelHost(options)
+    host = ModelHost(options, on_restart)
     with take_turn():
         info = host.load()
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
@@ -177,13 +170,17 @@ class ProcessExecutor:
         decoded = replace(blamed, inputs=attempt, encoded=None)
         return _join([*outcomes, self._run_alone(replace(batch, slices=(decoded,)))])
 
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Workers look at it when they have decoded a batch."""
+        self.model.host.note_waiting_rows(rows_wait)
+
     def call(self, function: ModelFunction) -> CallOutcome:
         """The function, in a worker."""
         try:
             with self._borrow() as worker:
                 outcome = cast("CallOutcome", ask(worker, CallModel(function), CALL_SECONDS))
                 if outcome.failure:
-                    worker.replace(outcome.failure)
+                    worker.replace("failure")
                 return CallOutcome(outcome.result)
         except WorkerDiedError:
             return CallOutcome(ForwardError(DIED))
@@ -222,17 +219,17 @@ class ProcessExecutor:
 
     def _run(self, open_batch: OpenBatch) -> BatchOutcome:
         with self._borrow() as worker:
-            answer = ask(worker, lambda: _make_message(open_batch.batch, worker), open_batch.get_timeout())
+            answer = ask(worker, lambda: make_run_batch(open_batch.batch, worker.specs), open_batch.get_timeout())
             while isinstance(answer, BatchDecoded):
-                slices, new = _send_slices(open_batch.extend(), worker)
-                message = ExtendBatch(slices, new, open_batch.batch.threads)
+                joining = open_batch.extend()
+                message = make_extension(joining, open_batch.batch.threads, worker.specs)
                 answer = worker.ask(message, open_batch.get_timeout())
             run = cast("BatchRun", answer)
             worker.hooks = run.hooks
             if run.failure:
-                worker.replace(run.failure)
+                worker.replace("failure")
         slices_by_place = {each.place: each for each in open_batch.batch.slices}
-        results = [_make_result(result, slices_by_place[result.place]) for result in run.results]
+        results = [restore_result(result, slices_by_place[result.place]) for result in run.results]
         return BatchOutcome(results, run.failures)
 
     def _run_alone(self, batch: ForwardBatch) -> BatchOutcome:
@@ -250,36 +247,6 @@ class ProcessExecutor:
             yield worker
         finally:
             self._idle.put(worker)
-
-
-def _make_message(batch: ForwardBatch, worker: WorkerProcess) -> RunBatch:
-    slices, new = _send_slices(batch.slices, worker)
-    may_grow = any(each.encoded is not None for each in batch.slices) and not batch.unsplittable
-    return RunBatch(slices, new, batch.threads, batch.padded_rows, batch.unsplittable, may_grow)
-
-
-def _send_slices(
-    slices: Sequence[ForwardSlice], worker: WorkerProcess
-) -> tuple[tuple[SentSlice, ...], dict[int, SentSpec]]:
-    """Slices as a worker gets them, and those of their specs that it does not know yet."""
-    places, new = worker.specs.take_places(each.spec for each in slices)
-    return tuple(_make_sent(each, place) for each, place in zip(slices, places, strict=True)), new
-
-
-def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
-    encoded = None if each.encoded is None else LargeBytes(each.encoded.data)
-    return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded)
-
-
-def _make_result(sent: SentResult, forward_slice: ForwardSlice) -> SliceResult:
-    """What became of rows. Those that wait for a request's others do not keep the memory of the whole message."""
-    results: Results | LayertapError | RuntimeError
-    if isinstance(sent.results, Exception):
-        results = sent.results
-    else:
-        tensors = sent.results if forward_slice.whole else [clone_reduced(each) for each in sent.results]
-        results = dict(zip(forward_slice.spec.plan.captures, tensors, strict=True))
-    return SliceResult(sent.place, sent.start, sent.stop, results, sent.rows, sent.forward, sent.copy, sent.decode)
 
 
 def _refuse(batch: ForwardBatch, error: LayertapError | RuntimeError) -> BatchOutcome:

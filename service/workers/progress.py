@@ -1,4 +1,7 @@
-"""Which item a worker decodes, and since when: in memory that the server can look at once the worker is dead."""
+"""What a worker and the server tell each other without a message, in memory that both can look at any time.
+
+The worker: which item it decodes, and since when, for when it is dead. The server: whether rows wait for the model.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from contextlib import contextmanager
 
 RECORD = struct.Struct("=qd")  # the item, and seconds on the clock of time.monotonic, which all processes share
 NOTHING = (-1, 0.0)
+ROWS_WAIT = struct.Struct("=q")  # behind the record: 1 or 0
 
 
 class Progress:
     """What two processes see; whoever has made or received its ``descriptor`` closes it."""
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = mmap.mmap(descriptor, RECORD.size)
+        self._memory = mmap.mmap(descriptor, RECORD.size + ROWS_WAIT.size)
 
     @contextmanager
     def decoding(self, number: int) -> Iterator[None]:
@@ -34,9 +38,18 @@ class Progress:
         number, since = RECORD.unpack_from(self._memory)
         return number, since
 
+    @property
+    def rows_wait(self) -> bool:
+        """Whether rows of the model are in no batch yet, as the server said last."""
+        return bool(*ROWS_WAIT.unpack_from(self._memory, RECORD.size))
+
+    @rows_wait.setter
+    def rows_wait(self, value: bool) -> None:
+        ROWS_WAIT.pack_into(self._memory, RECORD.size, value)
+
 
 def create_progress() -> tuple[Progress, int]:
     """One that is of no item yet, and the descriptor of its memory, which is the caller's to close."""
     descriptor = os.memfd_create("layertap", os.MFD_CLOEXEC)
-    os.write(descriptor, RECORD.pack(*NOTHING))
+    os.write(descriptor, RECORD.pack(*NOTHING) + ROWS_WAIT.pack(0))
     return Progress(descriptor), descriptor

@@ -86,14 +86,16 @@ class Worker:
         batch = _DecodedBatch()
         self._add(batch, message)
         threads, is_open = message.threads, message.open
-        while is_open:
+        while is_open and self._progress.rows_wait:  # else nothing would join: the forward begins without a question
             self._channel.send(BatchDecoded())
             more: ExtendBatch = self._channel.receive()
             self._add(batch, more)
             threads, is_open = more.threads, bool(more.slices)
         outcome = BatchOutcome()
         if batch.slices:
-            whole = ForwardBatch(tuple(batch.slices), threads, message.padded_rows, message.unsplittable)
+            whole = ForwardBatch(
+                tuple(batch.slices), threads, message.threads_alone, message.padded_rows, message.unsplittable
+            )
             outcome = self._executor.run_batch(0, whole, lambda: None)
         if outcome.failures.out_of_memory:
             release_memory()

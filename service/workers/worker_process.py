@@ -7,19 +7,31 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
+from layertap.service.types import RestartReason
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.host_process import HostProcess, start_host
-from layertap.service.workers.messages import ExtendBatch, FromWorker, HostOptions, StartWorker, ToWorker, WorkerStarted
+from layertap.service.workers.messages import (
+    ExtendBatch,
+    FromWorker,
+    HostOptions,
+    StartWorker,
+    ToWorker,
+    WaitForWorker,
+    WorkerEnded,
+    WorkerStarted,
+)
 from layertap.service.workers.progress import Progress, create_progress
 from layertap.service.workers.spec_table import SpecTable
 
 START_TRIES = 3
 START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else
+OnRestart = Callable[[str, RestartReason], None]
+SIGNALS: Mapping[int, RestartReason] = {signal.SIGALRM: "decode_timeout", signal.SIGKILL: "killed"}
 log = logging.getLogger("layertap")
 
 
@@ -39,14 +51,24 @@ class WorkerDiedError(Exception):
         self.decode_seconds = decode_seconds
 
 
+def find_reason(status: int | None) -> RestartReason:
+    """Why a worker ended that nobody of ours has ended."""
+    if status is None:
+        return "unknown"
+    return SIGNALS.get(-status, "crash") if status < 0 else "exit"
+
+
 class ModelHost:
     """The process that has loaded a model, and starts workers; any thread may use it.
 
-    ``workers`` are those that have been started.
+    ``workers`` are those that have been started; ``rows_wait`` is what ``note_waiting_rows`` said last.
     """
 
-    def __init__(self, options: HostOptions) -> None:
+    def __init__(self, options: HostOptions, on_restart: OnRestart) -> None:
+        """``on_restart`` is told the model's name, and why a worker was replaced, in any thread."""
+        self.on_restart = on_restart
         self.workers: Sequence[WorkerProcess] = ()
+        self.rows_wait = False
         self.name = options.spec.name
         self._options = options
         self._lock = threading.Lock()
@@ -83,6 +105,24 @@ class ModelHost:
         """Start so many workers; LoadError where they can't be started."""
         self.workers = [WorkerProcess(self) for _ in range(count)]
         return self.workers
+
+    def wait_for_worker(self, pid: int) -> int | None:
+        """The exit status of a worker that ends; None where nobody knows."""
+        with self._lock:
+            try:
+                self._channel.send(WaitForWorker(pid), timeout=START_SECONDS)
+                ended: WorkerEnded = self._channel.receive(START_SECONDS)
+            except (EOFError, TimeoutError):
+                self._channel.close()  # what it answers later would be taken for another answer
+                return None
+        return ended.status
+
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Let the workers know whether rows of their model are in no batch yet."""
+        if rows_wait != self.rows_wait:
+            self.rows_wait = rows_wait
+            for worker in self.workers:
+                worker.note_waiting_rows(rows_wait)
 
     def close(self) -> None:
         """End the process, and with it its workers; none is started any more."""
@@ -176,17 +216,24 @@ class WorkerProcess:
             decoding, since = self._progress.item
             seconds = time.monotonic() - since if decoding >= 0 else 0.0
             timed_out = isinstance(error, TimeoutError)
-            self.replace("no answer in time" if timed_out else "it ended")
+            self.replace("timeout" if timed_out else None)
             raise WorkerDiedError(
                 taken=taken, timed_out=timed_out, decoding=decoding, decode_seconds=seconds
             ) from error
         return answer
 
-    def replace(self, reason: str) -> None:
-        """End the process and start another one; LoadError where that can't be done."""
-        fields = {"model": self._host.name, "pid": self.pid, "reason": reason}
-        log.warning("a worker is replaced", extra={"fields": fields})
+    def note_waiting_rows(self, rows_wait: bool) -> None:
+        """Let it know whether rows are in no batch yet: else it need not ask what joins its own. Any thread may."""
+        self._progress.rows_wait = rows_wait
+
+    def replace(self, reason: RestartReason | None = None) -> None:
+        """End the process and start another one; LoadError where that can't be done. None: it has ended by itself."""
         self.close()
+        status = self._host.wait_for_worker(self.pid)
+        reason = reason or find_reason(status)
+        fields = {"model": self._host.name, "pid": self.pid, "reason": reason, "status": status}
+        log.warning("a worker is replaced", extra={"fields": fields})
+        self._host.on_restart(self._host.name, reason)
         self._start()
 
     def close(self) -> None:
@@ -202,6 +249,7 @@ class WorkerProcess:
         self.specs = SpecTable()
         try:
             self.pid, self._channel, self._progress = self._host.start_worker()
+            self.note_waiting_rows(self._host.rows_wait)
         except (EOFError, OSError) as error:
             raise LoadError(f"no worker of model {self._host.name} can be started", hint=IN_THE_LOG) from error
         with suppress(ProcessLookupError):  # it has died since: the next message tells

@@ -218,7 +218,7 @@ class BatcherReference:
     def is_ready(self, queue: BatchQueue, first: ExpectedRequest, expired_rows: int = 0) -> bool:
         """Whether a forward is worth its start: it has rows enough, or the first one has waited for long."""
         rows = self.limits[queue].padded_rows or min(
-            max(8, math.ceil(10 * queue.costs.base / queue.costs.per_row)), self.limits[queue].max_rows
+            max(4, math.ceil(10 * queue.costs.base / queue.costs.per_row)), self.limits[queue].max_rows
         )
         waiting_rows = sum(
             request.waiting_rows for request in self.requests if request.queue is queue and not request.removed

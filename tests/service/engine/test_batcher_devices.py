@@ -55,13 +55,13 @@ def test_beside_another_only_where_more_rows_gain_nothing() -> None:
     harness, queue = BatcherHarness(gpu=DeviceSlots(2, parallel=False)), make_queue(costs=CPU_LIKE, max_rows=64)
     harness.add(queue, 1)
     first = harness.start_batch()
-    harness.add(queue, 7)
+    harness.add(queue, 3)
     assert harness.start() is None
     harness.add(queue, 2)
-    assert (harness.start_batch().rows, harness.start()) == (8, None)
+    assert (harness.start_batch().rows, harness.start()) == (4, None)
     assert len(harness.running) == 2
     harness.finish(first)
-    assert harness.start() is None  # the last row waits beside the eight
+    assert harness.start() is None  # the last row waits beside the four
     harness.finish(harness.running[0])
     assert harness.start_batch().rows == 1
 
@@ -72,9 +72,9 @@ def test_beside_another_after_long() -> None:
     harness.add(queue, 1)
     harness.start_batch()
     harness.add(queue, 1)
-    harness.now = 15.9
+    harness.now = 7.9
     assert harness.start() is None
-    harness.now = 16.0
+    harness.now = 8.0
     assert harness.start_batch().rows == 1
 
 

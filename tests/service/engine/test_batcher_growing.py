@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, DeviceSlots
 from tests.service.engine.batcher_harness import CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_queue
 
@@ -81,7 +82,8 @@ def test_alone_is_left_alone() -> None:
 
 def test_shares() -> None:
     """Of all that wait and run each slot has its part: one forward that took all would leave the others idle."""
-    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", max_rows=32)
+    costs = Costs(base=1.0, per_row=1.0)
+    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", costs, max_rows=32)
     harness.add(queue)
     harness.add(queue)
     first, second = harness.start_batches()

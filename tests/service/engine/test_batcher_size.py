@@ -19,7 +19,7 @@ def test_large_request_is_split() -> None:
 
 def test_no_larger_than_pays() -> None:
     """Where the fixed part is a tenth of a row's time for each row, more rows gain nothing; a few always do."""
-    for base, rows in ((0.0, 8), (1.0, 10), (2.5, 25), (100.0, 64)):
+    for base, rows in ((0.0, 4), (1.0, 10), (2.5, 25), (100.0, 64)):
         harness = BatcherHarness()
         harness.add(make_queue(costs=Costs(base=base, per_row=1.0), max_rows=64), 200)
         assert harness.start_batch().rows == rows
@@ -48,7 +48,7 @@ def test_reduced_max_rows(rows: int, max_rows: int) -> None:
 
 def test_max_bytes() -> None:
     """A forward's values and what is kept of each row fit into the queue's memory, or it is one of a single row."""
-    costs = Costs(per_row=1.0, row_bytes=10)
+    costs = Costs(base=1.0, per_row=1.0, row_bytes=10)
     harness, queue = BatcherHarness(), make_queue(costs=costs, max_rows=9, max_bytes=70)
     harness.add(queue, 3, "x")
     harness.add(queue, 3, "y", row_bytes=10)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.inputs.items import TextItem
@@ -146,6 +147,43 @@ def test_worker_stopped(fatal: Live) -> None:
         worker.ask(DecodeItem(TextItem("x" * 16 * MIB)), timeout=0.0)
     assert raised.value.timed_out
     check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
+
+
+def read_restarts(live: Live, model: str) -> dict[str, float]:
+    """How often workers of a model were replaced, by reason."""
+    samples = [
+        sample
+        for family in text_string_to_metric_families(live.client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "layertap_worker_restarts_total" and sample.labels["model"] == model
+    ]
+    return {sample.labels["reason"]: sample.value for sample in samples}
+
+
+def bring_down(live: Live, reason: str) -> str:
+    """Have a worker end for a reason; its model."""
+    if reason == "failure":
+        problem(send_row(live, 1001.0), 500)
+        return "doomed"
+    if reason == "killed":
+        for pid in list_pids(live, "doomed"):
+            os.kill(pid, signal.SIGKILL)
+        assert send_row(live, 1.0).status_code == 200
+        return "doomed"
+    problem(send(live, CRASHES if reason == "crash" else HANGS), 422)
+    return "pictures"
+
+
+@pytest.mark.parametrize("reason", ["crash", "decode_timeout", "killed", "failure"])
+def test_restarts_are_counted(serve: Serve, reason: str) -> None:
+    """The metrics tell that a worker was replaced, and why, and nothing else."""
+    models = configured(PICTURES, fatal_model_spec("Doomed"))
+    with serve(models, workers=2, decode_timeout_s=1.0) as live:
+        good = send(live, (8, 8)), send_row(live, 1.0)
+        assert [reply.status_code for reply in good] == [200, 200]
+        restarts = read_restarts(live, bring_down(live, reason))
+    assert restarts[reason] > 0
+    assert sum(restarts.values()) == restarts[reason]
 
 
 def test_lasting_failure(fatal: Live) -> None:

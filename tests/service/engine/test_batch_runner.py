@@ -1,0 +1,50 @@
+"""On how many threads a batch's forwards run, those of its parts included."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from layertap.models.loading import load_model
+from layertap.models.planner import make_plan
+from layertap.models.selection.hook_points import Selector
+from layertap.models.spec import ModelSpec
+from layertap.service.engine.batch_runner import BatchRunner
+from layertap.service.engine.forward_batch import ForwardBatch, ForwardSlice, ForwardSpec
+from tests.service.support import ROW
+
+REFUSED = 1000.0  # the survey's noise is far below
+
+
+class Observed(nn.Module):
+    """Notes the rows and the threads of each forward, and takes no row of ``REFUSED``."""
+
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((len(x), torch.get_num_threads()))
+        if float(x.amax()) >= REFUSED:
+            raise ValueError("a row is refused")
+        out: Tensor = self.linear(x)
+        return out
+
+
+def test_threads_of_a_row_alone() -> None:
+    """A row whose neighbour fails runs again as it would have alone: with other threads it might have other bits."""
+    spec = ModelSpec("observed", f"python:{__name__}:Observed", weights="random:0", device="cpu", inputs=(ROW,))
+    model = load_model(spec)
+    plan = make_plan([Selector("linear", "linear")], model.catalog)
+    rows = [torch.ones(1, 4), torch.full((1, 4), REFUSED)]
+    slices = [ForwardSlice(place, 0, 1, {ROW.name: row}, ForwardSpec(plan)) for place, row in enumerate(rows)]
+    Observed.seen.clear()
+    outcome = BatchRunner(model, model.replicas[0], ForwardBatch(tuple(slices), threads=1, threads_alone=2)).run()
+    good, refused = outcome.results
+    assert isinstance(refused.results, Exception)
+    assert not isinstance(good.results, Exception)
+    assert Observed.seen[:3] == [(2, 1), (1, 2), (1, 2)]
