@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,7 +36,8 @@ UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"})
 MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
 MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
-HAS_WORKERS = hasattr(os, "memfd_create")  # on Linux
+MIN_WORKER_MEMORY_BYTES = 256 * MIB
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each so many, or "max"
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
     *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
@@ -44,13 +48,35 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """The cores that this process may use; a container's share of them, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max" is no number
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, max(-(-quota // period), 1))
+    return cores
+
+
+@cache
+def _can_have_workers() -> bool:
+    """Whether the system has, and allows, what worker processes need: Linux does, some sandboxes don't."""
+    try:
+        os.close(os.memfd_create("layertap"))
+        own = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return False
+    try:
+        signal.pidfd_send_signal(own, 0)
+    except (AttributeError, OSError):
+        return False
+    finally:
+        os.close(own)
+    return True
 
 
 def _choose_workers(known: dict[str, Any]) -> int:
-    """One for each thread; none where there is but one, which has enough to do."""
-    threads = known.get("cpu_threads", 1)  # nothing where it is none
-    return min(threads, MAX_DEFAULT_WORKERS) if HAS_WORKERS and threads > 1 else 0
+    """One for each thread; none where there is but one. ``known`` are the fields before this."""
+    threads = known.get("cpu_threads", 1)  # it is missing where it was refused
+    return min(threads, MAX_DEFAULT_WORKERS) if threads > 1 and _can_have_workers() else 0
 
 
 def _strip_all(texts: Iterable[str]) -> tuple[str, ...]:
@@ -133,7 +159,7 @@ class Settings(BaseSettings):
     cpu_threads: int = Field(default_factory=_count_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
     workers: int = Field(default_factory=_choose_workers, ge=0, le=512)
-    worker_memory_bytes: Bytes | None = Field(None, ge=256 * MIB)
+    worker_memory_bytes: Bytes | None = Field(None, ge=MIN_WORKER_MEMORY_BYTES)
     decode_timeout_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     replicas: int = Field(default_factory=lambda: min(_count_cores(), MAX_DEFAULT_REPLICAS), gt=0, le=64)
 
@@ -192,8 +218,8 @@ class Settings(BaseSettings):
     @field_validator("workers")
     @classmethod
     def _check_system(cls, value: int) -> int:
-        if value and not HAS_WORKERS:
-            raise ValueError("worker processes need Linux: leave it out")
+        if value and not _can_have_workers():
+            raise ValueError("worker processes need Linux, with pidfd_open and memfd_create allowed: set it to 0")
         return value
 
     @field_validator("cache_dir")

@@ -27,24 +27,25 @@ class CycleTransport:
         if not self._begun:
             self._begun = True
             self._head = data
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.flush)
             return
         if self._head and len(data) <= SMALL:
             data, self._head = self._head + data, b""
-        self._flush()
+        self.flush()
         self._transport.write(data)
 
     def end_reply(self) -> None:
         """What is written from now on is another reply."""
-        self._flush()
+        self.flush()
         self._begun = False
 
     def close(self) -> None:
         """End the connection after what was written."""
-        self._flush()
+        self.flush()
         self.end()
 
-    def _flush(self) -> None:
-        if self._head:
-            head, self._head = self._head, b""
+    def flush(self) -> None:
+        """Send what waits for more, unless the connection is closed by now."""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
             self._transport.write(head)

@@ -217,10 +217,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Say no more, and close when the peer has had time to hear of it: what it sends until then resets nothing."""
         self._ignores_input = True
         self._stop_head_timer()
+        self._cycle_transport.flush()
         self.transport.write_eof()
         self._linger_timer = self.loop.call_later(seconds, self._close)
 
     def _close(self) -> None:
+        self._cycle_transport.flush()
         self.transport.close()
         self._write_timer.start_for_last_reply()
 
@@ -232,6 +234,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, kind: str, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
         self._ignores_input = True
+        self._cycle_transport.flush()
         request_id = uuid.uuid4().hex
         self.logger.warning("refused with %d: %s", status, detail, extra={"fields": {"request_id": request_id}})
         if len(self._unanswered) > 1 and self._unanswered[-1].more_body:  # it has not begun, and will not be whole

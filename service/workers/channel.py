@@ -230,5 +230,5 @@ def _end_where_lost() -> Iterator[None]:
         yield
     except TimeoutError:
         raise
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter of a socket that this end has closed
         raise EOFError("the other process has ended") from error

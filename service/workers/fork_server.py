@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
+from layertap.models.errors import LoadError
 from layertap.service.workers.channel import Channel
 from layertap.service.workers.limits import leave_signals_to_server
 from layertap.service.workers.messages import (
@@ -22,6 +25,9 @@ from layertap.service.workers.messages import (
 )
 from layertap.service.workers.model_host import run_model_host
 
+log = logging.getLogger("layertap")
+DESCRIPTORS = Path("/proc/self/fd")
+STDERR = 2
 IMPORTS: Mapping[str, Callable[[], object]] = {  # what hosts import, by the kind of their model's source
     "torchvision": lambda: import_module("torchvision.models"),
     "timm": lambda: import_module("timm"),
@@ -35,8 +41,10 @@ def run(descriptor: int) -> NoReturn:
     try:
         leave_signals_to_server()
         gc.collect()  # what is collected later must not close what has such a number then
-        os.closerange(3, descriptor)
-        os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+        for other in [int(each.name) for each in DESCRIPTORS.iterdir()]:
+            if other > STDERR and other != descriptor:
+                with suppress(OSError):  # of the one that listed them
+                    os.close(other)
         gc.freeze()  # a collector that writes to what is shared would make copies of it
         with suppress(EOFError):
             _serve(Channel(socket.socket(fileno=descriptor)))
@@ -51,7 +59,7 @@ def _serve(channel: Channel) -> None:
         if isinstance(message, ImportLibraries):
             _import_libraries(message.kinds)
         elif isinstance(message, StartHost):
-            channel.send(HostStarted(_fork_host(channel, descriptors[0], message.options)))
+            channel.send(_start_host(channel, descriptors[0], message.options))
         elif isinstance(message, WaitForHost):
             _, status = os.waitpid(message.pid, 0)
             channel.send(HostEnded(os.waitstatus_to_exitcode(status)))
@@ -66,16 +74,28 @@ def _import_libraries(kinds: Collection[str]) -> None:
     gc.freeze()
 
 
-def _fork_host(channel: Channel, connection: int, options: HostOptions) -> int:
+def _start_host(channel: Channel, connection: int, options: HostOptions) -> HostStarted | LoadError:
+    """A new host, or why there is none: other models' hosts go on."""
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        return LoadError(f"no process can be started to load it ({error.strerror})")
+    finally:
+        if os.getpid() == parent:
+            os.close(connection)
     if pid == 0:
-        status = 1
-        try:
-            channel.close()
-            run_model_host(socket.socket(fileno=connection), options, parent)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(connection)
-    return pid
+        channel.close()
+        _run_host_and_exit(connection, options, parent)
+    return HostStarted(pid)
+
+
+def _run_host_and_exit(connection: int, options: HostOptions, parent: int) -> NoReturn:
+    status = 1
+    try:
+        run_model_host(socket.socket(fileno=connection), options, parent)
+        status = 0
+    except BaseException:
+        log.critical("a model's process failed", exc_info=True, extra={"fields": {"model": options.spec.name}})
+    finally:
+        os._exit(status)

@@ -28,7 +28,15 @@ from layertap.service.workers.messages import (
     WaitForHost,
 )
 
-RUN = f"from {fork_server.__name__} import run; run({{}})"
+# It has the server's search path, and not the working directory before all else; signals are ignored from the first.
+RUN = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.path[:] = sys.argv[2:]
+from {fork_server.__name__} import run
+run(int(sys.argv[1]))
+"""
 STARTS = 2  # the fork server may have died since it was used last
 
 
@@ -47,10 +55,12 @@ class ForkServer:
             self._channel.send(ImportLibraries(kinds))
 
     def start_host(self, connection: socket.socket, options: HostOptions) -> int:
-        """Start a host, and return its process's number."""
+        """Start a host, and return its process's number; LoadError where the system allows no more processes."""
         with self._lock:
             self._channel.send(StartHost(options), [connection.fileno()])
-            started: HostStarted = self._channel.receive()
+            started: HostStarted | LoadError = self._channel.receive()
+        if isinstance(started, LoadError):
+            raise started
         return started.pid
 
     def wait_for_host(self, pid: int) -> int:
@@ -135,6 +145,8 @@ def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
             return HostProcess(server, server.start_host(connection, options))
         except EOFError:
             _servers.close(server)
+        except OSError as error:
+            raise LoadError(f"no process can be started to load it ({error.strerror})") from error
     raise LoadError("no process can be started to load it", hint=IN_THE_LOG)
 
 
@@ -158,6 +170,6 @@ def _start_python() -> ForkServer:
     with closing(connection):
         number = connection.fileno()
         process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
-            [sys.executable, "-c", RUN.format(number)], stdin=subprocess.DEVNULL, pass_fds=[number]
+            [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
         )
     return ForkServer(channel, process.wait)

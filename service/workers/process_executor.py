@@ -32,7 +32,7 @@ from layertap.service.engine.rows import Attempt
 from layertap.service.engine.threads import publish_name
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
-from layertap.service.settings import Settings
+from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 from layertap.service.workers.messages import (
     BatchDecoded,
     BatchRun,
@@ -71,7 +71,8 @@ def load_in_host(spec: ModelSpec, settings: Settings, on_restart: OnRestart) -> 
     """Load a model in a process of its own; LoadError where it can't be. ``on_restart`` as for ``ModelHost``."""
     memory_bytes = settings.worker_memory_bytes
     if memory_bytes is None:
-        memory_bytes = int(memory.measure_available_bytes(torch.device("cpu")) * MEMORY_SHARE / settings.workers)
+        free = memory.measure_available_bytes(torch.device("cpu"))
+        memory_bytes = max(int(free * MEMORY_SHARE / settings.workers), MIN_WORKER_MEMORY_BYTES)
     options = HostOptions(spec, settings, list_search_folders(), memory_bytes)
     host = ModelHost(options, on_restart)
     with take_turn():

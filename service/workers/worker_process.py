@@ -128,14 +128,20 @@ class ModelHost:
         """End the process, and with it its workers; none is started any more."""
         with self._lock:
             self._closed = True
-            self._end()
-        for worker in self.workers:
+        for worker in self.workers:  # while there is somebody who waits for them: nobody else would where this is PID 1
             worker.close()
+            self.wait_for_worker(worker.pid)
+        with self._lock:
+            self._end()
 
     def _load(self) -> ModelInfo:
         self._channel, connection = connect()
         with closing(connection):
-            self._process = start_host(connection, self._options)
+            try:
+                self._process = start_host(connection, self._options)
+            except LoadError:
+                self._channel.close()
+                raise
         try:
             answer = self._channel.receive()
         except EOFError:
