@@ -42,6 +42,9 @@ LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
     *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
+NO_DEFAULT = (
+    "default_factory_not_called"  # what pydantic says of a default that another field's mistake is in the way of
+)
 CommaSeparated = Annotated[tuple[str, ...], NoDecode]
 LogFormat = Literal["auto", "json", "text"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -242,7 +245,8 @@ def read_settings(**overrides: Any) -> Settings:
     try:
         settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
-        mistakes += [_describe_error(each) for each in error.errors(include_url=False, include_input=False)]
+        errors = error.errors(include_url=False, include_input=False)
+        mistakes += [_describe_error(each) for each in errors if each["type"] != NO_DEFAULT]
     if mistakes:
         raise SettingsError("\n".join(mistakes))
     return settings

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import described
-from bench.profile.threads import LOOP, Samples, samples, used
+from bench.profile.threads import LOOP, THREADS, Samples, samples, used
 from bench.serving.client import Sending, loaded, watched
 from bench.serving.contenders import extract
 from bench.serving.pictures import written
@@ -41,7 +41,7 @@ class Case:
 def profiled(case: Case, connections: int, seconds: int, folder: Path) -> dict[str, Any]:
     """Milliseconds of an image: ``cpu`` by role, ``alone`` the work without a server, ``steps`` as requests waited."""
     pictures = written(folder)
-    with serving([case.model], folder) as server:
+    with serving([case.model], folder, THREADS) as server:
         path = extract(case.model, [case.layer], case.pool, "npy")
         loaded(server, Sending([path], pictures, connections, 1))
         before, cpu = samples(server), used(server)

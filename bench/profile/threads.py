@@ -10,6 +10,7 @@ from bench.serving.metrics import scrape
 from bench.serving.server import Server
 
 LOOP, OTHERS = "event loop", "others"
+THREADS = "LAYERTAP_WORKERS=0"  # threads of one process are told apart
 ROLES = {"decode": "decoding", "model-": "forwards", "side": "side pool"}  # by how a thread's name begins
 TIMES = slice(11, 13)  # user and system; what follows in a thread's stat is of the whole process's children
 Samples = dict[tuple[str, str], float]  # by name and the label that tells series apart

@@ -84,10 +84,13 @@ def running(command: Sequence[str], port: int, folder: Path) -> Iterator[Server]
 
 
 @contextmanager
-def serving(models: Sequence[str], folder: Path) -> Iterator[Server]:
-    """A layertap server with these models of torchvision, ready and idle, that ends with the block."""
+def serving(models: Sequence[str], folder: Path, *variables: str) -> Iterator[Server]:
+    """A layertap server with these models of torchvision, ready and idle, that ends with the block.
+
+    ``variables`` are such as ``LAYERTAP_WORKERS=0``.
+    """
     port = free_port()
-    with running(layertap(models, port, folder), port, folder) as server:
+    with running(["env", *variables, *layertap(models, port, folder)], port, folder) as server:
         server.until("GET", "/readyz")
         if not server.settle():
             raise SystemExit(f"the server did not idle within {SETTLE_S:g} s")
