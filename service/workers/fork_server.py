@@ -49,6 +49,8 @@ def run(descriptor: int) -> NoReturn:
         with suppress(EOFError):
             _serve(Channel(socket.socket(fileno=descriptor)))
         status = 0
+    except BaseException:
+        log.critical("the process that starts models' processes failed", exc_info=True)
     finally:
         os._exit(status)  # it has nothing to tidy up, and libraries would write on the terminal while they end
 
