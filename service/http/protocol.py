@@ -7,7 +7,7 @@ attributes used here are the same.
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from asyncio import TimerHandle
 from collections import deque
 from itertools import chain
@@ -235,7 +235,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
         self._ignores_input = True
         self._cycle_transport.flush()
-        request_id = uuid.uuid4().hex
+        request_id = secrets.token_hex(16)
         self.logger.warning("refused with %d: %s", status, detail, extra={"fields": {"request_id": request_id}})
         if len(self._unanswered) > 1 and self._unanswered[-1].more_body:  # it has not begun, and will not be whole
             self._unanswered.pop()

@@ -16,12 +16,12 @@ from layertap.models.errors import LoadError
 from layertap.service.workers.channel import Channel
 from layertap.service.workers.limits import leave_signals_to_server
 from layertap.service.workers.messages import (
-    HostEnded,
     HostOptions,
-    HostStarted,
     ImportLibraries,
+    ProcessEnded,
+    ProcessStarted,
     StartHost,
-    WaitForHost,
+    WaitForProcess,
 )
 from layertap.service.workers.model_host import run_model_host
 
@@ -62,9 +62,9 @@ def _serve(channel: Channel) -> None:
             _import_libraries(message.kinds)
         elif isinstance(message, StartHost):
             channel.send(_start_host(channel, descriptors[0], message.options))
-        elif isinstance(message, WaitForHost):
+        elif isinstance(message, WaitForProcess):
             _, status = os.waitpid(message.pid, 0)
-            channel.send(HostEnded(os.waitstatus_to_exitcode(status)))
+            channel.send(ProcessEnded(os.waitstatus_to_exitcode(status)))
 
 
 def _import_libraries(kinds: Collection[str]) -> None:
@@ -76,7 +76,7 @@ def _import_libraries(kinds: Collection[str]) -> None:
     gc.freeze()
 
 
-def _start_host(channel: Channel, connection: int, options: HostOptions) -> HostStarted | LoadError:
+def _start_host(channel: Channel, connection: int, options: HostOptions) -> ProcessStarted | LoadError:
     """A new host, or why there is none: other models' hosts go on."""
     parent = os.getpid()
     try:
@@ -89,7 +89,7 @@ def _start_host(channel: Channel, connection: int, options: HostOptions) -> Host
     if pid == 0:
         channel.close()
         _run_host_and_exit(connection, options, parent)
-    return HostStarted(pid)
+    return ProcessStarted(pid)
 
 
 def _run_host_and_exit(connection: int, options: HostOptions, parent: int) -> NoReturn:

@@ -20,12 +20,12 @@ from layertap.service.workers import fork_server
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import end_with_parent
 from layertap.service.workers.messages import (
-    HostEnded,
     HostOptions,
-    HostStarted,
     ImportLibraries,
+    ProcessEnded,
+    ProcessStarted,
     StartHost,
-    WaitForHost,
+    WaitForProcess,
 )
 
 # It has the server's search path, and not the working directory before all else; signals are ignored from the first.
@@ -58,16 +58,16 @@ class ForkServer:
         """Start a host, and return its process's number; LoadError where the system allows no more processes."""
         with self._lock:
             self._channel.send(StartHost(options), [connection.fileno()])
-            started: HostStarted | LoadError = self._channel.receive()
+            started: ProcessStarted | LoadError = self._channel.receive()
         if isinstance(started, LoadError):
             raise started
         return started.pid
 
-    def wait_for_host(self, pid: int) -> int:
-        """The exit status of a host that has ended."""
+    def wait_for_host(self, pid: int) -> int | None:
+        """The exit status of a host that has ended; None where nobody knows."""
         with self._lock:
-            self._channel.send(WaitForHost(pid))
-            ended: HostEnded = self._channel.receive()
+            self._channel.send(WaitForProcess(pid))
+            ended: ProcessEnded = self._channel.receive()
         return ended.status
 
     def close(self) -> None:

@@ -47,50 +47,29 @@ class StartHost:
 
 
 @dataclass(frozen=True)
-class HostStarted:
-    """From the fork server: the number of the host's process."""
+class ProcessStarted:
+    """From the fork server of a host, or from a host of a worker: the number of its process."""
 
     pid: int
 
 
 @dataclass(frozen=True)
-class WaitForHost:
-    """To the fork server: wait for a host that ends."""
+class WaitForProcess:
+    """To who started a host or a worker: wait for it, it ends."""
 
     pid: int
 
 
 @dataclass(frozen=True)
-class HostEnded:
-    """From the fork server: a host's exit status, below 0 where a signal ended it."""
+class ProcessEnded:
+    """The exit status of a host or a worker, below 0 where a signal ended it; None for one of somebody else's."""
 
-    status: int
+    status: int | None
 
 
 @dataclass(frozen=True)
 class StartWorker:
     """To a model's host: start one more worker; its connection's descriptor, and its progress's, come along."""
-
-
-@dataclass(frozen=True)
-class WorkerStarted:
-    """From a model's host: the number of the worker's process."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class WaitForWorker:
-    """To a model's host: wait for a worker that ends."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class WorkerEnded:
-    """From a model's host: a worker's exit status, below 0 where a signal ended it; None for one it did not start."""
-
-    status: int | None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from layertap.service import allocator, logs
 from layertap.service.engine.executor import InProcessExecutor
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
-from layertap.service.workers.messages import HostOptions, WaitForWorker, WorkerEnded, WorkerStarted
+from layertap.service.workers.messages import HostOptions, ProcessEnded, ProcessStarted, WaitForProcess
 from layertap.service.workers.progress import Progress
 from layertap.service.workers.worker import Worker
 
@@ -129,13 +129,13 @@ def _serve(channel: Channel, model: LoadedModel, options: HostOptions) -> NoRetu
     ended: dict[int, int] = {}  # how those ended that nobody has asked for
     while True:
         message, descriptors = channel.receive_with_descriptors(2)
-        if isinstance(message, WaitForWorker):
-            channel.send(WorkerEnded(ended.pop(message.pid) if message.pid in ended else _wait(message.pid)))
+        if isinstance(message, WaitForProcess):
+            channel.send(ProcessEnded(ended.pop(message.pid) if message.pid in ended else _wait(message.pid)))
         else:
             ended |= _collect_ended()
             for pid in list(ended)[:-MAX_ENDED]:
                 del ended[pid]
-            channel.send(WorkerStarted(_start_worker(channel, descriptors, model, options)))
+            channel.send(ProcessStarted(_start_worker(channel, descriptors, model, options)))
 
 
 def _wait(pid: int) -> int | None:

@@ -19,11 +19,11 @@ from layertap.service.workers.messages import (
     ExtendBatch,
     FromWorker,
     HostOptions,
+    ProcessEnded,
+    ProcessStarted,
     StartWorker,
     ToWorker,
-    WaitForWorker,
-    WorkerEnded,
-    WorkerStarted,
+    WaitForProcess,
 )
 from layertap.service.workers.progress import Progress, create_progress
 from layertap.service.workers.spec_table import SpecTable
@@ -110,8 +110,8 @@ class ModelHost:
         """The exit status of a worker that ends; None where nobody knows."""
         with self._lock:
             try:
-                self._channel.send(WaitForWorker(pid), timeout=START_SECONDS)
-                ended: WorkerEnded = self._channel.receive(START_SECONDS)
+                self._channel.send(WaitForProcess(pid), timeout=START_SECONDS)
+                ended: ProcessEnded = self._channel.receive(START_SECONDS)
             except (EOFError, TimeoutError):
                 self._channel.close()  # what it answers later would be taken for another answer
                 return None
@@ -183,7 +183,7 @@ class ModelHost:
 
     def _send_request(self, descriptors: Sequence[int]) -> int:
         self._channel.send(StartWorker(), descriptors)
-        started: WorkerStarted = self._channel.receive(START_SECONDS)
+        started: ProcessStarted = self._channel.receive(START_SECONDS)
         return started.pid
 
     def _end(self) -> None:
