@@ -12,7 +12,7 @@ from layertap.models.capture import verification
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.row_view import select_rows
-from layertap.models.compiled.compiled_plan import CompiledPlan
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.devices import memory, transfer
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.threads import use_threads
@@ -32,11 +32,12 @@ Rows = Mapping[str, Tensor]
 class LoadedModel(ModelInfo):
     """A model ready to run. Each replica belongs to one thread: everything that runs it happens there.
 
-    ``catalogs`` run the first replica.
+    ``catalogs`` run the first replica. ``graphs`` are those of the warm plans, None for one that runs with hooks.
     """
 
     replicas: tuple[Replica, ...]
     catalogs: ModelCatalogs
+    graphs: tuple[PlanGraphs | None, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -74,22 +75,22 @@ class LoadedModel(ModelInfo):
         slices: Sequence[RequestSlice],
         padded_rows: int | None = None,
         resumption: Resumption | None = None,
-        compiled: CompiledPlan | None = None,
+        graphs: PlanGraphs | None = None,
     ) -> BatchActivations:
         """One forward of a replica for the requests that share it, row after row; results are on the device.
 
         With ``padded_rows`` the forward has so many rows, whatever is sent: the first one is repeated. With
-        ``resumption`` it goes on from a layer, whose output the rows are; with ``compiled`` a graph gives all captures
-        that it has.
+        ``resumption`` it goes on from a layer, whose output the rows are; with ``graphs`` one of these gives all
+        captures that it has.
         OutOfMemoryError, raised when everything that the forward held is let go; InputError where the model does not
         take the values.
         """
         count = sum(len(next(iter(piece.values()))) for piece in pieces)
         rows = max(count, padded_rows or 0)
         try:
-            if compiled is not None:
-                rows = compiled.get_padded_rows(rows, replica)
-                return compiled.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
+            if graphs is not None:
+                rows = graphs.get_padded_rows(rows, replica)
+                return graphs.run(self._assemble_batch(pieces, rows - count, None), rows, replica)
             # Anew for each forward: a model may write to its input.
             return replica.extractor.extract_slices(
                 lambda: self._forward(replica, self._assemble_batch(pieces, rows - count, resumption), resumption),

@@ -22,8 +22,8 @@ class ModelInfo:
 
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint; ``threads`` what
     surveys use on a CPU. ``embedding_selector`` is what a request without layers means, with its pool; None where there
-    is no such tensor. ``compiled`` has a graph for each of the warm plans, None for those that run with hooks;
-    ``benchmarks`` what was measured of each, None where there are no graphs.
+    is no such tensor. ``compiled`` tells of each warm plan that graphs answer, and has None for those that run
+    with hooks; ``benchmarks`` what was measured of each, None where there are no graphs.
     """
 
     spec: ModelSpec

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram, export
 from bench.graphs.variants import Variant
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.compile import OPTIONS, compile_graph, compute_key, open_folder, open_graph
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graph_capture import get_kind
 from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
@@ -46,14 +46,14 @@ class Contenders:
         """A forward of so many rows as the server runs it, on graphs that are on disk; it gives the embedding."""
         model = self._load(variant.dtype, variant.memory_format)
         plan, captures = _plan_embedding(model)
-        batch, share, compiled = _make_batch(model, rows), RequestSlice(0, rows, plan.captures), None
+        batch, share, graphs = _make_batch(model, rows), RequestSlice(0, rows, plan.captures), None
         if variant.is_graph:
             graph = open_graph(self._locate(variant, rows), 1, model.device)
             names = tuple(spec.name for spec in model.inputs)
-            compiled = CompiledPlan(captures, names, graph, graph, model.catalog.costs)
+            graphs = PlanGraphs(captures, names, graph, graph)
 
         def run() -> Tensor:
-            activations = model.run(model.replicas[0], [batch], [share], compiled=compiled)
+            activations = model.run(model.replicas[0], [batch], [share], graphs=graphs)
             return activations.select(share)[captures[0]].values
 
         return run

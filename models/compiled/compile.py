@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
-from layertap.models.compiled.compiled_plan import Graph
+from layertap.models.compiled.plan_graphs import Graph
 from layertap.models.devices.processor import describe_processor
 from layertap.models.errors import LayertapError
 from layertap.models.loaded_model import LoadedModel
@@ -91,11 +92,19 @@ def open_graph(path: Path, runners: int, device: torch.device, single: bool = Fa
     ``single``: one thread only, and nothing that would keep others apart.
     """
     load_runner(path.parent)
-    index = -1 if device.index is None else device.index
     try:
-        graph: Graph = torch.classes.layertap.Graph(str(path), runners, index, single)
-    except RuntimeError as error:
+        if device.type == "cuda":  # kernels are read when they run first; torch's own copy of the files stays till then
+            return _load_graph(path, runners, -1 if device.index is None else device.index, single)
+        # Files that are loaded may go: a process that is killed later leaves none.
+        with tempfile.TemporaryDirectory() as place, ZipFile(path) as archive:
+            archive.extractall(place)
+            return _load_graph(next(Path(place).iterdir()), runners, -1, single)
+    except (RuntimeError, OSError, BadZipFile, StopIteration) as error:
         raise WarmError(f"a compiled plan does not load ({type(error).__name__})") from error
+
+
+def _load_graph(path: Path, runners: int, device_index: int, single: bool) -> Graph:
+    graph: Graph = torch.classes.layertap.Graph(str(path), runners, device_index, single)
     return graph
 
 

@@ -1,72 +1,25 @@
-"""A plan's captures as compiled graphs: run in place of a hooked forward, with no hook on the model.
-
-Made by ``layertap.models.compiled``; here they only run. One graph takes a single row, another any number of rows above
-that.
-"""
+"""What is known of a warm plan that compiled graphs answer: plain data, which may go to another process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from layertap.models.capture.batch_slices import BatchActivations
-from layertap.models.capture.reduction import ReducedTensor, ensure_owned
 from layertap.models.catalog.catalog import Costs
-from layertap.models.compiled.cuda_graphs import CudaGraphs
-from layertap.models.replica import Replica
 from layertap.models.selection.plan import Capture, Plan
-
-Rows = Mapping[str, Tensor]
-
-
-class Graph(Protocol):
-    """What runs a compiled graph; several threads may."""
-
-    def run(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The graph's outputs for its inputs."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """Graphs that give captures, in their order, for the inputs of a model by name; ``costs`` are a graph's own.
+    """The warm plan at a place among its model's: all that its graphs give, and what these cost."""
 
-    ``cuda_graphs``: what a GPU keeps of them for some sizes of batches, by replica.
-    """
-
+    place: int
     captures: tuple[Capture, ...]
-    inputs: tuple[str, ...]
-    single_row: Graph
-    batch: Graph
     costs: Costs
-    cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
 
     def covers(self, plan: Plan) -> bool:
         """Whether it gives all that a plan wants."""
         return not plan.resolved_interventions and plan.objective is None and plan.captures <= frozenset(self.captures)
-
-    def get_padded_rows(self, rows: int, replica: Replica) -> int:
-        """To how many rows a replica's batch is best filled up."""
-        graphs = self.cuda_graphs.get(replica)
-        return graphs.get_padded_rows(rows) if graphs else rows
-
-    def run(self, batch: Rows, rows: int, replica: Replica | None = None) -> BatchActivations:
-        """All captures of a batch of so many rows, on the device; raises what the graph does."""
-        inputs = [batch[name] for name in self.inputs]
-        cuda_graphs = self.cuda_graphs.get(replica) if replica else None
-        graph = self.single_row if rows == 1 else self.batch
-        with torch.no_grad():
-            tensors = iter(cuda_graphs.run(inputs) if cuda_graphs and rows in cuda_graphs else graph.run(inputs))
-        return BatchActivations({(capture, (0, rows)): _take_result(tensors, capture) for capture in self.captures})
-
-
-def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
-    values = next(tensors)
-    reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
-    return ensure_owned(reduced, values.new_empty(0))
 
 
 def find_compiled_plan(compiled: Iterable[CompiledPlan | None], plan: Plan) -> CompiledPlan | None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import WarmError, open_graph
-from layertap.models.compiled.compiled_plan import CompiledPlan, Graph
 from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
+from layertap.models.compiled.plan_graphs import Graph, PlanGraphs
 from layertap.models.devices import devices, transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.noise import make_noise
@@ -27,8 +27,8 @@ WARMUP_ROUNDS = 3  # forwards before one is captured: what is done once only, tu
 
 
 def attach_cuda_graphs(
-    model: LoadedModel, plan: Plan, graphs: CompiledPlan, sizes: Sequence[int], paths: Mapping[str, Path]
-) -> CompiledPlan:
+    model: LoadedModel, plan: Plan, graphs: PlanGraphs, sizes: Sequence[int], paths: Mapping[str, Path]
+) -> PlanGraphs:
     """Graphs with CUDA graphs for batches of so many rows, for each replica; without them where that fails.
 
     One line says why, then. ``paths`` are the compiled files, of a single row and of several.
@@ -58,7 +58,7 @@ def _list_checked_rows(sizes: Sequence[int]) -> list[int]:
 
 
 def capture_cuda_graphs(
-    model: LoadedModel, graphs: CompiledPlan, sizes: Sequence[int], runners: Mapping[str, Graph]
+    model: LoadedModel, graphs: PlanGraphs, sizes: Sequence[int], runners: Mapping[str, Graph]
 ) -> dict[Replica, CudaGraphs]:
     """CUDA graphs of what runners do, of a single row and of several, for each replica; raises what a capture does."""
     batch = make_noise(model.inputs, model.device, model.dtype)
@@ -79,7 +79,7 @@ def get_kind(rows: int) -> str:
     return "one" if rows == 1 else "several"
 
 
-def _repeat_rows(graphs: CompiledPlan, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
+def _repeat_rows(graphs: PlanGraphs, batch: Mapping[str, Tensor], rows: int) -> tuple[Tensor, ...]:
     """So many rows in memory of their own, which every replay will read."""
     return tuple(torch.cat([batch[name]] * -(-rows // len(batch[name])))[:rows].clone() for name in graphs.inputs)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from layertap.models.capture.batch_slices import RequestSlice
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PairedSeconds, PlanBenchmark
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.devices import costs
 from layertap.models.devices.threads import use_threads
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -22,7 +22,7 @@ MAX_PAIRS, PAIRS_S = 40, 6.0  # of a batch with hooks and by a graph, and second
 
 
 def measure_plan(
-    model: LoadedModel, plan: Plan, graphs: CompiledPlan, clock: Callable[[], float] = time.perf_counter
+    model: LoadedModel, plan: Plan, graphs: PlanGraphs, clock: Callable[[], float] = time.perf_counter
 ) -> PlanBenchmark:
     """Run a plan with hooks and by graphs in turn, in the first replica's thread; raises what a forward does.
 
@@ -35,29 +35,29 @@ def measure_plan(
 
     def run_graph(rows: Mapping[str, Tensor]) -> object:
         count = len(next(iter(rows.values())))
-        return model.run(model.replicas[0], [rows], [RequestSlice(0, count, plan.captures)], compiled=graphs)
+        return model.run(model.replicas[0], [rows], [RequestSlice(0, count, plan.captures)], graphs=graphs)
 
     row = make_noise_row(model.inputs, model.device, model.dtype)
     return PlanBenchmark(one, several, costs.measure_forward(run_graph, row, model.device, True, model.threads))
 
 
 def _measure_pairs(
-    model: LoadedModel, plan: Plan, graphs: CompiledPlan, rows: int, clock: Callable[[], float]
+    model: LoadedModel, plan: Plan, graphs: PlanGraphs, rows: int, clock: Callable[[], float]
 ) -> PairedSeconds:
     noise = make_noise(model.inputs, model.device, model.dtype)
     place = torch.arange(rows, device=model.device)
     batch = {name: value[place % len(value)] for name, value in noise.items()}
     share = RequestSlice(0, rows, plan.captures)
 
-    def measure(compiled: CompiledPlan | None) -> float:
+    def measure(chosen: PlanGraphs | None) -> float:
         start = clock()
-        model.run(model.replicas[0], [batch], [share], compiled=compiled)
+        model.run(model.replicas[0], [batch], [share], graphs=chosen)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         return max(clock() - start, 1e-6)
 
-    for compiled in (None, graphs):  # first runs allocate memory, and choose algorithms
-        measure(compiled)
+    for chosen in (None, graphs):  # first runs allocate memory, and choose algorithms
+        measure(chosen)
     pairs: list[tuple[float, float]] = []
     start = clock()
     while not pairs or (len(pairs) < MAX_PAIRS and clock() - start < PAIRS_S):

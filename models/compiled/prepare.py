@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from operator import call
 from pathlib import Path
+from threading import Thread
+from typing import Protocol, TypeVar
 
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import (
@@ -28,6 +32,7 @@ from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graph_capture import attach_cuda_graphs
 from layertap.models.compiled.measure import measure_plan
 from layertap.models.compiled.plan_benchmark import PlanBenchmark, keep_benchmark, locate_benchmark, read_benchmark
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
@@ -41,40 +46,56 @@ from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.python import add_search_folders, list_search_folders
 from layertap.models.spec import ModelSpec, WarmSpec
 
+T = TypeVar("T")
 log = logging.getLogger("layertap")
 SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
 REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
 CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
-PreparedPlan = tuple[CompiledPlan | None, PlanBenchmark | None]
+PreparedPlan = tuple[CompiledPlan | None, PlanGraphs | None, PlanBenchmark | None]
 
 
-def prepare_warm_plans(model: LoadedModel, folder: Path) -> LoadedModel:
+class RunTrial(Protocol):
+    """Calls a function that runs forwards, here or in a copy of this process."""
+
+    def __call__(self, function: Callable[[], T], /) -> T:
+        """What the function gives; raises what it does."""
+
+
+def prepare_warm_plans(model: LoadedModel, folder: Path, run_trial: RunTrial = call) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
+    ``run_trial`` runs what compares and measures them, on as many threads as the model may use.
     LoadError where a plan names what is not there.
     """
     with devices.use_device(model.device):
-        prepared = [_prepare_warm_plan(model, warm, folder) for warm in model.spec.warm]
-    compiled, benchmarks = zip(*prepared, strict=True) if prepared else ((), ())
-    return replace(model, compiled=compiled, benchmarks=benchmarks)
+        prepared = [
+            _prepare_warm_plan(model, warm, place, folder, run_trial) for place, warm in enumerate(model.spec.warm)
+        ]
+    compiled, graphs, benchmarks = zip(*prepared, strict=True) if prepared else ((), (), ())
+    return replace(model, compiled=compiled, graphs=graphs, benchmarks=benchmarks)
 
 
-def _prepare_warm_plan(model: LoadedModel, warm: WarmSpec, folder: Path) -> PreparedPlan:
+def _prepare_warm_plan(
+    model: LoadedModel, warm: WarmSpec, place: int, folder: Path, run_trial: RunTrial
+) -> PreparedPlan:
     try:
         plan = make_warm_plan(model, warm)
     except RequestError as error:
         raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
     if not warm.compile:
-        return None, None
+        return None, None, None
     try:
-        compiled, benchmark = _choose_graphs(model, plan, warm, open_folder(folder))
+        graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial)
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
         _log_hooks(model, error.detail if isinstance(error, LayertapError) else type(error).__name__)
-        return None, None
-    if compiled is None:
+        return None, None, None
+    if graphs is None:
         _log_hooks(model, f"its graph takes {1 / benchmark.speedup:.2f} times as long as hooks")
-    return compiled, benchmark
+        return None, None, benchmark
+    # Of memory a graph takes no more than the whole forward with hooks.
+    graph_costs = costs.make_costs([benchmark.costs], model.catalog.costs.row_bytes)
+    return CompiledPlan(place, graphs.captures, graph_costs), graphs, benchmark
 
 
 def _log_hooks(model: LoadedModel, reason: str) -> None:
@@ -90,7 +111,7 @@ def make_warm_plan(model: ModelInfo, warm: WarmSpec) -> Plan:
 def _compile_in_process(spec: ModelSpec, folder: Path, threads: int) -> None:
     """Compile graphs in a process of its own, which takes the compiler's memory with it; WarmError where it fails.
 
-    It ends with this process, if that is sooner. Meanwhile the log tells how far it is.
+    It ends with this process, if that is sooner, however that ends. Meanwhile the log tells how far it is.
     """
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -134,6 +155,7 @@ def _run_compiler(sender: Connection, spec: ModelSpec, folder: Path, threads: in
     with Path(os.devnull).open("w") as devnull:
         os.dup2(devnull.fileno(), 1)
         os.dup2(devnull.fileno(), 2)
+    Thread(target=_end_with_parent, daemon=True).start()
     add_search_folders(folders)
     try:
         compile_warm_plans(spec, folder, threads, lambda number, count: sender.send((number, count)))
@@ -143,6 +165,13 @@ def _run_compiler(sender: Connection, spec: ModelSpec, folder: Path, threads: in
         sender.send(f"it can't be compiled ({type(error).__name__})")
     else:
         sender.send("")
+
+
+def _end_with_parent() -> None:
+    """Have this process ended as by SIGTERM once the one that started it is gone: who is killed ends no children."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Callable[[int, int], None]) -> None:
@@ -165,8 +194,8 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
 
 
 def _choose_graphs(
-    model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path
-) -> tuple[CompiledPlan | None, PlanBenchmark]:
+    model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path, run_trial: RunTrial
+) -> tuple[PlanGraphs | None, PlanBenchmark]:
     """Graphs for a plan, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
     captures = _list_captures(model, plan)
     paths = {kind: folder / f"{compute_key(model, captures, kind)}.pt2" for kind in KINDS}
@@ -174,30 +203,29 @@ def _choose_graphs(
     benchmark = read_benchmark(benchmark_path)
     if benchmark and not _is_wanted(warm, benchmark):
         return None, benchmark
-    graphs = _open_or_compile(model, plan, warm, paths)
+    graphs = _open_or_compile(model, plan, warm, paths, run_trial)
     if benchmark is None:
         with take_turn():
-            measured = measure_plan(model, plan, graphs)
+            measured = run_trial(partial(measure_plan, model, plan, graphs))
         benchmark = keep_benchmark(benchmark_path, measured)
-    if not _is_wanted(warm, benchmark):
-        return None, benchmark
-    # Of memory a graph takes no more than the whole forward with hooks.
-    return replace(graphs, costs=costs.make_costs([benchmark.costs], model.catalog.costs.row_bytes)), benchmark
+    return graphs if _is_wanted(warm, benchmark) else None, benchmark
 
 
 def _is_wanted(warm: WarmSpec, benchmark: PlanBenchmark) -> bool:
     return warm.compile == "always" or benchmark.pays
 
 
-def _open_or_compile(model: LoadedModel, plan: Plan, warm: WarmSpec, paths: Mapping[str, Path]) -> CompiledPlan:
-    """Graphs that give what hooks do; their costs are not measured. Raises whatever compiling does."""
+def _open_or_compile(
+    model: LoadedModel, plan: Plan, warm: WarmSpec, paths: Mapping[str, Path], run_trial: RunTrial
+) -> PlanGraphs:
+    """Graphs that give what hooks do. Raises whatever compiling does."""
     if not all(path.exists() for path in paths.values()):
         find_compiler()
         _compile_in_process(model.spec, paths["one"].parent, model.threads)
     one, several = (open_graph(paths[kind], len(model.replicas), model.device) for kind in KINDS)
     captures, names = _list_captures(model, plan), tuple(spec.name for spec in model.inputs)
-    graphs = CompiledPlan(captures, names, one, several, model.catalog.costs)
-    check_against_hooks(model, plan, graphs, model.replicas[0], CHECKED_ROWS)
+    graphs = PlanGraphs(captures, names, one, several)
+    run_trial(partial(check_against_hooks, model, plan, graphs, model.replicas[0], CHECKED_ROWS))
     return attach_cuda_graphs(model, plan, graphs, warm.cuda_graphs, paths) if warm.cuda_graphs else graphs
 
 

@@ -16,12 +16,12 @@ from layertap.service.workers.process_executor import HostedModel, ProcessExecut
 def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = True) -> ModelInfo:
     """Load a model where it is to run; LoadError where it can't be. ``metrics`` count its workers' restarts.
 
-    Models on a GPU, and those with warm plans, run in this process: neither a device's memory nor a compiled graph can
-    be copied with a process.
+    Models on a GPU run in this process: a device's memory can't be copied with a process. Without ``warm`` they all run
+    with hooks.
     """
-    if settings.workers and not (spec.warm and warm) and resolve_device(spec.device).type == "cpu":
-        return load_in_host(spec, settings, metrics.count_worker_restart)
     plans = settings.cache_dir / "plans" if warm else None
+    if settings.workers and resolve_device(spec.device).type == "cpu":
+        return load_in_host(spec, settings, plans, metrics.count_worker_restart)
     in_process = ModelLoader(
         settings.replicas, settings.cpu_threads, plans, settings.gpu_streams, settings.cache_dir / "costs"
     )

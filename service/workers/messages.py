@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import LayertapError
@@ -23,13 +24,15 @@ NO_TIME: Interval = (0.0, 0.0)
 class HostOptions:
     """What a host loads, and how; ``folders`` are those in which own models are found.
 
-    ``worker_bytes``: how much memory each worker may take beside what it shares.
+    ``worker_bytes``: how much memory each worker may take beside what it shares. Graphs of warm plans are kept in
+    ``plans``; without it they run with hooks.
     """
 
     spec: ModelSpec
     settings: Settings
     folders: Sequence[str]
     worker_bytes: int
+    plans: Path | None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar, cast
 
 import torch
 
+from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.errors import LayertapError, LoadError, make_load_error
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
@@ -47,12 +48,7 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
     torch.set_num_threads(1)
     channel = Channel(connection)
     try:
-        model = load_model(
-            options.spec,
-            threads=options.settings.cpu_threads,
-            costs_folder=options.settings.cache_dir / "costs",
-            run_survey=run_in_copy,
-        )
+        model = _load(options)
     except BaseException as error:  # a third party's code may raise anything
         with suppress(EOFError):
             channel.send(_to_load_error(error))
@@ -62,6 +58,14 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
     with suppress(EOFError):
         channel.send(_describe(model))
         _serve(channel, model, options)
+
+
+def _load(options: HostOptions) -> LoadedModel:
+    settings = options.settings
+    model = load_model(
+        options.spec, threads=settings.cpu_threads, costs_folder=settings.cache_dir / "costs", run_survey=run_in_copy
+    )
+    return prepare_warm_plans(model, options.plans, run_in_copy) if options.plans else model
 
 
 def run_in_copy(function: Callable[[], T]) -> T:
@@ -76,13 +80,14 @@ def run_in_copy(function: Callable[[], T]) -> T:
         channel.close()
         _answer_and_exit(function, Channel(connection), parent)
     connection.close()
+    ended = False
     try:
         result = channel.receive()
     except EOFError:
-        result = None
+        ended = True
     channel.close()
     _, status = os.waitpid(pid, 0)
-    if result is None:
+    if ended:
         refusal = LoadError(f"a forward ended its process (status {os.waitstatus_to_exitcode(status)})")
         refusal.kind = "forward"
         raise refusal

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from queue import LifoQueue
 from typing import cast
 
@@ -67,13 +68,16 @@ class HostedModel(ModelInfo):
         return sum(worker.hooks for worker in self.host.workers)
 
 
-def load_in_host(spec: ModelSpec, settings: Settings, on_restart: OnRestart) -> HostedModel:
-    """Load a model in a process of its own; LoadError where it can't be. ``on_restart`` as for ``ModelHost``."""
+def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_restart: OnRestart) -> HostedModel:
+    """Load a model in a process of its own; LoadError where it can't be.
+
+    ``plans`` as for ``HostOptions``, ``on_restart`` as for ``ModelHost``.
+    """
     memory_bytes = settings.worker_memory_bytes
     if memory_bytes is None:
         free = memory.measure_available_bytes(torch.device("cpu"))
         memory_bytes = max(int(free * MEMORY_SHARE / settings.workers), MIN_WORKER_MEMORY_BYTES)
-    options = HostOptions(spec, settings, list_search_folders(), memory_bytes)
+    options = HostOptions(spec, settings, list_search_folders(), memory_bytes, plans)
     host = ModelHost(options, on_restart)
     with take_turn():
         info = host.load()

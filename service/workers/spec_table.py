@@ -9,7 +9,7 @@ from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.workers.messages import SentSpec
 
 MAX_SPECS = 64  # a batch with more has a larger table
-Key = tuple[int, int, int]
+Key = tuple[int, int, int, int]
 
 
 class SpecTable:
@@ -37,4 +37,4 @@ class SpecTable:
 
 def _make_key(spec: ForwardSpec) -> Key:
     """What tells specs apart: plans are used again, and what an entry keeps has an id that nothing else has."""
-    return id(spec.plan), id(spec.verified_by), id(spec.resumption)
+    return id(spec.plan), id(spec.verified_by), id(spec.resumption), id(spec.compiled)

@@ -15,10 +15,10 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import WarmError
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graph_capture import capture_cuda_graphs
 from layertap.models.compiled.cuda_graphs import CudaGraphs
 from layertap.models.compiled.export import export_graph
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices import transfer
 from layertap.models.loaded_model import LoadedModel
@@ -69,16 +69,16 @@ def runners(model: LoadedModel, plan: Plan) -> dict[str, Plain]:
 
 
 @pytest.fixture(scope="module")
-def graphs(model: LoadedModel, plan: Plan, runners: dict[str, Plain]) -> CompiledPlan:
+def graphs(model: LoadedModel, plan: Plan, runners: dict[str, Plain]) -> PlanGraphs:
     captures = tuple(result.capture for result in plan.results)
     names = tuple(spec.name for spec in model.inputs)
-    made = CompiledPlan(captures, names, runners["one"], runners["several"], model.catalog.costs)
+    made = PlanGraphs(captures, names, runners["one"], runners["several"])
     found = replace(made, cuda_graphs=capture_cuda_graphs(model, made, SIZES, runners))
     transfer.synchronize_device(model.device)
     return found
 
 
-def test_captured(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
+def test_captured(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """For each replica and number of rows, one after the other, what hooks give; nothing gives what it gave before."""
     for own in model.replicas:
         check_against_hooks(model, plan, graphs, own, (1, 2, 3, 4, 5, 8, 9, 1, 8))
@@ -86,7 +86,7 @@ def test_captured(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
 
 
 def test_what_is_replayed_is_what_was_captured(
-    model: LoadedModel, plan: Plan, graphs: CompiledPlan, runners: dict[str, Plain]
+    model: LoadedModel, plan: Plan, graphs: PlanGraphs, runners: dict[str, Plain]
 ) -> None:
     """Numbers come from the replay: a graph that was captured of another plan is found out."""
     captures = graphs.captures[:1] * len(graphs.captures)
@@ -96,7 +96,7 @@ def test_what_is_replayed_is_what_was_captured(
         check_against_hooks(model, plan, replace(graphs, cuda_graphs=wrong), model.replicas[0], (3,))
 
 
-def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
+def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """Two threads, each with its replica and stream, replay at once and get their own."""
     parts = [batch(model.inputs, 1 + number % 8, seed=number) for number in range(40)]
 
@@ -105,7 +105,7 @@ def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: CompiledPlan) 
         found = []
         for part in parts[lane::2]:
             share = RequestSlice(0, len(next(iter(part.values()))), plan.captures)
-            taken = model.run(model.replicas[lane], [part], [share], compiled=graphs).select(share)
+            taken = model.run(model.replicas[lane], [part], [share], graphs=graphs).select(share)
             transfer.synchronize_stream(model.device)
             found.append((part, share, {capture: value.values.cpu() for capture, value in taken.items()}))
         return found
@@ -119,7 +119,7 @@ def test_from_two_streams(model: LoadedModel, plan: Plan, graphs: CompiledPlan) 
             torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_a_capture_that_fails(model: LoadedModel, graphs: CompiledPlan, plan: Plan) -> None:
+def test_a_capture_that_fails(model: LoadedModel, graphs: PlanGraphs, plan: Plan) -> None:
     """A graph that asks the device for a number can't be captured; the device answers on."""
 
     class Asking:
@@ -137,7 +137,7 @@ def test_served(tmp_path: Path) -> None:
     warm = WarmSpec(("avgpool", "layer3"), pool="mean", compile="always", cuda_graphs=SIZES)
     place = tmp_path / "plans"
     ready = prepare_warm_plans(load_model(replace(SPEC, warm=(warm,)), 1, 1), place)
-    (made,) = ready.compiled
+    (made,) = ready.graphs
     if made is None:
         pytest.skip("no graph can be compiled on this machine: the log says why")
     assert isinstance(made.cuda_graphs[ready.replicas[0]], CudaGraphs)

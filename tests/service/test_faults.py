@@ -280,16 +280,19 @@ def test_end_while_drawing_weights(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.hard
-def test_end_while_compiling(tmp_path: Path, compiler: str) -> None:
-    """SIGTERM while a warm plan is compiled: the status is 0, the compiler ends too and leaves nothing behind."""
+@pytest.mark.parametrize(("way", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_end_while_compiling(tmp_path: Path, compiler: str, workers: int, way: signal.Signals, status: int) -> None:
+    """A server that ends while a warm plan is compiled, even if killed: the compiler ends too and leaves nothing."""
     warm = WarmSpec(("conv", "head"), compile=True)
     spec = ModelSpec("chain", "python:tests.nets:Chain", "random:0", "cpu", inputs=INPUTS["Chain"], warm=(warm,))
     plans = tmp_path / "cache" / "plans"
-    with process([spec], tmp_path, wait=False, LAYERTAP_CACHE_DIR=str(plans.parent), **DEADLINE) as server:
+    variables = {"LAYERTAP_CACHE_DIR": str(plans.parent), "LAYERTAP_WORKERS": str(workers), **DEADLINE}
+    with process([spec], tmp_path, wait=False, **variables) as server:
         wait_until(lambda: list(plans.glob("tmp*")) != [])
         children = descendants(server.running.pid)
         assert children
-        server.running.send_signal(signal.SIGTERM)
-        assert server.running.wait(END_S) == 0
+        server.running.send_signal(way)
+        assert server.running.wait(END_S) == status
     wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     assert list(plans.glob("tmp*")) == []

@@ -1,16 +1,22 @@
-"""Warm plans over HTTP: who asks for their layers is answered by a graph, everybody else by hooks."""
+"""Warm plans over HTTP, in the server's process and in workers: a graph answers for their layers, hooks for others."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from layertap.models.compiled.compile import compute_key
+from layertap.models.compiled.plan_benchmark import locate_benchmark
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.spec import WarmSpec
 from layertap.service.config.configuration import Configuration
@@ -18,20 +24,36 @@ from tests.conftest import WARM, net_spec
 from tests.loading import load_model
 from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.load_server import process
+from tests.service.server_process import descendants
 from tests.service.support import Array, Json, arrays_of, npy, raw, same, tensor
 
 ROWS = np.random.default_rng(0).normal(size=(8, 3, 8, 8)).astype(np.float32)
 PLAIN, COMPILED = "plain", "compiled"
+PLAIN_SPEC = replace(net_spec("Chain"), name=PLAIN)
+WARM_SPEC = replace(PLAIN_SPEC, name=COMPILED, warm=(WARM, WarmSpec(("head",), pool="flatten")))
+CONFIGURATION = Configuration((PLAIN_SPEC, WARM_SPEC), PLAIN)
+THREADS = 2
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def live_warm(serve: Serve, plans: Path) -> Iterator[Live]:
-    """One model twice, with warm plans and without; graphs are on disk, as on every start but the first."""
-    plain = replace(net_spec("Chain"), name=PLAIN)
-    warm = replace(plain, name=COMPILED, warm=(WARM, WarmSpec(("head",), pool="flatten")))
-    prepare_warm_plans(load_model(warm, 1, 1), plans)
-    with serve(Configuration((plain, warm), PLAIN), cache_dir=plans.parent) as live:
+def warm_cache(plans: Path) -> Path:
+    """The cache folder with graphs on disk, as on every start but the first; one row is said to gain by all cores."""
+    model = prepare_warm_plans(load_model(WARM_SPEC, 1, THREADS), plans)
+    graphs, _ = model.graphs
+    assert graphs is not None
+    paths = [plans / f"{compute_key(model, graphs.captures, kind)}.pt2" for kind in ("one", "several")]
+    path = locate_benchmark(paths, (), THREADS, model.device)
+    benchmark = json.loads(path.read_text())
+    path.write_text(json.dumps({**benchmark, "costs": {**benchmark["costs"], "speedup": 1.5}}))
+    return plans.parent
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["threads", "workers"])
+def live_warm(serve: Serve, warm_cache: Path, request: pytest.FixtureRequest) -> Iterator[Live]:
+    """One model twice, with warm plans and without."""
+    with serve(CONFIGURATION, cache_dir=warm_cache, cpu_threads=THREADS, workers=request.param) as live:
         yield live
 
 
@@ -111,6 +133,53 @@ def test_in_company(live_warm: Live) -> None:
     for reply, expected in zip(replies, wanted, strict=True):
         close(arrays_of(reply), expected)
     assert live_warm.client.get(f"/models/{COMPILED}").json()["hooks"] == 0
+
+
+def test_same_bits_in_workers(serve: Serve, warm_cache: Path) -> None:
+    """Graphs give the same bits in a worker as in the server's own process: of a row on all cores, and in batches."""
+    answers: list[list[dict[str, Array]]] = []
+    for workers in (0, 2):
+        with serve(CONFIGURATION, cache_dir=warm_cache, cpu_threads=THREADS, workers=workers) as live:
+            replies = [extract(live, COMPILED, "conv", "head", rows=rows, isolated=True) for rows in (1, 2, 3, 8, 1)]
+        assert [forwards(reply) for reply in replies] == [{"compiled"}] * len(replies)
+        answers.append([arrays_of(reply) for reply in replies])
+    assert all(same(*pair) for pair in zip(*answers, strict=True))
+
+
+def test_worker_killed(tmp_path: Path, warm_cache: Path) -> None:
+    """A graph's worker that something ends is replaced by one that has the graphs too, and so is a host.
+
+    Nothing is left where graphs were unpacked, also of a server that is killed.
+    """
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    variables = {"LAYERTAP_CACHE_DIR": str(warm_cache), "LAYERTAP_CPU_THREADS": str(THREADS), "LAYERTAP_WORKERS": "2"}
+    with process([WARM_SPEC], tmp_path, TMPDIR=str(unpacked), **variables) as server:
+        body = {"model": COMPILED, "layers": ["conv"], "inputs": [tensor(ROWS[0])]}
+
+        def ask() -> Any:
+            return httpx.post(f"{server.url}/extract", json=body, timeout=60).json()
+
+        good = ask()
+        assert good["receipts"]["conv"]["forward"] == "compiled"
+        _, host, *workers = descendants(server.running.pid)  # the first is the fork server
+        for killed in (workers, [host]):
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(2 * THREADS):
+                again = ask()
+                assert (again["features"], again["receipts"]) == (good["features"], good["receipts"])
+    assert list(unpacked.iterdir()) == []
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """A host that can't compile answers with hooks; one line says why."""
+    with process([WARM_SPEC], tmp_path, CXX=str(tmp_path / "nothing"), LAYERTAP_WORKERS="2") as server:
+        body = {"model": COMPILED, "layers": ["conv"], "inputs": [tensor(ROWS[0])]}
+        reply = httpx.post(f"{server.url}/extract", json=body, timeout=60)
+        assert forwards(reply) == {"hooks"}
+        (line,) = [line for line in server.logged() if line["message"] == "a warm plan runs with hooks"]
+    assert line["reason"] == "there is no C++ compiler: install g++"
 
 
 def test_dry_run(live_warm: Live) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import WarmError
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Plan
@@ -74,7 +74,7 @@ def plan(model: LoadedModel) -> Plan:
 
 
 @pytest.fixture
-def graphs(model: LoadedModel, plan: Plan) -> CompiledPlan:
+def graphs(model: LoadedModel, plan: Plan) -> PlanGraphs:
     """Graphs that run the model with hooks of their own, and replays of them for each replica."""
     captures = tuple(result.capture for result in plan.results)
 
@@ -83,7 +83,7 @@ def graphs(model: LoadedModel, plan: Plan) -> CompiledPlan:
         return [seen[each.point.layer, each.point.call, each.point.path, each.point.site] for each in captures]
 
     one, several = Counted(run), Counted(run)
-    made = CompiledPlan(captures, tuple(spec.name for spec in model.inputs), one, several, model.catalog.costs)
+    made = PlanGraphs(captures, tuple(spec.name for spec in model.inputs), one, several)
     known = {
         own: CudaGraphs([kept(one if size == 1 else several, model.shapes[0], size) for size in reversed(SIZES)])
         for own in model.replicas
@@ -93,18 +93,18 @@ def graphs(model: LoadedModel, plan: Plan) -> CompiledPlan:
     return replace(made, cuda_graphs=known)
 
 
-def ran(graphs: CompiledPlan) -> list[int]:
+def ran(graphs: PlanGraphs) -> list[int]:
     assert isinstance(graphs.single_row, Counted)
     assert isinstance(graphs.batch, Counted)
     return [*graphs.single_row.rows, *graphs.batch.rows]
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 4), (4, 4), (5, 8), (8, 8), (9, 9), (20, 20)])
-def test_filled_up(model: LoadedModel, plan: Plan, graphs: CompiledPlan, rows: int, size: int) -> None:
+def test_filled_up(model: LoadedModel, plan: Plan, graphs: PlanGraphs, rows: int, size: int) -> None:
     """A batch runs in the next size, one that is larger than all as it is; its rows are those of hooks."""
     part = batch(model.inputs, rows, seed=rows)
     share = RequestSlice(0, rows, plan.captures)
-    found = model.run(model.replicas[0], [part], [share], compiled=graphs).select(share)
+    found = model.run(model.replicas[0], [part], [share], graphs=graphs).select(share)
     assert ran(graphs) == [size]
     seen = record(model.module, *part.values())
     for capture in graphs.captures:
@@ -112,7 +112,7 @@ def test_filled_up(model: LoadedModel, plan: Plan, graphs: CompiledPlan, rows: i
         torch.testing.assert_close(found[capture].values, expected)
 
 
-def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
+def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """What is filled up to a number already goes on to the next size."""
     part = batch(model.inputs, 1, seed=1)
     share = RequestSlice(0, 1, plan.captures)
@@ -120,24 +120,24 @@ def test_fixed_rows_are_filled_up_too(model: LoadedModel, plan: Plan, graphs: Co
     assert ran(graphs) == [4]
 
 
-def test_results_last(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
+def test_results_last(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """What one batch gave is not overwritten by the next of its size, nor is what was sent."""
     parts = [batch(model.inputs, 3, seed=seed) for seed in (1, 2)]
     sent = [{name: value.clone() for name, value in part.items()} for part in parts]
     share = RequestSlice(0, 3, plan.captures)
-    one, other = [model.run(model.replicas[0], [part], [share], compiled=graphs).select(share) for part in parts]
-    (again,) = [model.run(model.replicas[0], [part], [share], compiled=graphs).select(share) for part in parts[:1]]
+    one, other = [model.run(model.replicas[0], [part], [share], graphs=graphs).select(share) for part in parts]
+    (again,) = [model.run(model.replicas[0], [part], [share], graphs=graphs).select(share) for part in parts[:1]]
     for capture in plan.captures:
         assert torch.equal(one[capture].values, again[capture].values)
         assert not torch.equal(one[capture].values, other[capture].values)
     assert all(torch.equal(part[name], kept[name]) for part, kept in zip(parts, sent, strict=True) for name in part)
 
 
-def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
+def test_rows_of_several_requests(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """Each gets its own rows of a batch that was filled up."""
     pieces = [batch(model.inputs, count, seed=count) for count in (1, 3, 2)]
     shares = [RequestSlice(0, 1, plan.captures), RequestSlice(1, 4, plan.captures), RequestSlice(4, 6, plan.captures)]
-    taken = model.run(model.replicas[1], pieces, shares, compiled=graphs)
+    taken = model.run(model.replicas[1], pieces, shares, graphs=graphs)
     assert ran(graphs) == [8]
     for piece, share in zip(pieces, shares, strict=True):
         seen = record(model.module, *piece.values())
@@ -157,7 +157,7 @@ def test_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.01])
-def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: CompiledPlan, shift: float) -> None:
+def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: PlanGraphs, shift: float) -> None:
     """Replays are compared with the hooked forward: one that gives other numbers is found, for any of its sizes."""
     wrong = Counted(lambda rows: [value + shift for value in graphs.batch.run([rows])])
     own = model.replicas[0]
@@ -171,7 +171,7 @@ def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: CompiledPla
         check_against_hooks(model, plan, changed, own, (1, 2, 5))
 
 
-def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: CompiledPlan) -> None:
+def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:
     """A graph whose outputs are overwritten by its next run is none that may answer."""
 
     class Reused(CudaGraphs):

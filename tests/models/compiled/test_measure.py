@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.measure import MAX_PAIRS, PAIRS_S, measure_plan
 from layertap.models.compiled.plan_benchmark import BATCH_ROWS, PlanBenchmark
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
 from layertap.models.selection.plan import Plan
@@ -60,7 +60,7 @@ def plan(model: LoadedModel) -> Plan:
 def measure(model: LoadedModel, plan: Plan, clock: Clock) -> PlanBenchmark:
     """The benchmark, but for the graph's own costs, which are of real time."""
     captures, names = tuple(plan.captures), tuple(spec.name for spec in model.inputs)
-    graphs = CompiledPlan(captures, names, Ticking(clock), Ticking(clock), model.catalog.costs)
+    graphs = PlanGraphs(captures, names, Ticking(clock), Ticking(clock))
     with model.module.register_forward_pre_hook(lambda *_: clock.run("hooks")):
         return measure_plan(model, plan, graphs, lambda: clock.now)
 

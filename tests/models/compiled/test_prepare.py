@@ -23,6 +23,7 @@ from layertap.models.compiled.compile import WarmError, compute_key, open_folder
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.compiled.export import export_graph
 from layertap.models.compiled.plan_benchmark import PairedSeconds, PlanBenchmark, locate_benchmark, read_benchmark
+from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.compiled.prepare import compile_warm_plans, make_warm_plan, prepare_warm_plans, wait_for_compiler
 from layertap.models.devices.costs import ForwardSeconds, make_costs
 from layertap.models.errors import LoadError
@@ -54,9 +55,16 @@ def warmed(plans: Path) -> LoadedModel:
     return prepare_warm_plans(load_model(net_spec("Chain", warm=(WARM,)), 2, 1), plans)
 
 
-def own(model: LoadedModel) -> CompiledPlan:
-    """The model's only graph."""
+def get_plan(model: LoadedModel) -> CompiledPlan:
+    """The model's only warm plan."""
     (made,) = model.compiled
+    assert made is not None
+    return made
+
+
+def get_graphs(model: LoadedModel) -> PlanGraphs:
+    """Those of the model's only warm plan."""
+    (made,) = model.graphs
     assert made is not None
     return made
 
@@ -114,7 +122,7 @@ def test_exported(loaded: Callable[..., LoadedModel], net: str, layers: list[str
     several, captures = graph(model, plan, 3)
     one, _ = graph(model, plan, 1)
     names = tuple(spec.name for spec in model.inputs)
-    made = CompiledPlan(captures, names, Plain(one), Plain(several), model.catalog.costs)
+    made = PlanGraphs(captures, names, Plain(one), Plain(several))
     for count in (1, 2, 5):
         rows = batch(model.inputs, count, seed=4)
         share = RequestSlice(0, count, plan.captures)
@@ -140,7 +148,7 @@ def test_cut_off_after_the_last(loaded: Callable[..., LoadedModel]) -> None:
 @pytest.mark.slow
 def test_compiled(warmed: LoadedModel) -> None:
     """The compiled graph gives each layer as it left its module, in-place writes or not; alone and beside others."""
-    made = own(warmed)
+    made = get_graphs(warmed)
     plan = make_warm_plan(warmed, WARM)
     for count in (1, 2, 7):
         rows = batch(warmed.inputs, count, seed=9)
@@ -157,7 +165,7 @@ def test_compiled(warmed: LoadedModel) -> None:
 @pytest.mark.slow
 def test_rows_of_several_requests(warmed: LoadedModel) -> None:
     """Each gets its own rows, and only what it asked for."""
-    made = own(warmed)
+    made = get_graphs(warmed)
     pieces = [batch(warmed.inputs, count, seed=count) for count in (1, 3, 2)]
     plans = [plan_for(warmed, text) for text in ("conv", "head", "relu#0")]
     shares, at = [], 0
@@ -178,7 +186,7 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
     """What is on disk is not compiled again; it is found by what it is made of, in any process."""
     before = {path.name: path.stat().st_mtime_ns for path in plans.iterdir()}
     again = prepare_warm_plans(load_model(warmed.spec, 1, 1), plans)
-    assert own(again)
+    assert get_graphs(again)
     assert {path.name: path.stat().st_mtime_ns for path in plans.iterdir()} == before
     assert sorted(Path(name).suffix for name in before if not name.startswith("runner")) == [".json", ".pt2", ".pt2"]
 
@@ -187,7 +195,7 @@ def test_second_start(warmed: LoadedModel, plans: Path) -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="its operations are the ones looked for")
 def test_weights_are_folded_in(warmed: LoadedModel, plans: Path) -> None:
     """A graph for several rows holds weights as the processor wants them."""
-    captures = own(warmed).captures
+    captures = get_plan(warmed).captures
     with zipfile.ZipFile(plans / f"{compute_key(warmed, captures, 'several')}.pt2") as archive:
         (code,) = [archive.read(name) for name in archive.namelist() if name.endswith(".wrapper.cpp")]
     assert b"mkldnn__convolution_pointwise" in code
@@ -252,7 +260,7 @@ def test_choice_is_kept(
         assert path.read_bytes() == text
     if runs:
         expected = make_costs([benchmark.costs], model.catalog.costs.row_bytes)
-        assert own(prepared).costs == expected
+        assert get_plan(prepared).costs == expected
 
 
 @pytest.mark.slow
@@ -269,7 +277,7 @@ def test_damaged_benchmark(warmed: LoadedModel, plans: Path, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_what_it_answers(warmed: LoadedModel) -> None:
     """Any part of its layers, reduced as they are there; nothing that is changed or differentiated."""
-    known = (own(warmed), None)
+    known = (get_plan(warmed), None)
     assert find_compiled_plan(known, plan_for(warmed, "conv", "head")) is known[0]
     assert find_compiled_plan(known, plan_for(warmed, ".")) is None
     assert find_compiled_plan(known, plan_for(warmed, "conv", pool="mean")) is None
@@ -322,7 +330,7 @@ def test_cuda_graphs_without_a_gpu(plans: Path, warmed: LoadedModel, lines: list
     """A model that may be on a GPU and is not has its compiled graph, on disk by the same name; one line tells."""
     files = {path.name for path in plans.glob("*.pt2")}
     spec = replace(warmed.spec, warm=(replace(WARM, cuda_graphs=(1, 8)),))
-    made = own(prepare_warm_plans(replace(warmed, spec=spec), plans))
+    made = get_graphs(prepare_warm_plans(replace(warmed, spec=spec), plans))
     assert made.cuda_graphs == {}
     assert lines == [{"model": "Chain", "reason": "there is no GPU"}]
     assert {path.name for path in plans.glob("*.pt2")} == files

@@ -1,0 +1,63 @@
+"""A warm plan's compiled graphs: run in place of a hooked forward, with no hook on the model.
+
+Made by ``layertap.models.compiled``; here they only run. One graph takes a single row, another any number of rows above
+that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from layertap.models.capture.batch_slices import BatchActivations
+from layertap.models.capture.reduction import ReducedTensor, ensure_owned
+from layertap.models.compiled.cuda_graphs import CudaGraphs
+from layertap.models.replica import Replica
+from layertap.models.selection.plan import Capture
+
+Rows = Mapping[str, Tensor]
+
+
+class Graph(Protocol):
+    """What runs a compiled graph; several threads may."""
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The graph's outputs for its inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlanGraphs:
+    """Graphs that give captures, in their order, for the inputs of a model by name.
+
+    ``cuda_graphs``: what a GPU keeps of them for some sizes of batches, by replica.
+    """
+
+    captures: tuple[Capture, ...]
+    inputs: tuple[str, ...]
+    single_row: Graph
+    batch: Graph
+    cuda_graphs: Mapping[Replica, CudaGraphs] = field(default_factory=dict)
+
+    def get_padded_rows(self, rows: int, replica: Replica) -> int:
+        """To how many rows a replica's batch is best filled up."""
+        graphs = self.cuda_graphs.get(replica)
+        return graphs.get_padded_rows(rows) if graphs else rows
+
+    def run(self, batch: Rows, rows: int, replica: Replica | None = None) -> BatchActivations:
+        """All captures of a batch of so many rows, on the device; raises what the graph does."""
+        inputs = [batch[name] for name in self.inputs]
+        cuda_graphs = self.cuda_graphs.get(replica) if replica else None
+        graph = self.single_row if rows == 1 else self.batch
+        with torch.no_grad():
+            tensors = iter(cuda_graphs.run(inputs) if cuda_graphs and rows in cuda_graphs else graph.run(inputs))
+        return BatchActivations({(capture, (0, rows)): _take_result(tensors, capture) for capture in self.captures})
+
+
+def _take_result(tensors: Iterator[Tensor], capture: Capture) -> ReducedTensor:
+    values = next(tensors)
+    reduced = ReducedTensor(values, next(tensors) if capture.is_scaled else None)
+    return ensure_owned(reduced, values.new_empty(0))
