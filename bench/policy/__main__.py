@@ -18,18 +18,18 @@ from rich.table import Table
 from bench.policy.chart import draw
 from bench.policy.loads import LOADS, compare
 from bench.policy.models import MODELS
-from bench.policy.rules import NO_WAITING, RULES
+from bench.policy.rules import GROWING, RULES
 
 WIDTH = 110  # where there is no terminal
 Results = dict[str, dict[str, dict[str, dict[str, float]]]]  # by model, load, rule and figure
 
 
 def make_table(model: str, loads: dict[str, dict[str, dict[str, float]]]) -> Table:
-    """A model's figures: those without waiting in themselves, the others as ratios to them."""
+    """A model's figures: those of the batcher as it is in themselves, the others as ratios to them."""
     table = Table("load", "rule", "answers/s", "p50 ms", "p99 ms", "rows", "lone rows", title=model)
     for load, rules in loads.items():
         for rule, figures in rules.items():
-            suffix = "" if rule == NO_WAITING else "_ratio"
+            suffix = "" if rule == GROWING else "_ratio"
             compared = [f"{figures[name + suffix]:.4g}" for name in ("per_s", "p50_ms", "p99_ms")]
             table.add_row(load, rule, *compared, f"{figures['rows']:.1f}", f"{figures['lone_rows']:.2f}")
             load = ""
@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Simulate, print, write, draw."""
     options = parse()
-    rules = list(dict.fromkeys([NO_WAITING, *options.rules]))
+    rules = list(dict.fromkeys([GROWING, *options.rules]))
     turns = [(model, load) for model in options.models for load in LOADS]
     results: Results = {model: {} for model in options.models}
     for model, load in track(turns, "simulating", console=Console(stderr=True), transient=True):

@@ -9,7 +9,7 @@ from statistics import fmean, median, quantiles
 
 from bench.policy.clients import add_closed_loop, add_open_loop
 from bench.policy.models import MODELS
-from bench.policy.rules import NO_WAITING, RULES
+from bench.policy.rules import GROWING, RULES
 from bench.policy.server import Record, SimulatedServer
 
 ANSWERS = 2000  # of a run, about
@@ -72,7 +72,7 @@ def simulate(model: str, load: Load, rule: str, cores: int, seed: int) -> Figure
 @cache
 def find_capacity(model: str, cores: int) -> float:
     """Answers a second that many clients in closed loop get."""
-    return simulate(model, Load(clients=CAPACITY_CLIENTS), NO_WAITING, cores, seed=0).per_s
+    return simulate(model, Load(clients=CAPACITY_CLIENTS), GROWING, cores, seed=0).per_s
 
 
 def summarize(record: Record, seconds: float) -> Figures:
@@ -90,14 +90,14 @@ def summarize(record: Record, seconds: float) -> Figures:
 
 
 def compare(model: str, load: Load, rules: Sequence[str], cores: int, seeds: int) -> dict[str, dict[str, float]]:
-    """Means over the seeds, by rule; ``…_ratio``: the median of what a run's figure is to that of no waiting."""
+    """Means over the seeds, by rule; ``…_ratio``: the median of a run's figure to that of the batcher as it is."""
     runs = {rule: [simulate(model, load, rule, cores, seed) for seed in range(seeds)] for rule in rules}
     compared = {}
     for rule, figures in runs.items():
         means = {name: fmean(getattr(run, name) for run in figures) for name in asdict(figures[0])}
         ratios = {
             f"{name}_ratio": median(
-                getattr(run, name) / getattr(plain, name) for run, plain in zip(figures, runs[NO_WAITING], strict=True)
+                getattr(run, name) / getattr(plain, name) for run, plain in zip(figures, runs[GROWING], strict=True)
             )
             for name in ("per_s", "p50_ms", "p99_ms")
         }

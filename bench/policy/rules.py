@@ -1,8 +1,9 @@
-"""The rules that are judged: the batcher as it is, and rows that are held back from it for a while."""
+"""The rules that are judged: the batcher as it is in worker processes, without them, and with batches that wait."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 RETURN_S = 0.015  # a client that was answered so long ago may still come back with its next request
@@ -10,40 +11,31 @@ RETURN_S = 0.015  # a client that was answered so long ago may still come back w
 
 @dataclass(frozen=True)
 class Expected:
-    """Rows that may come soon: of pictures that are here already, and of clients that have just been answered."""
+    """Rows that may come soon: of requests that the front has not read yet, and of clients that have been answered."""
 
-    pictures: int
+    arriving: int
     returning: int
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How long rows are held back.
+    """Where pictures are decoded, and how long a batch waits for others before its forward.
 
-    A row is held while fewer rows than an efficient forward's are there and others are expected: for ``seconds``, or
-    as long as the fixed part of a forward takes, which is what a merge saves. ``pictures`` and ``returning``: who is
-    expected; neither: others are, always.
+    ``grows``: a batch decodes its pictures itself and takes in what comes meanwhile; else they are decoded before.
+    One that grows waits while it has room for rows that ``count_expected`` counts: for ``seconds``, or as long as the
+    fixed part of a forward takes, which is what a row saves that joins.
     """
 
-    holds: bool = False
+    grows: bool = True
+    count_expected: Callable[[Expected], float] = lambda expected: 0
     seconds: float | None = None
-    pictures: bool = False
-    returning: bool = False
-
-    def get_hold_seconds(self, fixed_part: float, expected: Expected) -> float:
-        """How long the first of the held rows waits at most, with such rows to come."""
-        if not self.holds:
-            return 0.0
-        rows = expected.pictures * self.pictures + expected.returning * self.returning
-        if not (self.pictures or self.returning):
-            rows = math.inf
-        return (fixed_part if self.seconds is None else self.seconds) if rows else 0.0
 
 
-NO_WAITING = "no waiting"
+GROWING = "growing"
 RULES = {
-    NO_WAITING: Rule(),
-    "timer 5 ms": Rule(holds=True, seconds=5e-3),
-    "wait for decoding": Rule(holds=True, pictures=True),
-    "wait for returning": Rule(holds=True, pictures=True, returning=True),
+    GROWING: Rule(),
+    "threads": Rule(grows=False),
+    "timer 5 ms": Rule(count_expected=lambda expected: math.inf, seconds=5e-3),
+    "wait for arriving": Rule(count_expected=lambda expected: expected.arriving),
+    "wait for returning": Rule(count_expected=lambda expected: expected.arriving + expected.returning),
 }

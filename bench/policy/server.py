@@ -1,4 +1,4 @@
-"""A server of one model: the real batcher, with simulated time, processor, event loop, decoders and forwards."""
+"""A server of one model: the real batcher, with simulated time, processor, front, decoding and forwards."""
 
 from __future__ import annotations
 
@@ -34,14 +34,24 @@ class SimulatedRequest:
 
 @dataclass(eq=False, kw_only=True)
 class Picture(DecodeTask):
-    """What is decoded for a request."""
+    """What is decoded for a request before it has a batch."""
 
     request: SimulatedRequest
 
 
+@dataclass(eq=False)
+class RunningBatch:
+    """A batch that a replica works on: since when, how many of its rows are decoded, how long its forward may wait."""
+
+    batch: Batch
+    started_at: float
+    decoded_rows: int
+    wait_until: float | None = None  # of one that waits for others, or has waited
+
+
 @dataclass
 class Record:
-    """What has come of it: seconds until each answer, by priority, and forwards by their rows."""
+    """What has come of it: seconds until each answer, by priority, and forwards by their rows as they begin."""
 
     seconds: dict[Priority, list[float]] = field(default_factory=lambda: {"interactive": [], "bulk": []})
     forwards: Counter[int] = field(default_factory=Counter)
@@ -58,13 +68,15 @@ class SimulatedServer:
         self._rule = rule
         self._batcher = Batcher({CPU: DeviceSlots(cores)}, lambda: self.now)
         self._queue = BatchQueue(MODEL, CPU, model.costs, MAX_ROWS)
+        self._cores = cores
         self._processor = Processor(cores)
         self._idle_replicas = cores
-        self._pictures = 0  # received, and not decoded
+        self._arriving = 0  # requests that have been sent, and not received
         self._requests: dict[QueuedRequest, SimulatedRequest] = {}
-        self._held: list[tuple[float, SimulatedRequest]] = []  # rows, since when
+        self._waiting_batches: list[RunningBatch] = []  # decoded, and not in their forward
+        self._running_rows = 0
         self._returning: deque[float] = deque()  # answers after which no request has come, until they count no more
-        self._callbacks: deque[tuple[float, Callback]] = deque()  # of the event loop; the first one runs
+        self._callbacks: deque[tuple[float, Callback]] = deque()  # of the front; the first one runs
         self._timers: list[tuple[float, int, Callback]] = []
         self._timer_numbers = itertools.count()
 
@@ -89,9 +101,10 @@ class SimulatedServer:
 
     def send(self, request: SimulatedRequest) -> None:
         """A request has arrived at the server's socket."""
+        self._arriving += 1
         self._call_soon(self._model.receive, partial(self._receive, request))
 
-    # The event loop: one thing after the other
+    # The front's event loop: one thing after the other
 
     def _call_soon(self, seconds: float, callback: Callback) -> None:
         self._callbacks.append((seconds, callback))
@@ -110,16 +123,18 @@ class SimulatedServer:
     # The road of a request
 
     def _receive(self, request: SimulatedRequest) -> None:
+        self._arriving -= 1
         if self._returning:
             self._returning.popleft()
-        self._pictures += 1
-        self._batcher.add_decode(Picture(request.priority, request=request))
+        if self._rule.grows:
+            self._enqueue(request)
+        else:
+            self._batcher.add_decode(Picture(request.priority, request=request))
         self._dispatch()
 
     def _end_decode(self, picture: Picture) -> None:
-        self._pictures -= 1
         self._batcher.finish(picture, self._model.decode)
-        self._held.append((self.now, picture.request))
+        self._enqueue(picture.request)
         self._dispatch()
 
     def _enqueue(self, request: SimulatedRequest) -> None:
@@ -127,48 +142,77 @@ class SimulatedServer:
         self._requests[queued] = request
         self._batcher.add(queued)
 
-    def _end_batch(self, batch: Batch, started: float) -> None:
-        self._batcher.finish(batch, self.now - started)
-        self._idle_replicas += 1
-        for row_slice in batch.slices:
-            self._returning.append(self.now + RETURN_S)
-            self._call_soon(self._model.reply, partial(self._reply, self._requests.pop(row_slice.request)))
-        self._dispatch()
-
     def _reply(self, request: SimulatedRequest) -> None:
         self.record.seconds[request.priority].append(self.now - request.sent_at)
         request.on_reply()
 
-    # What starts
-
     def _dispatch(self) -> None:
-        self._release_held()
+        """Let batches that wait go on, and start what may start."""
+        waiting, self._waiting_batches = self._waiting_batches, []
+        for running in waiting:
+            self._continue(running)
         while (task := self._batcher.start_next({MODEL: self._idle_replicas})) is not None:
             if isinstance(task, Batch):
-                self._start_batch(task)
+                self._start(task)
             elif isinstance(task, Picture):
                 self._processor.run(self.vary(self._model.decode), partial(self._end_decode, task))
 
-    def _release_held(self) -> None:
-        """Give the batcher the rows that are held back, if it is time, and come again when it is if not."""
-        if not self._held:
-            return
+    # The road of a batch
+
+    def _start(self, batch: Batch) -> None:
+        self._idle_replicas -= 1
+        self._running_rows += batch.rows
+        self._continue(RunningBatch(batch, self.now, decoded_rows=0 if self._rule.grows else batch.rows))
+
+    def _continue(self, running: RunningBatch) -> None:
+        """Decode the next picture of a batch; run the forward once all are, nothing joins and it waits for nothing."""
+        if self._rule.grows and running.decoded_rows == running.batch.rows:
+            self._extend(running)
+        if running.decoded_rows < running.batch.rows:
+            self._processor.run(self.vary(self._model.decode), partial(self._end_decode_in_batch, running))
+        elif self._waits(running):
+            self._waiting_batches.append(running)
+        else:
+            self._run_forward(running)
+
+    def _extend(self, running: RunningBatch) -> None:
+        rows = running.batch.rows
+        running.batch = self._batcher.extend(running.batch)
+        self._running_rows += running.batch.rows - rows
+
+    def _end_decode_in_batch(self, running: RunningBatch) -> None:
+        running.decoded_rows += 1
+        self._continue(running)
+        self._dispatch()  # a batch of several rows may need fewer slots than one of a single row
+
+    def _waits(self, running: RunningBatch) -> bool:
+        """Whether a batch's forward waits for rows that are expected, of which each batch has its share."""
         while self._returning and self._returning[0] <= self.now:
             self._returning.popleft()
-        costs, expected = self._model.costs, Expected(self._pictures, len(self._returning))
-        release_at = self._held[0][0] + self._rule.get_hold_seconds(costs.base, expected)
-        others_wait = self._batcher.count_waiting_rows(MODEL) > 0
-        if others_wait or release_at <= self.now or len(self._held) >= self._queue.efficient_rows:
-            for _, request in self._held:
-                self._enqueue(request)
-            self._held.clear()
-        else:
-            self.call_at(release_at, self._dispatch)
+        expected = self._rule.count_expected(Expected(self._arriving, len(self._returning)))
+        share = (self._running_rows + expected) / self._cores
+        if not expected or running.batch.rows >= min(share, self._queue.efficient_rows):
+            return False
+        if running.wait_until is None:
+            seconds = self._model.costs.base if self._rule.seconds is None else self._rule.seconds
+            running.wait_until = self.now + seconds
+            self.call_at(running.wait_until, self._dispatch)
+        return self.now < running.wait_until
 
-    def _start_batch(self, batch: Batch) -> None:
-        self._idle_replicas -= 1
+    def _run_forward(self, running: RunningBatch) -> None:
+        batch = running.batch
         self.record.forwards[batch.rows] += 1
         seconds = self.vary(self._model.costs.estimate_seconds(batch.rows))
         if batch.slots > 1:
             seconds /= self._model.costs.speedup
-        self._processor.run(seconds, partial(self._end_batch, batch, self.now), batch.slots)
+        self._processor.run(seconds, partial(self._end_batch, running), batch.slots)
+
+    def _end_batch(self, running: RunningBatch) -> None:
+        self._batcher.finish(running.batch, self.now - running.started_at)
+        self._idle_replicas += 1
+        self._running_rows -= running.batch.rows
+        self.call_at(self.now + RETURN_S, self._dispatch)
+        for row_slice in running.batch.slices:
+            self._returning.append(self.now + RETURN_S)
+            self._call_soon(self._model.reply, partial(self._reply, self._requests.pop(row_slice.request)))
+        self._dispatch()

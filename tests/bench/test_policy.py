@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from bench.policy.clients import add_closed_loop
 from bench.policy.loads import Load, compare, find_capacity, simulate
 from bench.policy.models import MODELS
 from bench.policy.processor import Processor
-from bench.policy.rules import NO_WAITING, RULES
-from bench.policy.server import SimulatedServer
+from bench.policy.rules import GROWING, RULES, Rule
+from bench.policy.server import SimulatedRequest, SimulatedServer
 
 MODEL = "mobilenet"
 
@@ -27,7 +30,7 @@ def test_more_threads_than_cores_run_slower() -> None:
 
 def test_one_client_is_answered_as_soon_as_costs_allow() -> None:
     """Nothing is in its way: receive, decode, forward, reply, with the times' spread."""
-    model, server = MODELS[MODEL], SimulatedServer(MODELS[MODEL], RULES[NO_WAITING], cores=2, seed=0)
+    model, server = MODELS[MODEL], SimulatedServer(MODELS[MODEL], RULES[GROWING], cores=2, seed=0)
     add_closed_loop(server, 1)
     server.run(10.0)
     seconds = server.record.seconds["interactive"]
@@ -36,14 +39,50 @@ def test_one_client_is_answered_as_soon_as_costs_allow() -> None:
     assert set(server.record.forwards) == {1}
 
 
-def test_same_seed_same_figures() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_same_seed_same_figures(rule: str) -> None:
     load = Load(clients=8)
-    first, second, other = (simulate(MODEL, load, NO_WAITING, 2, seed) for seed in (0, 0, 1))
+    first, second, other = (simulate(MODEL, load, rule, 2, seed) for seed in (0, 0, 1))
     assert first == second != other
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_all_that_is_sent_is_answered_once(rule: str) -> None:
+    """Two hundred requests, half of them bulk, in a burst and one by one: each has one answer and one row."""
+    server, answers = SimulatedServer(MODELS[MODEL], RULES[rule], cores=2, seed=0), Counter[int]()
+    for number in range(200):
+        sent_at = 0.0 if number < 50 else 0.007 * number
+        request = SimulatedRequest(
+            "bulk" if number % 2 else "interactive", sent_at, lambda n=number: answers.update([n])
+        )
+        server.call_at(sent_at, lambda request=request: server.send(request))
+    server.run(10.0)
+    assert answers == Counter(range(200))
+    assert sum(rows * forwards for rows, forwards in server.record.forwards.items()) == 200
+
+
+def test_batch_takes_in_what_comes_while_it_decodes() -> None:
+    """Of five requests to one core, three come while the first is decoded and the last in the forward of these four."""
+    server = SimulatedServer(MODELS[MODEL], RULES[GROWING], cores=1, seed=0)
+    for sent_at in (0.0, 1e-3, 1e-3, 1e-3, 30e-3):
+        server.call_at(sent_at, lambda sent_at=sent_at: server.send(SimulatedRequest("interactive", sent_at)))
+    server.run(1.0)
+    assert server.record.forwards == {4: 1, 1: 1}
+
+
+@pytest.mark.parametrize(("seconds", "forwards"), [(20e-3, {2: 1}), (1e-3, {1: 2})])
+def test_batch_waits_for_what_it_expects_and_no_longer(seconds: float, forwards: dict[int, int]) -> None:
+    """The second request is received some six milliseconds after the first has been decoded."""
+    rule = Rule(count_expected=lambda expected: expected.arriving, seconds=seconds)
+    server = SimulatedServer(replace(MODELS[MODEL], receive=10e-3), rule, cores=1, seed=0)
+    for _ in range(2):
+        server.send(SimulatedRequest("interactive", 0.0))
+    server.run(1.0)
+    assert server.record.forwards == forwards
+
+
 def test_open_loop_is_answered_as_it_comes() -> None:
-    figures = simulate(MODEL, Load(share=0.5), NO_WAITING, 2, 0)
+    figures = simulate(MODEL, Load(share=0.5), GROWING, 2, 0)
     assert figures.per_s == pytest.approx(0.5 * find_capacity(MODEL, 2), rel=0.1)
 
 
@@ -53,18 +92,18 @@ def test_lone_client_feels_no_rule_but_a_timer() -> None:
     assert slower == {"timer 5 ms"}
 
 
-def test_clients_that_come_back_alone_are_seen() -> None:
-    """Eight clients without waiting: one row after the other runs alone beside a forward of the seven others."""
-    server = SimulatedServer(MODELS[MODEL], RULES[NO_WAITING], cores=2, seed=0)
+@pytest.mark.parametrize(("rule", "rows"), [("threads", 1), (GROWING, 4)])
+def test_rules_are_told_apart(rule: str, rows: int) -> None:
+    """Eight clients: in threads one row after the other runs alone beside seven; batches that grow share them out."""
+    server = SimulatedServer(MODELS[MODEL], RULES[rule], cores=2, seed=0)
     add_closed_loop(server, 8)
     server.run(10.0)
-    forwards = server.record.forwards
-    assert [rows for rows, _ in forwards.most_common(2)] == [1, 7]
+    assert server.record.forwards.most_common(1)[0][0] == rows
 
 
 def test_interactive_clients_are_first() -> None:
     """Beside bulk ones, which get what is left."""
-    server = SimulatedServer(MODELS[MODEL], RULES[NO_WAITING], cores=2, seed=0)
+    server = SimulatedServer(MODELS[MODEL], RULES[GROWING], cores=2, seed=0)
     add_closed_loop(server, 4)
     add_closed_loop(server, 16, "bulk")
     server.run(10.0)
