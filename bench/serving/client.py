@@ -66,6 +66,7 @@ class Sending:
     pictures: Sequence[Path]
     connections: int
     seconds: int
+    media_type: str = "image/jpeg"
 
 
 def loaded(
@@ -79,7 +80,7 @@ def loaded(
     The server uses ``idle_cores`` when nobody asks; ``read_batch_rows`` is for those that count rows by forward.
     """
     rest = RESTLESS * idle_cores
-    warm, _ = _wrk(server, replace(sending, seconds=WARM_S))
+    warm = send(server, sending, WARM_S)
     server.settle(rest)
     rows = read_batch_rows(server.port) if read_batch_rows else None
     cpu, meter = server.cpu_s(), CpuMeter(lambda: cpu_s(server))
@@ -117,9 +118,15 @@ def enough(sending: Sending, per_s: float) -> int:
     return max(sending.seconds, min(needed, LONGEST * sending.seconds))
 
 
+def send(server: Server, sending: Sending, seconds: int | None = None) -> Figures:
+    """What load.lua says at the end."""
+    return _wrk(server, sending if seconds is None else replace(sending, seconds=seconds))[0]
+
+
 def _wrk(server: Server, sending: Sending) -> tuple[Figures, float]:
     """What load.lua says at the end, and the most memory meanwhile; one thread of wrk is plenty for such loads."""
     sent = [f"path={path}" for path in sending.paths] + [f"picture={picture}" for picture in sending.pictures]
+    sent.append(f"type={sending.media_type}")
     command = ["wrk", "-t1", f"-c{sending.connections}", f"-d{sending.seconds}s", "--timeout", f"{PATIENCE_S}s"]
     command += ["--latency", "-s", str(SCRIPT), f"http://{HOST}:{server.port}", "--", *sent]
     told, peak = watched(command, sending.seconds + LIMIT_S, lambda _: server.memory_mib())

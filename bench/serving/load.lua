@@ -1,19 +1,19 @@
--- Every picture to every path, in turn. Arguments: path=... and picture=..., any number of each.
+-- Every picture to every path, in turn. Arguments: path=... and picture=..., any number of each, and one type=...
 
-local requests, turn = {}, 0
+local requests, turn, media_type = {}, 0, nil
 
 function init(arguments)
   local given = { path = {}, picture = {} }
   for _, argument in ipairs(arguments) do
     local kind, value = argument:match("^(%l+)=(.*)$")
-    table.insert(given[kind], value)
+    if kind == "type" then media_type = value else table.insert(given[kind], value) end
   end
   for _, picture in ipairs(given.picture) do
     local file = assert(io.open(picture, "rb"))
     local body = file:read("*a")
     file:close()
     for _, path in ipairs(given.path) do
-      table.insert(requests, wrk.format("POST", path, { ["Content-Type"] = "image/jpeg" }, body))
+      table.insert(requests, wrk.format("POST", path, { ["Content-Type"] = media_type }, body))
     end
   end
 end

@@ -120,7 +120,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait(EXIT_S)
     known |= family(process.pid)
     for pid, stat in known.items():
-        if _stat(pid)[BORN] == stat[BORN]:  # still the same process
+        if read_stat(pid)[BORN] == stat[BORN]:  # still the same process
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -128,7 +128,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def family(pid: int) -> dict[int, list[str]]:
     """The fields of ``/proc/PID/stat`` of a process, of its group, and of all that descend from those."""
-    stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    stats = {int(path.name): read_stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     found = [each for each, stat in stats.items() if each == pid or int(stat[GROUP]) == pid]
     for one in found:
         found += [each for each, stat in stats.items() if int(stat[PARENT]) == one and each not in found]
@@ -149,7 +149,7 @@ def _environment() -> dict[str, str]:
     return {"LAYERTAP_DRAIN_DELAY_S": "0", **kept}
 
 
-def _stat(pid: int) -> list[str]:
+def read_stat(pid: int) -> list[str]:
     """The fields of ``/proc/PID/stat`` from the state on; zeros for a process that has gone meanwhile."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

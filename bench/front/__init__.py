@@ -1,0 +1,1 @@
+"""How many requests a second the server's own process can take, whatever its workers compute."""
