@@ -56,11 +56,10 @@ def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: Devi
         and not (interactive and request.priority == "bulk")
     ]
     rows = sum(request.waiting_rows for request in joining)
-    parallel = max(device.slots // queue.slots, 1) if device.parallel else 1
-    share = math.ceil((running_rows + rows) / parallel)
-    room = min(queue.padded_rows or queue.efficient_rows, queue.max_rows, share) - batch.rows
-    few = batch.rows + rows <= MIN_PARALLEL_ROWS * queue.costs.speedup
-    if first.runs_alone or not joining or room <= 0 or (few and is_single_row(queue, batch.rows)):
+    share = math.ceil((running_rows + rows) / count_parallel(queue, device))
+    room = min(limit_rows([first, *joining], device), share) - batch.rows
+    few = is_single_row(queue, batch.rows) and are_few_rows(queue, batch.rows + rows)
+    if first.runs_alone or not joining or room <= 0 or few:
         return batch
     taken_bytes = sum(each.rows * (queue.costs.row_bytes + each.request.row_bytes) for each in batch.slices)
     slices = tuple(slice_rows(joining, room, queue.max_bytes - taken_bytes))
@@ -115,11 +114,32 @@ def choose_rows(companions: Sequence[QueuedRequest], device: DeviceSlots, free_s
         return min(waiting_rows, queue.padded_rows or queue.max_rows, queue.max_rows)
     single_row = is_single_row(queue, 1)
     all_free = free_slots == device.slots > 1
-    if single_row and all_free and waiting_rows <= MIN_PARALLEL_ROWS * queue.costs.speedup:
+    if all_free and are_few_rows(queue, waiting_rows):
         return 1  # one after the other on all slots ends sooner than in parallel
     parallel = min(free_slots // queue.slots, idle_replicas) if device.parallel else 1
     rows = max(split_rows(queue, waiting_rows, parallel), MIN_PARALLEL_ROWS if single_row else 1)
-    return min(rows, queue.padded_rows or queue.efficient_rows, queue.max_rows)
+    return min(rows, limit_rows(companions, device))
+
+
+def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
+    """Rows that a forward of theirs should have at most.
+
+    Those of one request alone are shared out evenly over the forwards that it needs: 32 rows, of which 12 make an
+    efficient forward, are four times 8 on two slots, as nobody would use the slot that is idle beside the last of 12,
+    12 and 8.
+    """
+    queue = requests[0].queue
+    limit = min(queue.padded_rows or queue.efficient_rows, queue.max_rows)
+    total, parallel = requests[0].rows, count_parallel(queue, device)
+    if parallel == 1 or total <= limit or queue.padded_rows or any(each is not requests[0] for each in requests):
+        return limit
+    rounds = math.ceil(total / (limit * parallel))
+    return max(math.ceil(total / (rounds * parallel)), math.ceil(limit / 2))
+
+
+def count_parallel(queue: BatchQueue, device: DeviceSlots) -> int:
+    """How many forwards of a queue a device runs side by side."""
+    return max(device.slots // queue.slots, 1) if device.parallel else 1
 
 
 def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:
@@ -158,6 +178,11 @@ def count_slots(queue: BatchQueue, rows: int, device: DeviceSlots) -> int:
 def is_single_row(queue: BatchQueue, rows: int) -> bool:
     """Whether a forward of so many rows is one of a single row that ends sooner on all slots."""
     return (queue.padded_rows or rows) == 1 and queue.costs.speedup > 1
+
+
+def are_few_rows(queue: BatchQueue, rows: int) -> bool:
+    """Whether so many rows end sooner one after the other, each on all slots, than in parallel."""
+    return is_single_row(queue, 1) and rows <= MIN_PARALLEL_ROWS * queue.costs.speedup
 
 
 def find_batch_reason(slices: Sequence[RowSlice], left_out: int) -> BatchReason:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.service.engine.batch_formation import are_few_rows
 from layertap.service.engine.forward_batch import Results, UndecodedError
 from layertap.service.engine.item_rows import pad_texts
 from layertap.service.engine.limits import show_shapes
@@ -20,6 +21,7 @@ from layertap.service.engine.planner import PlannedRequest, RunInThread
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.scheduler import Scheduler
+from layertap.service.inputs.items import ImageItem
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,19 @@ class InputDecoder:
                 planned.request.timings.add("decode", time.perf_counter() - started)
         return answer if isinstance(answer, tuple) else await self._join(planned, items, [answer], deadline)
 
-    async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, list[Results]]:
-        """The results of a lone picture that is decoded with its batch; raises what ``decode`` does."""
+    async def run_encoded(
+        self, planned: PlannedRequest, items: Items, job: Job
+    ) -> tuple[Job, list[Results]] | DecodedInputs:
+        """The results of pictures that are decoded with their batches; raises what ``decode`` does.
+
+        Where one of several can't be, all are given back decoded, or why not: who sent them is told of each.
+        """
         try:
             return job, await self._scheduler.run(job)
         except UndecodedError as error:
-            await self._join(planned, items, [[error.refusal]], job.queued.deadline)
-            raise
+            if len(items) == 1:
+                return await self._join(planned, items, [[error.refusal]], job.queued.deadline)
+        return await self.decode(planned, items, job.queued.deadline)
 
     async def _decode_one(self, planned: PlannedRequest, item: Fetched, deadline: float) -> Sequence[Attempt]:
         if isinstance(item, LayertapError):
@@ -120,10 +128,18 @@ def _join_rows(parts: Sequence[Rows], inputs: ModelInputs) -> dict[str, Tensor]:
     return join_rows(parts if len(dtypes) == 1 else [normalize_rows(rows, inputs) for rows in parts])
 
 
-def may_decode_in_batch(planned: PlannedRequest) -> bool:
-    """Whether a lone picture may go to its batch as it is: all is known of the row that it becomes."""
+def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
+    """The job of pictures that their batches decode, of which all is known of the rows that they become.
+
+    None where they are to be decoded first: a few pictures, whose forwards run one after another on all cores, are
+    decoded side by side.
+    """
+    pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     known = planned.shapes == planned.catalog_shapes and planned.inputs.preprocess is not None
-    return known and planned.worker.executor.decodes_batches
+    if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
+        return None
+    job = make_job({}, encoded=pictures)
+    return None if job.rows > 1 and are_few_rows(job.queued.queue, job.rows) else job
 
 
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from layertap.service.engine.admission import Admission, AdmissionControl
 from layertap.service.engine.deadline import wait_until
-from layertap.service.engine.decoder import DecodedInputs, InputDecoder, may_decode_in_batch
+from layertap.service.engine.decoder import DecodedInputs, InputDecoder, make_encoded_job
 from layertap.service.engine.fetch_inputs import fetch_inputs
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.job import make_job
@@ -22,7 +22,6 @@ from layertap.service.engine.rows import Items
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.inputs.items import ImageItem
 from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
 
@@ -97,17 +96,17 @@ class Engine:
         self, planned: PlannedRequest, items: Items, admission: Admission
     ) -> tuple[Job, list[Results]]:
         """A job of the rows that items are made into, and what its forwards gave."""
-        if planned.rows == len(items) == 1:
-            make = partial(make_job, planned, faults=planned.request.faults, deadline=admission.deadline)
-            ((_, item),) = items
-            if isinstance(item, ImageItem) and may_decode_in_batch(planned):
-                return await self.decoder.run_encoded(planned, items, make({}, encoded=item))
+        make = partial(make_job, planned, faults=planned.request.faults, deadline=admission.deadline)
+        answer: DecodedInputs | tuple[Job, list[Results]]
+        if (job := make_encoded_job(planned, items, make)) is not None:
+            answer = await self.decoder.run_encoded(planned, items, job)
+        elif planned.rows == len(items) == 1:
             answer = await self.decoder.decode_and_run(planned, items, make, admission.deadline)
-            if isinstance(answer, tuple):
-                return answer
-            decoded = answer
         else:
-            decoded = await self.decoder.decode(planned, items, admission.deadline)
+            answer = await self.decoder.decode(planned, items, admission.deadline)
+        if isinstance(answer, tuple):
+            return answer
+        decoded = answer
         job = await self._prepare(planned, decoded, admission)
         admission.resize(job.rows)
         return job, await self.manager.scheduler.run(job)

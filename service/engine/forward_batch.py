@@ -45,7 +45,7 @@ class UndecodedError(RuntimeError):
 class ForwardSlice:
     """Rows ``start`` to ``stop`` of the request at a place among those of a batch; ``whole``: these are all it has.
 
-    ``inputs`` holds just these rows; in place of a lone one there may be the picture that becomes one, ``encoded``.
+    ``inputs`` holds just these rows; in their place there may be the pictures that become them, ``encoded``.
     """
 
     place: int
@@ -54,7 +54,7 @@ class ForwardSlice:
     inputs: Rows
     spec: ForwardSpec
     whole: bool = True
-    encoded: ImageItem | None = None
+    encoded: tuple[ImageItem, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -25,7 +25,7 @@ def make_job(
     faults: tuple[Fault, ...] = (),
     *,
     deadline: float,
-    encoded: ImageItem | None = None,
+    encoded: tuple[ImageItem, ...] = (),
 ) -> Job:
     """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
 
@@ -33,7 +33,7 @@ def make_job(
     """
     request, plan, catalog, worker = planned.request, planned.plan, planned.catalog, planned.worker
     together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
-    runs = bool(inputs) or encoded is not None
+    runs = bool(inputs) or bool(encoded)
     compiled = _find_compiled(planned) if runs else None
     queue = worker.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
     if runs:

@@ -93,7 +93,7 @@ class Job:
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
     each other, and are one batch. ``preprocessed`` tells by whom its rows were.
 
-    A picture that its batch decodes is its ``encoded``; it has no ``inputs`` then.
+    Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
 
     model: str
@@ -108,7 +108,7 @@ class Job:
     mask: str | None = None
     single_forward: bool = False
     preprocessed: Preprocessed = ""
-    encoded: ImageItem | None = None
+    encoded: tuple[ImageItem, ...] = ()
 
     @property
     def nbytes(self) -> int:

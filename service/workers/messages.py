@@ -96,7 +96,7 @@ class DecodedItem:
 
 @dataclass(frozen=True)
 class SentSlice:
-    """A ``ForwardSlice`` whose spec is in a place of the worker's table; a picture's bytes are ``encoded``."""
+    """A ``ForwardSlice`` whose spec is in a place of the worker's table; pictures' bytes are ``encoded``."""
 
     place: int
     start: int
@@ -104,7 +104,7 @@ class SentSlice:
     inputs: Rows
     spec: int
     whole: bool
-    encoded: LargeBytes | None
+    encoded: tuple[LargeBytes, ...]
 
 
 @dataclass(frozen=True)

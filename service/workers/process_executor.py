@@ -164,15 +164,15 @@ class ProcessExecutor:
         blamed = slices.pop(error.decoding)
         outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)), no_more)] if slices else []
         alone = replace(batch, slices=(blamed,))
-        if error.decode_seconds >= self._settings.decode_timeout_s or blamed.encoded is None:
+        if error.decode_seconds >= self._settings.decode_timeout_s or len(blamed.encoded) != 1:
             return _join([*outcomes, _refuse(alone, UndecodedError(self._make_refusal(error)))])
         try:
-            (attempt,) = self._decode(blamed.encoded, tries=TRIES - 1)
+            (attempt,) = self._decode(*blamed.encoded, tries=TRIES - 1)
         except LoadError as failure:
             return _join([*outcomes, _refuse(alone, _make_unavailable(failure))])
         if isinstance(attempt, LayertapError):
             return _join([*outcomes, _refuse(alone, UndecodedError(attempt))])
-        decoded = replace(blamed, inputs=attempt, encoded=None)
+        decoded = replace(blamed, inputs=attempt, encoded=())
         return _join([*outcomes, self._run_alone(replace(batch, slices=(decoded,)))])
 
     def note_waiting_rows(self, rows_wait: bool) -> None:

@@ -15,7 +15,7 @@ from layertap.service.workers.spec_table import SpecTable
 def make_run_batch(batch: ForwardBatch, specs: SpecTable) -> RunBatch:
     """A batch for a worker that knows these specs."""
     slices, new = _make_sent_slices(batch.slices, specs)
-    may_grow = any(each.encoded is not None for each in batch.slices) and not batch.unsplittable
+    may_grow = any(each.encoded for each in batch.slices) and not batch.unsplittable
     return RunBatch(slices, new, batch.threads, batch.threads_alone, batch.padded_rows, batch.unsplittable, may_grow)
 
 
@@ -33,7 +33,7 @@ def _make_sent_slices(
 
 
 def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
-    encoded = None if each.encoded is None else LargeBytes(each.encoded.data)
+    encoded = tuple(LargeBytes(picture.data) for picture in each.encoded)
     return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded)
 
 

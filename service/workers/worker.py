@@ -21,9 +21,9 @@ from layertap.service.engine.forward_batch import (
     SliceResult,
     UndecodedError,
 )
-from layertap.service.engine.rows import Attempt, Rows
+from layertap.service.engine.rows import Attempt, Rows, join_rows
 from layertap.service.inputs.items import ImageItem, LocalItem
-from layertap.service.workers.channel import Channel
+from layertap.service.workers.channel import Channel, LargeBytes
 from layertap.service.workers.limits import limit_seconds
 from layertap.service.workers.messages import (
     NO_TIME,
@@ -112,14 +112,24 @@ class Worker:
                 batch.refuse(sent, spec)
                 continue
             inputs: Attempt = sent.inputs
-            if sent.encoded is not None:
+            if sent.encoded:
                 started = time.perf_counter()
-                (inputs,) = self._decode_item(batch.count, ImageItem(bytes(sent.encoded.data)))
+                inputs = self._decode_pictures(batch.count, sent.encoded)
                 batch.decodes[sent.place] = started, time.perf_counter()
             if isinstance(inputs, LayertapError):
                 batch.refuse(sent, UndecodedError(inputs))
             else:
                 batch.add(sent, inputs, spec)
+
+    def _decode_pictures(self, number: int, encoded: Sequence[LargeBytes]) -> Attempt:
+        """The rows of a slice's pictures, or why there is none of the first one that has none."""
+        parts: list[Rows] = []
+        for each in encoded:
+            (attempt,) = self._decode_item(number, ImageItem(bytes(each.data)))
+            if isinstance(attempt, LayertapError):
+                return attempt
+            parts.append(attempt)
+        return join_rows(parts)
 
     def _restore(self, sent: SentSpec) -> SentSpec | LayertapError:
         """A spec with all that its forwards need; another worker may have found out how they go on from a layer."""

@@ -96,6 +96,28 @@ def test_not_split_where_it_gains_little() -> None:
     assert [batch.rows for batch in harness.start_batches()] == [4]
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(10, [5, 5]), (32, [8, 8, 8, 8]), (30, [8, 8, 7, 7]), (25, [7, 7, 6, 5])])
+def test_equal_shares_of_a_lone_request(rows: int, sizes: list[int]) -> None:
+    """The last forward of a request that needs several leaves no core idle; nothing of it joins one that has begun."""
+    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", Costs(base=1.2, per_row=1.0), 64)
+    harness.add(queue, rows)
+    found = []
+    while batches := harness.start_batches():
+        found += batches
+        assert [harness.batcher.extend(batch) for batch in batches] == batches
+        for batch in batches:
+            harness.finish(batch)
+    assert [batch.rows for batch in found] == sizes
+
+
+def test_full_forwards_beside_others() -> None:
+    """Where another request's rows follow, no core is idle beside the last ones."""
+    harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", Costs(base=1.2, per_row=1.0), 64)
+    for _ in range(2):
+        harness.add(queue, 32)
+    assert [batch.rows for batch in harness.start_batches()] == [12, 12]
+
+
 def test_not_split_where_slots_take_turns() -> None:
     harness = BatcherHarness(gpu=DeviceSlots(2, parallel=False))
     harness.add(make_queue(costs=GPU_LIKE, max_rows=64), 18)

@@ -38,6 +38,7 @@ PICTURES = ModelSpec(
 MIB = 2**20
 DECODE_TIMEOUT_S = 4.0
 CLIENTS, EACH, ASKED = 4, 20, 200
+PICTURES_SENT = 30
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +103,19 @@ def test_decoder(fatal: Live, size: tuple[int, int]) -> None:
     assert (list_pids(fatal, "pictures") == before) == (size == TAKES_ALL_MEMORY)
 
 
-def test_decoder_in_a_request(fatal: Live) -> None:
-    """Of a request's pictures the one that crashes is left out; the others are answered, or none, as it asks."""
-    sizes = [(8, 8), CRASHES, (8, 8)]
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_decoder_in_a_request(fatal: Live, size: tuple[int, int]) -> None:
+    """Of many pictures the one that ends its process is left out; the others are answered, or none, as is asked."""
+    sizes = [size if place == 1 else (8, 8) for place in range(PICTURES_SENT)]
     files = [("images", (f"{place}.png", picture(size), "image/png")) for place, size in enumerate(sizes)]
     query = {"model": "pictures", "layers": "linear", "on_error": "skip", "format": "npz"}
     reply = fatal.client.post("/extract", files=files, params=query)
-    assert arrays_of(reply)["linear"].shape == (2, 4)
-    refused = fatal.client.post("/extract", files=files, params={**query, "on_error": "fail"})
-    assert problem(refused, 422)["errors"][0]["input"] == 1
+    assert reply.headers["x-layertap-skipped"] == "1"
+    assert arrays_of(reply)["linear"].shape == (PICTURES_SENT - 1, 4)
+    status, detail = REFUSALS[size]
+    found = problem(fatal.client.post("/extract", files=files, params={**query, "on_error": "fail"}), status)
+    assert found["errors"][0]["input"] == 1
+    assert detail in found["detail"]
 
 
 def send_row(live: Live, value: float) -> Any:

@@ -1,0 +1,76 @@
+"""Requests of many pictures, which their batches decode: every row in its place, each that can't be decoded told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, arrays_of, picture, problem, raw
+
+QUERY = {"layers": "block3", "pool": "flatten", "format": "npz"}
+PICTURES = [picture(seed) for seed in range(40)]
+
+
+@pytest.fixture(scope="module", params=[2, 0], ids=["workers", "threads"])
+def either(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Live]:
+    """A server whose workers decode, and one that decodes first."""
+    with serve(workers=request.param) as live:
+        yield live
+
+
+def send(live: Live, pictures: Sequence[bytes], **query: str) -> Any:
+    return live.client.post("/extract", files=[("images", each) for each in pictures], params={**QUERY, **query})
+
+
+def replace(places: Mapping[int, bytes]) -> list[bytes]:
+    """The pictures with others in some places."""
+    return [places.get(place, each) for place, each in enumerate(PICTURES)]
+
+
+@pytest.fixture(scope="module")
+def alone(either: Live) -> Array:
+    """The row of each picture, asked for by itself."""
+    replies = [either.client.post("/extract", **raw(each, "image/png", **QUERY)) for each in PICTURES]
+    return np.concatenate([arrays_of(reply)["block3"] for reply in replies])
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 40])
+def test_in_order(either: Live, alone: Array, count: int) -> None:
+    """Rows come in the order of the pictures, however many forwards have them; others' make no difference."""
+    found = arrays_of(send(either, PICTURES[:count]))["block3"]
+    assert len({row.tobytes() for row in alone}) == len(PICTURES)
+    np.testing.assert_allclose(found, alone[:count], rtol=1e-4, atol=1e-5)
+
+
+def test_isolated(either: Live, alone: Array) -> None:
+    """One forward that is shared with nobody has them all."""
+    body = {"request": ("", '{"layers": ["block3"], "pool": "flatten", "isolated": true}', "application/json")}
+    files = [*body.items(), *[("images", each) for each in PICTURES[:12]]]
+    reply = either.client.post("/extract", files=files, params={"format": "npz"})
+    np.testing.assert_allclose(arrays_of(reply)["block3"], alone[:12], rtol=1e-4, atol=1e-5)
+
+
+def test_all_are_told(either: Live) -> None:
+    """Every picture that can't be decoded has its error, wherever it is."""
+    bad = replace({0: b"no picture", 17: PICTURES[17][:300], 39: b"GIF89a"})
+    found = problem(send(either, bad), 422)
+    assert [error["input"] for error in found["errors"]] == [0, 17, 39]
+
+
+def test_skipped(either: Live, alone: Array) -> None:
+    """The others are answered where that is asked for."""
+    reply = send(either, replace({3: b"no picture", 38: b"none"}), on_error="skip")
+    assert reply.headers["x-layertap-skipped"] == "3,38"
+    np.testing.assert_allclose(arrays_of(reply)["block3"], np.delete(alone, [3, 38], 0), rtol=1e-4, atol=1e-5)
+
+
+def test_times(either: Live) -> None:
+    """How long decoding took is told, be it part of a batch or not."""
+    timing = send(either, PICTURES).headers["server-timing"]
+    decode = next(part for part in timing.split(", ") if part.startswith("decode;dur="))
+    assert float(decode.partition("=")[2]) > 0
