@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,10 @@ import numpy as np
 
 from bench.machine import CpuMeter
 from bench.serving.client import Answer, Ask, Figures, Line, Sending, cpu_s, loaded, watched
-from bench.serving.contenders import CONTENDERS, Vectors, deviation, extract, started
+from bench.serving.contenders import CLOSE, CONTENDERS, Vectors, deviation, extract, started
 from bench.serving.loads import LAYER, Load
 from bench.serving.repeat import repeat_disturbed
-from bench.serving.server import Server, serving
+from bench.serving.server import READY_S, Server, serving
 from bench.startup import LIMIT_S
 
 Lines = dict[str, Figures]
@@ -57,14 +58,29 @@ def vectors(load: Load, picture: Path) -> Vectors:
     return found
 
 
-def loop(bench: Bench, load: Load) -> Lines:
-    """The plain threaded loop in a fresh process."""
+def loop(name: str, bench: Bench, load: Load, options: Sequence[str] = ()) -> Lines:
+    """The plain loop in a fresh process."""
 
     def run() -> Figures:
-        figures, peak = _alone("loop", load, bench.pictures, bench.seconds)
+        figures, peak = _alone("loop", load, bench.pictures, bench.seconds, options=options)
         return {**figures, "peak_mib": peak}
 
-    return {"loop": repeat_disturbed(run)}
+    return {name: repeat_disturbed(run)}
+
+
+def graph(bench: Bench, load: Load) -> Lines:
+    """The plain loop over the graphs that ``warm`` has."""
+    return loop("graph", bench, load, ["--graph", load.pool])
+
+
+def compiled(bench: Bench, load: Load) -> None:
+    """Have the graphs on disk; SystemExit where they give something else than the plain forward."""
+    pictures = bench.pictures[:1]
+    found, _ = _alone("plain", load, pictures, READY_S, options=["--graph", load.pool])
+    for layer, vector in found.items():
+        off = deviation(np.asarray(vector), np.asarray(bench.vectors[load.model][layer]))
+        if not off <= CLOSE:
+            raise SystemExit(f"the graph's vector is off by {off:.2g} of its greatest value")
 
 
 def served(name: str, bench: Bench, load: Load) -> Lines:
@@ -144,10 +160,12 @@ def _alone(
     pictures: Sequence[Path],
     seconds: float = 0,
     environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> tuple[Figures, float]:
     """What a module of this package prints in a process of its own, and the most memory that it held."""
     command = [sys.executable, "-m", f"bench.serving.{module}", "--model", load.model, "--layers", *load.layers]
-    command += ["--seconds", str(seconds), "--pictures", *map(str, pictures), *(["--cut"] if load.cut else [])]
+    command += ["--seconds", str(seconds), "--pictures", *map(str, pictures), *options]
+    command += ["--cut"] if load.cut else []
     told, peak = watched(command, seconds + LIMIT_S, environment=environment)
     return json.loads(told), peak
 
@@ -177,6 +195,10 @@ def _unsent() -> str:
     return "" if shutil.which("wrk") else "wrk is missing, which makes the load: apt-get install wrk"
 
 
+def _uncompiled() -> str:
+    return "" if shutil.which(os.environ.get("CXX", "g++")) else "a C++ compiler is missing: apt-get install g++"
+
+
 def _kind(name: str) -> Kind:
     contender = CONTENDERS[name]
     return Kind(
@@ -186,9 +208,10 @@ def _kind(name: str) -> Kind:
 
 EARLY: dict[str, tuple[str, ...]] = {"resnet50": ("layer1", "layer2", "layer3", "layer4")}
 KINDS: dict[str, Kind] = {
-    "loop": Kind(loop, lambda load: True),
+    "loop": Kind(partial(loop, "loop"), lambda load: True),
+    "graph": Kind(graph, lambda load: len(load.sets) == 1, _uncompiled, compiled),
     **{name: _kind(name) for name in CONTENDERS},
     "one": Kind(one, lambda load: load.plain),
     "early": Kind(early, lambda load: load.plain and load.model in EARLY),
 }
-USUAL = ("loop", *CONTENDERS)
+USUAL = ("loop", "graph", *CONTENDERS)

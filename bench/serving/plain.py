@@ -31,13 +31,15 @@ Forward = Callable[[Tensor], Features]
 class Plain:
     """A model with seeded weights and the means of some layers, for any number of threads at once.
 
-    By hooks; with ``cut`` as a model that ends behind the last of the layers.
+    By hooks; with ``cut`` as a model that ends behind the last of the layers, with ``graph`` compiled.
     """
 
-    def __init__(self, name: str, layers: Sequence[str] = (LAYER,), *, cut: bool = False) -> None:
-        model = seeded(name)
+    def __init__(
+        self, name: str, layers: Sequence[str] = (LAYER,), *, cut: bool = False, graph: str | None = None
+    ) -> None:
+        """``graph`` is the pool of the warm plan whose graphs it runs."""
         self._prepare = preset(name)
-        self._forward = truncated(model, layers) if cut else hooked(model, layers)
+        self._forward = compiled(name, layers, graph) if graph else (truncated if cut else hooked)(seeded(name), layers)
 
     def __call__(self, pictures: Iterable[bytes]) -> Features:
         """From JPEG bytes to each layer's mean over space, in one forward."""
@@ -60,6 +62,13 @@ def preset(name: str) -> Callable[[Image.Image], Tensor]:
 
 def decoded(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def compiled(name: str, layers: Sequence[str], pool: str) -> Forward:
+    """A forward by the graphs of our server's warm plan."""
+    from bench.serving.graph import GraphForward  # nothing of ours is in the memory of those who don't use it
+
+    return GraphForward(name, layers, pool)
 
 
 def truncated(model: nn.Module, layers: Sequence[str]) -> Forward:
@@ -95,6 +104,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--model", default="mobilenet_v3_small", help="a convolutional classifier of torchvision")
     parser.add_argument("--layers", nargs="+", default=[LAYER], metavar="LAYER")
     parser.add_argument("--cut", action="store_true", help="a model that ends behind the last of the layers")
+    parser.add_argument("--graph", metavar="POOL", help="the graphs of a warm plan with this pool, in place of hooks")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--pictures", type=Path, nargs="+", help="files; scikit-learn's two samples without it")
     return parser
@@ -110,7 +120,7 @@ def main() -> None:
     chosen = arguments("The first picture's vectors.").parse_args()
     with tempfile.TemporaryDirectory() as folder:
         pictures = read(chosen.pictures, Path(folder))
-    found = Plain(chosen.model, chosen.layers, cut=chosen.cut)(pictures[:1])
+    found = Plain(chosen.model, chosen.layers, cut=chosen.cut, graph=chosen.graph)(pictures[:1])
     print(json.dumps({layer: rows[0].tolist() for layer, rows in found.items()}))
 
 

@@ -14,7 +14,7 @@ from bench.serving.client import Figures
 from bench.serving.contenders import CONTENDERS
 from bench.serving.kinds import Lines
 
-LOOP = "loop"
+LOOP, GRAPH, WARM = "loop", "graph", "warm"
 Results = dict[str, dict[str, dict[str, Any]]]  # by load, by line
 
 
@@ -60,13 +60,16 @@ def related(lines: Lines) -> Lines:
     loop = lines.get(LOOP)
     if loop is None:
         return lines
-    return {name: figures | _beside(name, figures, loop) for name, figures in lines.items()}
+    return {name: figures | _beside(name, figures, loop, lines.get(GRAPH)) for name, figures in lines.items()}
 
 
-def _beside(name: str, figures: Figures, loop: Figures) -> Figures:
+def _beside(name: str, figures: Figures, loop: Figures, graph: Figures | None) -> Figures:
     if name == LOOP or "per_s" not in figures:
         return {}
-    return {"ratio": figures["per_s"] / loop["per_s"], "beyond_cpu_ms": figures["cpu_ms"] - loop["cpu_ms"]}
+    beside = {"ratio": figures["per_s"] / loop["per_s"], "beyond_cpu_ms": figures["cpu_ms"] - loop["cpu_ms"]}
+    if contender(name) == WARM and graph is not None:
+        beside["graph_ratio"] = figures["per_s"] / graph["per_s"]
+    return beside
 
 
 def grids(results: Results) -> Iterator[Grid]:
@@ -131,10 +134,11 @@ DISTURBANCE = {"steal": "steal", "others": "others"}
 SHOWN = (
     Shown(
         "under load",
-        frozenset({LOOP, *CONTENDERS, "uniform", "mixed"}),
+        frozenset({LOOP, GRAPH, *CONTENDERS, "uniform", "mixed"}),
         {
             "per_s": "images/s",
             "ratio": "ratio",
+            "graph_ratio": "to graph",
             "p50_ms": "p50 ms",
             "p99_ms": "p99 ms",
             "cpu_ms": "CPU-ms",

@@ -37,7 +37,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU seconds of all processes so far."""
-        return sum(sum(map(int, stat[TIMES])) for stat in family(self.process.pid).values()) * TICK_S
+        return get_cpu_seconds(self.process.pid)
 
     def memory_mib(self) -> float:
         """What all processes hold now."""
@@ -133,6 +133,11 @@ def family(pid: int) -> dict[int, list[str]]:
     for one in found:
         found += [each for each, stat in stats.items() if int(stat[PARENT]) == one and each not in found]
     return {each: stats[each] for each in found if each in stats}
+
+
+def get_cpu_seconds(pid: int) -> float:
+    """CPU seconds so far of a process and of all that came of it."""
+    return sum(sum(map(int, stat[TIMES])) for stat in family(pid).values()) * TICK_S
 
 
 def memory_mib(pid: int) -> float:
