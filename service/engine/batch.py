@@ -19,7 +19,7 @@ class BatchQueue:
 
     ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
     forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
-    ``slots``: what a batch of several rows takes of its device.
+    ``slots``: what a batch of several rows takes of its device; ``replicas``: how many batches the model runs at once.
     """
 
     model: str
@@ -29,6 +29,7 @@ class BatchQueue:
     max_bytes: int = 2**62
     padded_rows: int | None = None
     slots: int = 1
+    replicas: int = 2**62
 
     @property
     def efficient_rows(self) -> int:

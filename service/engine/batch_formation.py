@@ -139,7 +139,7 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
 
 def count_parallel(queue: BatchQueue, device: DeviceSlots) -> int:
     """How many forwards of a queue a device runs side by side."""
-    return max(device.slots // queue.slots, 1) if device.parallel else 1
+    return min(max(device.slots // queue.slots, 1), queue.replicas) if device.parallel else 1
 
 
 def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:

@@ -64,6 +64,7 @@ class BatchQueues:
             max_bytes=self._max_bytes,
             padded_rows=max_rows if settings.fixed_batch_rows and catalog.rowwise else None,
             slots=max(settings.cpu_threads // self._replicas, 1) if costs.speedup > 1 else 1,
+            replicas=self._replicas,
         )
 
 

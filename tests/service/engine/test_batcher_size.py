@@ -110,6 +110,18 @@ def test_equal_shares_of_a_lone_request(rows: int, sizes: list[int]) -> None:
     assert [batch.rows for batch in found] == sizes
 
 
+def test_full_forwards_of_one_replica() -> None:
+    """Where only one forward runs at a time, no core gains by smaller ones."""
+    harness = BatcherHarness(cpu=DeviceSlots(2))
+    harness.add(make_queue("cpu", max_rows=4, replicas=1), 10)
+    found = []
+    for _ in range(3):
+        batch = harness.start_batch(a=1)
+        found.append(batch.rows)
+        harness.finish(batch)
+    assert found == [4, 4, 2]
+
+
 def test_full_forwards_beside_others() -> None:
     """Where another request's rows follow, no core is idle beside the last ones."""
     harness, queue = BatcherHarness(cpu=DeviceSlots(2)), make_queue("cpu", Costs(base=1.2, per_row=1.0), 64)
