@@ -23,7 +23,6 @@ from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 from layertap.service.workers import executors
-from layertap.service.workers.host_process import start_fork_server
 
 PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE)
 
@@ -85,8 +84,6 @@ def create_engine(
     if configuration is None:
         configuration = read_configuration(settings.config) if settings.config else make_default_configuration()
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
-    if settings.workers:
-        start_fork_server(configuration.models)
     server_metrics = Metrics()
     registry = Registry(
         configuration.models, partial(executors.load, settings=settings, metrics=server_metrics, warm=warm)

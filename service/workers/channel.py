@@ -5,6 +5,7 @@ Only these processes write here: nothing that comes from outside is ever unpickl
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -27,13 +28,16 @@ HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it 
 FLAGS = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
 ALIGNMENT = 64
+LOST = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF})  # the last: closed at this end
 MAX_BUFFERS_A_WRITE = 512  # the system takes 1,024 in one call
 
 
 class Channel:
     """One end of a connection. One thread at a time may use it, and the two ends take turns.
 
-    EOFError where the other end is gone, TimeoutError where it reads or says nothing in time.
+    EOFError where the other end is gone, TimeoutError where it does not read or send a whole message in time: the
+    connection is of no use any more then. Any other OSError is this process's own, which has no descriptor left for
+    one: the other end is well, and the message was not sent, or is lost.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,10 +48,7 @@ class Channel:
         self._socket.close()
 
     def send(self, message: object, descriptors: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Send a message within so many seconds, and with it descriptors of files, which stay the caller's.
-
-        After a TimeoutError a part of it may have gone: the connection is of no use any more.
-        """
+        """Send a message within so many seconds, and with it descriptors of files, which stay the caller's."""
         body, buffers = _pickle(message)
         sizes = [buffer.nbytes for buffer in buffers]
         payload_bytes = sum(map(_pad, sizes))
@@ -69,8 +70,9 @@ class Channel:
 
     def receive_with_descriptors(self, count: int, timeout: float | None = None) -> tuple[Any, list[int]]:
         """The next message, and the descriptors that came with it, so many at most, which are the caller's."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with _end_where_lost():
-            self._wait(select.POLLIN, timeout)
+            self._wait(select.POLLIN, deadline)
             head, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, count + 1, FLAGS)
             try:
                 if len(head) < HEADER.size:
@@ -78,7 +80,7 @@ class Channel:
                 body_bytes, payload_bytes, buffer_count = HEADER.unpack(head)
                 sizes_bytes = 8 * buffer_count
                 inline_bytes = payload_bytes if payload_bytes <= MAX_INLINE_BYTES else 0
-                data = self._receive(sizes_bytes + body_bytes + inline_bytes)  # all at once: each call may lose the GIL
+                data = self._receive(sizes_bytes + body_bytes + inline_bytes, deadline)  # each call may lose the GIL
                 sizes = struct.unpack(f"={buffer_count}Q", data[:sizes_bytes])
                 body, inline = data[sizes_bytes : sizes_bytes + body_bytes], data[sizes_bytes + body_bytes :]
                 payload = _align_copy(inline) if inline_bytes == payload_bytes else _map(payload_bytes, descriptors)
@@ -88,12 +90,12 @@ class Channel:
                 raise
         return pickle.loads(body, buffers=_split(payload, sizes)), descriptors  # noqa: S301  (from our own processes)
 
-    def _wait(self, event: int, timeout: float | None) -> None:
-        if timeout is None:
+    def _wait(self, event: int, deadline: float | None) -> None:
+        if deadline is None:
             return
         poll = select.poll()
         poll.register(self._socket, event)
-        if not poll.poll(max(timeout, 0.0) * 1000):
+        if not poll.poll(max(deadline - time.monotonic(), 0.0) * 1000):
             raise TimeoutError("the other process does not answer")
 
     def _send(self, data: bytes, descriptors: Sequence[int], timeout: float | None) -> None:
@@ -101,21 +103,30 @@ class Channel:
         deadline = None if timeout is None else time.monotonic() + timeout
         while rest:
             try:
-                sent = self._socket.sendmsg([rest], ancillary, 0 if deadline is None else socket.MSG_DONTWAIT)
+                sent = self._socket.sendmsg([rest], ancillary, _choose_flags(deadline))
             except BlockingIOError:  # the socket is full; most messages are smaller than it
-                self._wait(select.POLLOUT, None if deadline is None else deadline - time.monotonic())
+                self._wait(select.POLLOUT, deadline)
             else:
                 rest, ancillary = rest[sent:], ()
 
-    def _receive(self, count: int) -> memoryview:
+    def _receive(self, count: int, deadline: float | None) -> memoryview:
         data = memoryview(bytearray(count))
         received = 0
         while received < count:
-            more = self._socket.recv_into(data[received:])
+            try:
+                more = self._socket.recv_into(data[received:], 0, _choose_flags(deadline))
+            except BlockingIOError:  # its sender is in the middle of it
+                self._wait(select.POLLIN, deadline)
+                continue
             if not more:
                 raise EOFError("the other process has ended")
             received += more
         return data
+
+
+def _choose_flags(deadline: float | None) -> int:
+    """For a call that waits, or for one that must not wait beyond a deadline."""
+    return 0 if deadline is None else socket.MSG_DONTWAIT
 
 
 def _attach(descriptors: Sequence[int]) -> Sequence[tuple[int, int, array[int]]]:
@@ -171,8 +182,8 @@ def _align_copy(payload: memoryview) -> memoryview:
 
 def _map(size: int, descriptors: list[int]) -> memoryview:
     """The memory that came with a message."""
-    if not descriptors:
-        raise OSError("no descriptor was left for a message's memory")
+    if not descriptors:  # the system leaves out what this process has no number for
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     memory = descriptors.pop()
     try:
         return memoryview(mmap.mmap(memory, size))
@@ -225,10 +236,12 @@ def _write(memory: int, parts: Sequence[bytes | memoryview]) -> None:
 
 @contextmanager
 def _end_where_lost() -> Iterator[None]:
-    """EOFError for whatever the system calls a connection whose other end is gone."""
+    """EOFError for whatever the system calls a connection that one of its ends has closed."""
     try:
         yield
-    except TimeoutError:
-        raise
-    except (OSError, ValueError) as error:  # the latter of a socket that this end has closed
+    except ValueError as error:  # poll's, of a socket that this end has closed
+        raise EOFError("the other process has ended") from error
+    except OSError as error:
+        if error.errno not in LOST:
+            raise
         raise EOFError("the other process has ended") from error

@@ -6,18 +6,18 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from layertap.models.errors import LoadError
+from layertap.models.spec import ModelSpec
 from layertap.service.workers.channel import Channel
 from layertap.service.workers.limits import leave_signals_to_server
 from layertap.service.workers.messages import (
     HostOptions,
-    ImportLibraries,
     ProcessEnded,
     ProcessStarted,
     StartHost,
@@ -28,11 +28,12 @@ from layertap.service.workers.model_host import run_model_host
 log = logging.getLogger("layertap")
 DESCRIPTORS = Path("/proc/self/fd")
 STDERR = 2
-IMPORTS: Mapping[str, Callable[[], object]] = {  # what hosts import, by the kind of their model's source
+IMPORTS: Mapping[str, Callable[[], object]] = {  # what hosts need, by the kind of their model's source
     "torchvision": lambda: import_module("torchvision.models"),
     "timm": lambda: import_module("timm"),
     "transformers": lambda: import_module("transformers.models.auto.modeling_auto"),
 }
+_imported: set[str] = set()
 
 
 def run(descriptor: int) -> NoReturn:
@@ -58,22 +59,23 @@ def run(descriptor: int) -> NoReturn:
 def _serve(channel: Channel) -> None:
     while True:
         message, descriptors = channel.receive_with_descriptors(1)
-        if isinstance(message, ImportLibraries):
-            _import_libraries(message.kinds)
-        elif isinstance(message, StartHost):
+        if isinstance(message, StartHost):
+            _import_library(message.options.spec)
             channel.send(_start_host(channel, descriptors[0], message.options))
         elif isinstance(message, WaitForProcess):
             _, status = os.waitpid(message.pid, 0)
             channel.send(ProcessEnded(os.waitstatus_to_exitcode(status)))
 
 
-def _import_libraries(kinds: Collection[str]) -> None:
-    """Import what can be: a broken library stops no host but those that need it."""
-    for kind in IMPORTS.keys() & kinds:
+def _import_library(spec: ModelSpec) -> None:
+    """Import what a model's host needs, once for all; a broken library stops no host but those that need it."""
+    kind = spec.source.partition(":")[0]
+    if kind in IMPORTS and kind not in _imported:
+        _imported.add(kind)
         with suppress(Exception):
             IMPORTS[kind]()
-    gc.collect()
-    gc.freeze()
+        gc.collect()
+        gc.freeze()
 
 
 def _start_host(channel: Channel, connection: int, options: HostOptions) -> ProcessStarted | LoadError:

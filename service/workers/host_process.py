@@ -10,18 +10,17 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
+from typing import Any
 
 from layertap.models.errors import IN_THE_LOG, LoadError
-from layertap.models.spec import ModelSpec
 from layertap.service.workers import fork_server
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import end_with_parent
 from layertap.service.workers.messages import (
     HostOptions,
-    ImportLibraries,
     ProcessEnded,
     ProcessStarted,
     StartHost,
@@ -38,42 +37,48 @@ from {fork_server.__name__} import run
 run(int(sys.argv[1]))
 """
 STARTS = 2  # the fork server may have died since it was used last
+START_SECONDS = 300.0  # for a fork server that imports libraries first, on a machine that does much else
+END_SECONDS = 60.0  # for a process that has been killed
 
 
 class ForkServer:
-    """The process that starts hosts; any thread may use it. EOFError where it is gone."""
+    """The process that starts hosts; any thread may use it. EOFError where it is gone, or does not answer in time."""
 
-    def __init__(self, channel: Channel, wait: Callable[[], object]) -> None:
-        """``wait`` returns when the process has ended."""
+    def __init__(self, channel: Channel, end: Callable[[], object]) -> None:
+        """``end`` kills the process, and returns when it has ended."""
         self._channel = channel
-        self._wait = wait
+        self._end = end
         self._lock = threading.Lock()
-
-    def import_libraries(self, kinds: frozenset[str]) -> None:
-        """Have it import what hosts of models from such sources need; the server goes on meanwhile."""
-        with self._lock:
-            self._channel.send(ImportLibraries(kinds))
 
     def start_host(self, connection: socket.socket, options: HostOptions) -> int:
         """Start a host, and return its process's number; LoadError where the system allows no more processes."""
-        with self._lock:
-            self._channel.send(StartHost(options), [connection.fileno()])
-            started: ProcessStarted | LoadError = self._channel.receive()
+        started: ProcessStarted | LoadError = self._ask(StartHost(options), START_SECONDS, [connection.fileno()])
         if isinstance(started, LoadError):
             raise started
         return started.pid
 
     def wait_for_host(self, pid: int) -> int | None:
         """The exit status of a host that has ended; None where nobody knows."""
-        with self._lock:
-            self._channel.send(WaitForProcess(pid))
-            ended: ProcessEnded = self._channel.receive()
+        ended: ProcessEnded = self._ask(WaitForProcess(pid), END_SECONDS)
         return ended.status
+
+    def forget(self) -> None:
+        """In a copy of the process that has started it: that one goes on using it."""
+        self._channel.close()
 
     def close(self) -> None:
         """End it, and with it its hosts."""
+        self._end()  # also one that is stopped, or that asks nobody whether it should
         self._channel.close()
-        self._wait()
+
+    def _ask(self, message: object, timeout: float, descriptors: Sequence[int] = ()) -> Any:
+        with self._lock:
+            try:
+                self._channel.send(message, descriptors, timeout)
+                return self._channel.receive(timeout)
+            except TimeoutError as error:
+                self._channel.close()  # what it answers later would be taken for another answer
+                raise EOFError("the fork server does not answer") from error
 
 
 class HostProcess:
@@ -92,7 +97,7 @@ class HostProcess:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         os.close(self._descriptor)
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):
             return self._server.wait_for_host(self._pid)
         return None
 
@@ -116,9 +121,17 @@ class _ForkServers:
                 self._current.close()
                 self._current = None
 
+    def forget(self) -> None:
+        """In a copy of this process: it has none, and whoever held the lock is not in it."""
+        self._lock = threading.Lock()
+        if self._current is not None:
+            self._current.forget()
+            self._current = None
+
 
 _servers = _ForkServers()
 atexit.register(_servers.close)
+os.register_at_fork(after_in_child=_servers.forget)
 
 
 def fork_this_process() -> None:
@@ -128,13 +141,6 @@ def fork_this_process() -> None:
     this thread.
     """
     _servers.get(_fork)
-
-
-def start_fork_server(specs: Iterable[ModelSpec]) -> None:
-    """Have a fork server that imports what these models need, those that are wanted from the start."""
-    kinds = frozenset(spec.source.partition(":")[0] for spec in specs if spec.load == "startup")
-    with suppress(EOFError):  # whoever starts a host starts another one
-        _servers.get(_start_python).import_libraries(kinds)
 
 
 def start_host(connection: socket.socket, options: HostOptions) -> HostProcess:
@@ -161,7 +167,13 @@ def _fork() -> ForkServer:
         finally:
             os._exit(1)
     connection.close()
-    return ForkServer(channel, partial(os.waitpid, pid, 0))
+    return ForkServer(channel, partial(_end_copy, pid))
+
+
+def _end_copy(pid: int) -> None:
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _start_python() -> ForkServer:
@@ -172,4 +184,9 @@ def _start_python() -> ForkServer:
         process = subprocess.Popen(  # noqa: S603  (this Python, and a number)
             [sys.executable, "-c", RUN, str(number), *sys.path], stdin=subprocess.DEVNULL, pass_fds=[number]
         )
-    return ForkServer(channel, process.wait)
+    return ForkServer(channel, partial(_end_python, process))
+
+
+def _end_python(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

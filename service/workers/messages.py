@@ -36,13 +36,6 @@ class HostOptions:
 
 
 @dataclass(frozen=True)
-class ImportLibraries:
-    """To the fork server: import what hosts of models from such sources will need. There is no answer."""
-
-    kinds: frozenset[str]
-
-
-@dataclass(frozen=True)
 class StartHost:
     """To the fork server: start a host; the descriptor of its connection comes along."""
 

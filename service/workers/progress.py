@@ -51,5 +51,9 @@ class Progress:
 def create_progress() -> tuple[Progress, int]:
     """One that is of no item yet, and the descriptor of its memory, which is the caller's to close."""
     descriptor = os.memfd_create("layertap", os.MFD_CLOEXEC)
-    os.write(descriptor, RECORD.pack(*NOTHING) + ROWS_WAIT.pack(0))
-    return Progress(descriptor), descriptor
+    try:
+        os.write(descriptor, RECORD.pack(*NOTHING) + ROWS_WAIT.pack(0))
+        return Progress(descriptor), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise

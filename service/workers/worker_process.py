@@ -95,7 +95,7 @@ class ModelHost:
                 os.close(memory)
             try:
                 channel.receive(START_SECONDS)  # it is ready
-            except (EOFError, TimeoutError):
+            except (EOFError, OSError):
                 channel.close()
                 continue
             return pid, channel, progress
@@ -112,7 +112,7 @@ class ModelHost:
             try:
                 self._channel.send(WaitForProcess(pid), timeout=START_SECONDS)
                 ended: ProcessEnded = self._channel.receive(START_SECONDS)
-            except (EOFError, TimeoutError):
+            except (EOFError, OSError):
                 self._channel.close()  # what it answers later would be taken for another answer
                 return None
         return ended.status
@@ -204,6 +204,8 @@ class WorkerProcess:
         self.hooks = 0
         self._host = host
         self._process: int | None = None  # a descriptor: its number may be another process's by now
+        self._channel: Channel
+        self._progress: Progress
         self._start()
 
     def ask(self, message: ToWorker, timeout: float | None = None) -> FromWorker:
@@ -226,6 +228,11 @@ class WorkerProcess:
             raise WorkerDiedError(
                 taken=taken, timed_out=timed_out, decoding=decoding, decode_seconds=seconds
             ) from error
+        except OSError as error:  # of this process; the worker is well
+            self.specs = SpecTable()  # of those that the message had it may know none
+            if isinstance(message, ExtendBatch):
+                self.replace("failure")  # it would wait for ever
+            raise LoadError(f"nothing can be passed to a worker ({error.strerror})") from error
         return answer
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
@@ -256,7 +263,7 @@ class WorkerProcess:
         try:
             self.pid, self._channel, self._progress = self._host.start_worker()
             self.note_waiting_rows(self._host.rows_wait)
+            with suppress(ProcessLookupError):  # it has died since: the next message tells
+                self._process = os.pidfd_open(self.pid)
         except (EOFError, OSError) as error:
             raise LoadError(f"no worker of model {self._host.name} can be started", hint=IN_THE_LOG) from error
-        with suppress(ProcessLookupError):  # it has died since: the next message tells
-            self._process = os.pidfd_open(self.pid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 
 from layertap.models.errors import Fault, InputError
 from layertap.service.errors import ForwardError
-from layertap.service.workers.channel import MAX_BUFFERS_A_WRITE, MAX_INLINE_BYTES, Channel, connect
+from layertap.service.workers.channel import HEADER, MAX_BUFFERS_A_WRITE, MAX_INLINE_BYTES, Channel, connect
+from layertap.service.workers.progress import create_progress
+from tests.service.workers.descriptors import leave_descriptors, list_descriptors
 
 
 def send_and_receive(message: object) -> Any:
@@ -116,7 +119,7 @@ def test_nobody_reads() -> None:
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(channel.send, bytes(2**24), timeout=0.0)
         try:
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match="does not answer"):  # which is not that of ``result``
                 sending.result(10.0)
         finally:
             connection.close()
@@ -131,6 +134,43 @@ def test_cut_off() -> None:
     with pytest.raises(EOFError):
         channel.receive()
     channel.close()
+
+
+def test_stopped_in_the_middle() -> None:
+    """A message that its sender does not end in time is given up, however much of it there is."""
+    channel, connection = connect()
+    connection.sendall(HEADER.pack(2, 0, 0) + b"x")
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(channel.receive, 0.0)
+        try:
+            with pytest.raises(TimeoutError, match="does not answer"):
+                receiving.result(10.0)
+        finally:
+            connection.close()
+            channel.close()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_no_descriptors(sends: bool) -> None:
+    """Where this process has no descriptor for a large message, it says so: the other end is there as before."""
+    channel, connection = connect()
+    other, large = Channel(connection), torch.arange(MAX_INLINE_BYTES)
+    if not sends:
+        channel.send(large)
+    with leave_descriptors(0), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        channel.send(large) if sends else other.receive()
+    channel.send("next")
+    assert other.receive() == "next"
+    channel.close()
+    other.close()
+
+
+def test_no_descriptors_for_progress() -> None:
+    """What can't be made leaves nothing behind."""
+    before = list_descriptors()
+    with leave_descriptors(1), pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        create_progress()
+    assert list_descriptors() == before
 
 
 def test_messages_one_after_another() -> None:

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.inputs.items import TextItem
+from layertap.service.workers.channel import MAX_INLINE_BYTES
 from layertap.service.workers.messages import DecodeItem
 from layertap.service.workers.process_executor import HostedModel
 from layertap.service.workers.worker_process import WorkerDiedError, WorkerProcess
@@ -25,6 +26,7 @@ from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
 from tests.service.server_process import fatal_model_spec
 from tests.service.support import ROW, arrays_of, configured, npy, problem, raw, rows
+from tests.service.workers.descriptors import leave_descriptors
 from tests.service.workers.fatal_pictures import CRASHES, HANGS, TAKES_ALL_MEMORY
 
 PICTURES = ModelSpec(
@@ -152,6 +154,26 @@ def test_worker_stopped(fatal: Live) -> None:
         worker.ask(DecodeItem(TextItem("x" * 16 * MIB)), timeout=0.0)
     assert raised.value.timed_out
     check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
+
+
+def test_no_descriptors(fatal: Live) -> None:
+    """A server without descriptors refuses what it can't pass on; no worker ends for it, all else is answered."""
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)
+    stream = BytesIO()
+    Image.fromarray(noise).save(stream, "PNG")
+    assert len(stream.getvalue()) > MAX_INLINE_BYTES
+
+    def send_input(data: bytes) -> Any:
+        return fatal.client.post("/extract", **raw(data, "image/png", model="pictures", layers="linear:input"))
+
+    before = list_pids(fatal, "pictures")
+    send(fatal, (8, 8))
+    with leave_descriptors(0):
+        refused = send_input(stream.getvalue())
+        answered = send_input(picture((8, 8)))
+    assert "nothing can be passed to a worker" in problem(refused, 503, seconds=True)["detail"]
+    assert answered.status_code == send_input(stream.getvalue()).status_code == 200
+    assert list_pids(fatal, "pictures") == before
 
 
 def read_restarts(live: Live, model: str) -> dict[str, float]:
