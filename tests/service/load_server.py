@@ -18,6 +18,7 @@ import httpx
 
 from layertap.models.spec import ModelSpec
 from tests.service.gated_server import wait_until
+from tests.service.server_process import descendants
 from tests.service.support import Json
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +37,17 @@ END_S = 120
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds: threads, descriptors, memory in bytes."""
+    """What a server holds: threads and descriptors of its own process, memory of all its processes in bytes."""
 
     threads: int
     descriptors: int
     memory: int
+
+
+def measure_memory(pid: int) -> int:
+    """The proportional set size of a process, in bytes: a page that several share counts once in their sum."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class Process:
         own = Path("/proc") / str(self.running.pid)
         status = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
         descriptors = len(list((own / "fd").iterdir()))
-        return Usage(int(status["Threads"]), descriptors, int(status["VmRSS"].split()[0]) * 1024)
+        processes = [self.running.pid, *descendants(self.running.pid)]
+        return Usage(int(status["Threads"]), descriptors, sum(map(measure_memory, processes)))
 
     def hooks(self) -> dict[str, int]:
         """The hooks that are on each model."""
