@@ -45,7 +45,7 @@ step "ceilings" "$PYTHON" -m bench.gpu --json "$out/gpu-ceilings-$day.json" --te
 
 # The server's models are placed by this; without wrk what needs no load generator is measured.
 export BENCH_DEVICE=cuda
-only="--only server early"  # the plain loop and the peers compute on the CPU, which would be no comparison
+only="--only server threads early"  # the plain loop and the peers compute on the CPU, which would be no comparison
 command -v wrk >/dev/null || { say "wrk is missing: one connection only"; only="--only early"; }
 for run in "1 exact" "2 exact" "1 device" "2 device"; do
     streams=${run% *} decode=${run#* }

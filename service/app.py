@@ -88,7 +88,8 @@ def create_engine(
     registry = Registry(
         configuration.models, partial(executors.load, settings=settings, metrics=server_metrics, warm=warm)
     )
-    manager = ModelManager(registry, configuration.default, settings, server_metrics, executors.create_executor)
+    create_executor = partial(executors.create_executor, settings=settings, metrics=server_metrics)
+    manager = ModelManager(registry, configuration.default, settings, server_metrics, create_executor)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)
     return engine

@@ -34,10 +34,14 @@ class ModelInputs:
         return tuple(spec.shape for spec in self.specs)
 
     @property
+    def takes_pictures(self) -> bool:
+        """Whether pictures may be sent."""
+        return self.preprocess is not None and len(self.specs) == 1
+
+    @property
     def preprocesses(self) -> bool:
         """Whether pictures or texts may be sent, of which the server makes rows."""
-        takes_pictures = self.preprocess is not None and len(self.specs) == 1
-        return takes_pictures or (self.text is not None and self.text.encode is not None)
+        return self.takes_pictures or (self.text is not None and self.text.encode is not None)
 
     def with_shapes(self, shapes: Shapes) -> tuple[InputSpec, ...]:
         """The inputs with other shapes of a row."""

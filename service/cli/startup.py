@@ -125,7 +125,7 @@ def _make_example_input(model: ModelInfo) -> dict[str, object] | None:
     """Something to send to a model; None where only its owner can know."""
     if model.text is not None:
         return {"text": "a cat sat on the mat"} if model.text.encode else {"tokens": [1, 2, 3]}
-    return {"image": EXAMPLE_PNG} if model.preprocess is not None and len(model.inputs) == 1 else None
+    return {"image": EXAMPLE_PNG} if model.model_inputs.takes_pictures else None
 
 
 def _escape(text: str) -> str:

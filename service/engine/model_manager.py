@@ -37,7 +37,7 @@ class ModelManager:
         default: str,
         settings: Settings,
         metrics: Metrics,
-        create_executor: Callable[[ModelInfo, Settings], Executor],
+        create_executor: Callable[[ModelInfo], Executor],
     ) -> None:
         self.registry = registry
         self.default = default
@@ -173,7 +173,7 @@ class ModelManager:
         try:
             model = self.registry.load(name)
             try:
-                return self._create_executor(model, self._settings)
+                return self._create_executor(model)
             except LoadError as error:
                 self.registry.fail(name, error.detail, "other")
                 raise

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from layertap.models.errors import InputError, TooLargeError
-from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.preprocess import compute_least_size, compute_resized_size, fit_image, normalize
 from layertap.models.spec import Decode, PreprocessSpec
@@ -36,12 +35,25 @@ def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> 
 
     Pixels are a quarter of the bytes, while rows wait or go to another process.
     """
+    row = decode_on_device(item, inputs, settings)
+    if row is not None:
+        return row
     spec = get_preprocessing(inputs)
-    row = _decode_on_device(item.data, inputs.decoder, spec, settings) if inputs.decoder else None
-    if row is None:
-        picture = _decode(item.data, settings, spec, inputs.decode)
-        row = fit_image(picture.image, spec, picture.size, picture.box)
-    return row.unsqueeze(0)
+    picture = _decode(item.data, settings, spec, inputs.decode)
+    return fit_image(picture.image, spec, picture.size, picture.box).unsqueeze(0)
+
+
+def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
+    """A picture as a row that is on the model's GPU; None where the CPU is to make it, or to refuse the picture.
+
+    TooLargeError.
+    """
+    if inputs.decoder is None:
+        return None
+    check = partial(_check_resized, get_preprocessing(inputs), settings.max_resized_pixels)
+    size = get_plain_jpeg_size(item.data, settings.max_pixels, check)
+    row = None if size is None else inputs.decoder.decode_row(item.data, size)
+    return None if row is None else row.unsqueeze(0)
 
 
 def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
@@ -52,12 +64,6 @@ def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
     if inputs.preprocess is None or all(value.dtype != torch.uint8 for value in rows.values()):
         return rows
     return {name: normalize(value, inputs.preprocess) for name, value in rows.items()}
-
-
-def _decode_on_device(data: bytes, decoder: DeviceDecoder, spec: PreprocessSpec, settings: Settings) -> Tensor | None:
-    """A picture's row made on the model's GPU; None where it is to be made here, or refused here."""
-    size = get_plain_jpeg_size(data, settings.max_pixels, partial(_check_resized, spec, settings.max_resized_pixels))
-    return None if size is None else decoder.decode_row(data, size)
 
 
 def _decode(data: bytes, settings: Settings, spec: PreprocessSpec, decode: Decode) -> Picture:

@@ -10,6 +10,7 @@ from layertap.models.spec import ModelSpec
 from layertap.service.engine.executor import Executor, InProcessExecutor
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
+from layertap.service.workers.decoding_executor import DecodingExecutor
 from layertap.service.workers.process_executor import HostedModel, ProcessExecutor, load_in_host
 
 
@@ -28,10 +29,12 @@ def load(spec: ModelSpec, settings: Settings, metrics: Metrics, *, warm: bool = 
     return in_process(spec)
 
 
-def create_executor(model: ModelInfo, settings: Settings) -> Executor:
-    """What runs a model where it was loaded."""
+def create_executor(model: ModelInfo, settings: Settings, metrics: Metrics) -> Executor:
+    """What runs a model where it was loaded; ``metrics`` as for ``load``."""
     if isinstance(model, HostedModel):
         return ProcessExecutor(model, settings)
-    if isinstance(model, LoadedModel):
-        return InProcessExecutor(model, settings)
-    raise TypeError(f"a model that is nowhere: {type(model).__name__}")
+    if not isinstance(model, LoadedModel):
+        raise TypeError(f"a model that is nowhere: {type(model).__name__}")
+    if settings.workers and model.device.type != "cpu" and model.model_inputs.takes_pictures:
+        return DecodingExecutor(model, settings, metrics.count_worker_restart)
+    return InProcessExecutor(model, settings)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.errors import LayertapError
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.selection.plan import Capture
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.executor import CallOutcome, ModelFunction
@@ -25,7 +26,8 @@ class HostOptions:
     """What a host loads, and how; ``folders`` are those in which own models are found.
 
     ``worker_bytes``: how much memory each worker may take beside what it shares. Graphs of warm plans are kept in
-    ``plans``; without it they run with hooks.
+    ``plans``; without it they run with hooks. ``pictures``: what workers make rows for where they do nothing else: the
+    model is in the server's own process, and the host loads nothing.
     """
 
     spec: ModelSpec
@@ -33,6 +35,7 @@ class HostOptions:
     folders: Sequence[str]
     worker_bytes: int
     plans: Path | None
+    pictures: ModelInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class Hello:
-    """From a worker: it is ready."""
+    """From a worker, or a host that loads nothing: it is ready."""
 
 
 @dataclass(frozen=True)

@@ -13,31 +13,35 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
 from typing import NoReturn, TypeVar, cast
 
 import torch
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.errors import LayertapError, LoadError, make_load_error
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import add_search_folders
 from layertap.service import allocator, logs
 from layertap.service.engine.executor import InProcessExecutor
+from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
-from layertap.service.workers.messages import HostOptions, ProcessEnded, ProcessStarted, WaitForProcess
+from layertap.service.workers.messages import Hello, HostOptions, ProcessEnded, ProcessStarted, WaitForProcess
 from layertap.service.workers.progress import Progress
-from layertap.service.workers.worker import Worker
+from layertap.service.workers.worker import DecodingWorker, Worker
 
 T = TypeVar("T")
+CreateWorker = Callable[[Progress], DecodingWorker]
 log = logging.getLogger("layertap")
 MAX_ENDED = 64  # workers that have ended, and nobody has asked how
 
 
 def run_model_host(connection: socket.socket, options: HostOptions, parent: int) -> None:
-    """Load a model, tell the server of it, and start workers until the server closes the connection.
+    """Load a model, or nothing, tell the server of it, and start workers until the server closes the connection.
 
     ``parent`` is the number of the process that started this one, and with which it ends.
     """
@@ -48,7 +52,7 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
     torch.set_num_threads(1)
     channel = Channel(connection)
     try:
-        model = _load(options)
+        answer, create_worker = _load(options) if options.pictures is None else _prepare_decoding(options)
     except BaseException as error:  # a third party's code may raise anything
         with suppress(EOFError):
             channel.send(_to_load_error(error))
@@ -56,16 +60,27 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
     gc.collect()
     gc.freeze()  # a collector that writes to what is shared would make copies of it
     with suppress(EOFError):
-        channel.send(_describe(model))
-        _serve(channel, model, options)
+        channel.send(answer)
+        _serve(channel, create_worker, options)
 
 
-def _load(options: HostOptions) -> LoadedModel:
+def _load(options: HostOptions) -> tuple[ModelInfo, CreateWorker]:
+    """What to tell the server of the model, and what makes its workers in their processes."""
     settings = options.settings
     model = load_model(
         options.spec, threads=settings.cpu_threads, costs_folder=settings.cache_dir / "costs", run_survey=run_in_copy
     )
-    return prepare_warm_plans(model, options.plans, run_in_copy) if options.plans else model
+    if options.plans:
+        model = prepare_warm_plans(model, options.plans, run_in_copy)
+    executor = InProcessExecutor(model, settings)
+    return _describe(model), lambda progress: Worker(executor, progress, settings.decode_timeout_s)
+
+
+def _prepare_decoding(options: HostOptions) -> tuple[Hello, CreateWorker]:
+    """The same for workers that only decode pictures."""
+    settings = options.settings
+    decode = partial(try_to_decode, inputs=cast("ModelInputs", options.pictures), settings=settings)
+    return Hello(), lambda progress: DecodingWorker(decode, progress, settings.decode_timeout_s)
 
 
 def run_in_copy(function: Callable[[], T]) -> T:
@@ -129,7 +144,7 @@ def encode_elsewhere(text: str) -> list[int]:
     raise NotImplementedError(f"{len(text)} characters are to be sent to a worker")
 
 
-def _serve(channel: Channel, model: LoadedModel, options: HostOptions) -> NoReturn:
+def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:
     """Start workers, and tell how they ended, as the server asks; EOFError once it closes the connection."""
     ended: dict[int, int] = {}  # how those ended that nobody has asked for
     while True:
@@ -140,7 +155,7 @@ def _serve(channel: Channel, model: LoadedModel, options: HostOptions) -> NoRetu
             ended |= _collect_ended()
             for pid in list(ended)[:-MAX_ENDED]:
                 del ended[pid]
-            channel.send(ProcessStarted(_start_worker(channel, descriptors, model, options)))
+            channel.send(ProcessStarted(_start_worker(channel, descriptors, create_worker, options)))
 
 
 def _wait(pid: int) -> int | None:
@@ -161,30 +176,31 @@ def _collect_ended() -> dict[int, int]:
     return found
 
 
-def _start_worker(channel: Channel, descriptors: Sequence[int], model: LoadedModel, options: HostOptions) -> int:
+def _start_worker(
+    channel: Channel, descriptors: Sequence[int], create_worker: CreateWorker, options: HostOptions
+) -> int:
     connection, memory = descriptors
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
         channel.close()
-        _work_and_exit(Channel(socket.socket(fileno=connection)), Progress(memory), model, options, parent)
+        _work_and_exit(Channel(socket.socket(fileno=connection)), Progress(memory), create_worker, options, parent)
     os.close(connection)
     os.close(memory)
     return pid
 
 
 def _work_and_exit(
-    channel: Channel, progress: Progress, model: LoadedModel, options: HostOptions, parent: int
+    channel: Channel, progress: Progress, create_worker: CreateWorker, options: HostOptions, parent: int
 ) -> NoReturn:
     status = 1
     try:
         end_with_parent(parent)
         be_killed_first()
         limit_memory(options.worker_bytes)
-        executor = InProcessExecutor(model, options.settings)
-        Worker(executor, progress, options.settings.decode_timeout_s).serve(channel)
+        create_worker(progress).serve(channel)
         status = 0
     except BaseException:
-        log.critical("a worker failed", exc_info=True, extra={"fields": {"model": model.spec.name}})
+        log.critical("a worker failed", exc_info=True, extra={"fields": {"model": options.spec.name}})
     finally:
         os._exit(status)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from queue import LifoQueue
 from typing import cast
 
-import torch
-
-from layertap.models.devices import memory
-from layertap.models.errors import InputError, LayertapError, LoadError
+from layertap.models.errors import LayertapError, LoadError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
@@ -33,25 +28,19 @@ from layertap.service.engine.rows import Attempt
 from layertap.service.engine.threads import publish_name
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
-from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
-from layertap.service.workers.messages import (
-    BatchDecoded,
-    BatchRun,
-    CallModel,
-    DecodedItem,
-    DecodeItem,
-    FromWorker,
-    HostOptions,
-    ToWorker,
-)
+from layertap.service.settings import Settings
+from layertap.service.workers.messages import BatchDecoded, BatchRun, CallModel, HostOptions
 from layertap.service.workers.sent_batch import make_extension, make_run_batch, restore_result
-from layertap.service.workers.worker_process import ModelHost, OnRestart, WorkerDiedError, WorkerProcess
+from layertap.service.workers.worker_pool import (
+    GRACE_SECONDS,
+    TRIES,
+    WorkerPool,
+    ask,
+    choose_worker_bytes,
+    make_unavailable,
+)
+from layertap.service.workers.worker_process import ModelHost, OnRestart, WorkerDiedError
 
-MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
-GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
-TRIES = 2  # a worker may die of something else
-SEND_TRIES = 3
-RETRY_SECONDS = 5.0
 CALL_SECONDS = 600.0  # a survey that takes so long hangs
 DIED = "the model's process ended"
 
@@ -73,26 +62,11 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
 
     ``plans`` as for ``HostOptions``, ``on_restart`` as for ``ModelHost``.
     """
-    memory_bytes = settings.worker_memory_bytes
-    if memory_bytes is None:
-        free = memory.measure_available_bytes(torch.device("cpu"))
-        memory_bytes = max(int(free * MEMORY_SHARE / settings.workers), MIN_WORKER_MEMORY_BYTES)
-    options = HostOptions(spec, settings, list_search_folders(), memory_bytes, plans)
+    options = HostOptions(spec, settings, list_search_folders(), choose_worker_bytes(settings), plans)
     host = ModelHost(options, on_restart)
     with take_turn():
-        info = host.load()
+        info = cast("ModelInfo", host.load())
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
-
-
-def ask(worker: WorkerProcess, message: ToWorker | Callable[[], ToWorker], timeout: float | None) -> FromWorker:
-    """A worker's answer; one that was dead before it had the message is replaced, and asked again."""
-    for _ in range(SEND_TRIES):
-        try:
-            return worker.ask(message() if callable(message) else message, timeout)
-        except WorkerDiedError as error:
-            if error.taken or error.timed_out:
-                raise
-    raise LoadError("workers end before they are asked")
 
 
 def no_more() -> None:
@@ -129,14 +103,7 @@ class ProcessExecutor:
         self.replicas = settings.workers
         self.decodes_batches = True
         self._settings = settings
-        self._idle: LifoQueue[WorkerProcess] = LifoQueue()  # the one whose memory was used last comes first
-        try:
-            workers = model.host.start_workers(settings.workers)
-        except BaseException:
-            model.host.close()
-            raise
-        for worker in workers:
-            self._idle.put(worker)
+        self._pool = WorkerPool(model.host, settings)
 
     def start_thread(self) -> None:
         """Prepare a thread, which waits for workers."""
@@ -149,7 +116,7 @@ class ProcessExecutor:
         try:
             return self._run(open_batch)
         except LoadError as error:
-            return _refuse(open_batch.batch, _make_unavailable(error))
+            return _refuse(open_batch.batch, make_unavailable(error))
         except WorkerDiedError as error:
             batch = open_batch.batch
             if error.timed_out:  # nobody waits any more
@@ -164,12 +131,12 @@ class ProcessExecutor:
         blamed = slices.pop(error.decoding)
         outcomes = [self.run_batch(0, replace(batch, slices=tuple(slices)), no_more)] if slices else []
         alone = replace(batch, slices=(blamed,))
-        if error.decode_seconds >= self._settings.decode_timeout_s or len(blamed.encoded) != 1:
-            return _join([*outcomes, _refuse(alone, UndecodedError(self._make_refusal(error)))])
+        if self._pool.is_out_of_time(error) or len(blamed.encoded) != 1:
+            return _join([*outcomes, _refuse(alone, UndecodedError(self._pool.make_refusal(error)))])
         try:
-            (attempt,) = self._decode(*blamed.encoded, tries=TRIES - 1)
-        except LoadError as failure:
-            return _join([*outcomes, _refuse(alone, _make_unavailable(failure))])
+            (attempt,) = self._pool.decode(*blamed.encoded, tries=TRIES - 1)
+        except UnavailableError as failure:
+            return _join([*outcomes, _refuse(alone, failure)])
         if isinstance(attempt, LayertapError):
             return _join([*outcomes, _refuse(alone, UndecodedError(attempt))])
         decoded = replace(blamed, inputs=attempt, encoded=())
@@ -182,7 +149,7 @@ class ProcessExecutor:
     def call(self, function: ModelFunction) -> CallOutcome:
         """The function, in a worker."""
         try:
-            with self._borrow() as worker:
+            with self._pool.borrow() as worker:
                 outcome = cast("CallOutcome", ask(worker, CallModel(function), CALL_SECONDS))
                 if outcome.failure:
                     worker.replace("failure")
@@ -190,40 +157,20 @@ class ProcessExecutor:
         except WorkerDiedError:
             return CallOutcome(ForwardError(DIED))
         except LoadError as error:
-            return CallOutcome(_make_unavailable(error))
+            return CallOutcome(make_unavailable(error))
 
     def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
         if isinstance(item, (ImageItem, TextItem)) and inputs is self.model.model_inputs:
-            try:
-                return self._decode(item, TRIES)
-            except LoadError as error:
-                raise _make_unavailable(error) from error
+            return self._pool.decode(item)
         return try_to_decode(item, inputs, self._settings)
-
-    def _decode(self, item: ImageItem | TextItem, tries: int) -> Sequence[Attempt]:
-        limit = self._settings.decode_timeout_s
-        try:
-            with self._borrow() as worker:
-                return cast("DecodedItem", ask(worker, DecodeItem(item), limit + GRACE_SECONDS)).attempts
-        except WorkerDiedError as error:
-            if tries > 1 and error.decode_seconds < limit:
-                return self._decode(item, tries - 1)
-            return [self._make_refusal(error)]
-
-    def _make_refusal(self, error: WorkerDiedError) -> InputError:
-        """Why an item that a worker died of is refused."""
-        limit = self._settings.decode_timeout_s
-        if error.decode_seconds >= limit:
-            return InputError(f"this input takes longer than {limit:g} s to decode", hint="send a smaller one")
-        return InputError("this input ends the process that decodes it", hint="send it in another format")
 
     def close(self) -> None:
         """End all processes."""
-        self.model.host.close()
+        self._pool.close()
 
     def _run(self, open_batch: OpenBatch) -> BatchOutcome:
-        with self._borrow() as worker:
+        with self._pool.borrow() as worker:
             answer = ask(worker, lambda: make_run_batch(open_batch.batch, worker.specs), open_batch.get_timeout())
             while isinstance(answer, BatchDecoded):
                 joining = open_batch.extend()
@@ -243,25 +190,12 @@ class ProcessExecutor:
         except WorkerDiedError:
             return _refuse(batch, ForwardError(DIED))
         except LoadError as error:
-            return _refuse(batch, _make_unavailable(error))
-
-    @contextmanager
-    def _borrow(self) -> Iterator[WorkerProcess]:
-        worker = self._idle.get()
-        try:
-            yield worker
-        finally:
-            self._idle.put(worker)
+            return _refuse(batch, make_unavailable(error))
 
 
 def _refuse(batch: ForwardBatch, error: LayertapError | RuntimeError) -> BatchOutcome:
     """An error for all that a batch has."""
     return BatchOutcome([SliceResult(each.place, each.start, each.stop, error, each.rows) for each in batch.slices])
-
-
-def _make_unavailable(error: LoadError) -> UnavailableError:
-    """What to tell whoever asks while no worker can be started; the next request tries again."""
-    return UnavailableError(error.detail, hint=error.hint, retry_after=RETRY_SECONDS)
 
 
 def _join(outcomes: Sequence[BatchOutcome]) -> BatchOutcome:

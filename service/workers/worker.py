@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
@@ -22,6 +23,7 @@ from layertap.service.engine.forward_batch import (
     UndecodedError,
 )
 from layertap.service.engine.rows import Attempt, Rows, join_rows
+from layertap.service.engine.threads import start_single_threaded
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.workers.channel import Channel, LargeBytes
 from layertap.service.workers.limits import limit_seconds
@@ -43,38 +45,50 @@ from layertap.service.workers.messages import (
 )
 from layertap.service.workers.progress import Progress
 
+Decode = Callable[[LocalItem], Sequence[Attempt]]
 
-class Worker:
-    """Answers what the server asks of a model in this process; ``decode_seconds`` end a process that decodes longer."""
 
-    def __init__(self, executor: InProcessExecutor, progress: Progress, decode_seconds: float) -> None:
-        self._executor = executor
+class DecodingWorker:
+    """Decodes what the server sends; ``decode_seconds`` end a process that decodes longer."""
+
+    def __init__(self, decode: Decode, progress: Progress, decode_seconds: float) -> None:
+        self._decode_rows = decode
         self._progress = progress
         self._decode_seconds = decode_seconds
-        self._specs: dict[int, SentSpec | LayertapError] = {}  # as many as the server has places for
 
     def serve(self, channel: Channel) -> None:
         """Answer until the server closes the connection."""
         self._channel = channel
-        self._executor.start_thread()
+        start_single_threaded()
         channel.send(Hello())
         with suppress(EOFError):
             while True:
                 channel.send(self._answer(channel.receive()))
 
-    def _answer(self, message: ToWorker) -> FromWorker:
-        answer = ANSWERS[type(message)]
-        return answer(self, message)
+    def _answer(self, message: Any) -> FromWorker:
+        return self._decode(message)
 
     def _decode(self, message: DecodeItem) -> DecodedItem:
         return DecodedItem(self._decode_item(0, message.item))
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
         with self._progress.decoding(number), limit_seconds(self._decode_seconds):
-            attempts = self._executor.decode(item, self._executor.model.model_inputs)
+            attempts = self._decode_rows(item)
         if any(isinstance(attempt, TooLargeError) for attempt in attempts):
             release_memory()
         return attempts
+
+
+class Worker(DecodingWorker):
+    """Answers also what the server asks of a model in this process."""
+
+    def __init__(self, executor: InProcessExecutor, progress: Progress, decode_seconds: float) -> None:
+        super().__init__(partial(executor.decode, inputs=executor.model.model_inputs), progress, decode_seconds)
+        self._executor = executor
+        self._specs: dict[int, SentSpec | LayertapError] = {}  # as many as the server has places for
+
+    def _answer(self, message: ToWorker) -> FromWorker:
+        return ANSWERS[type(message)](self, message)
 
     def _call(self, message: CallModel) -> CallOutcome:
         outcome = self._executor.call(message.function)

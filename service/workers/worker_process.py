@@ -18,6 +18,7 @@ from layertap.service.workers.host_process import HostProcess, start_host
 from layertap.service.workers.messages import (
     ExtendBatch,
     FromWorker,
+    Hello,
     HostOptions,
     ProcessEnded,
     ProcessStarted,
@@ -59,7 +60,7 @@ def find_reason(status: int | None) -> RestartReason:
 
 
 class ModelHost:
-    """The process that has loaded a model, and starts workers; any thread may use it.
+    """The process that has loaded a model, or only decodes for one, and starts workers; any thread may use it.
 
     ``workers`` are those that have been started; ``rows_wait`` is what ``note_waiting_rows`` said last.
     """
@@ -77,8 +78,8 @@ class ModelHost:
         self._channel: Channel
         self._process: HostProcess | None = None
 
-    def load(self) -> ModelInfo:
-        """Start the process, and wait until it has loaded the model; LoadError where it can't."""
+    def load(self) -> ModelInfo | Hello:
+        """Start the process, and wait until it has loaded the model, if it is to; LoadError where it can't."""
         with self._lock:
             return self._load()
 
@@ -134,7 +135,7 @@ class ModelHost:
         with self._lock:
             self._end()
 
-    def _load(self) -> ModelInfo:
+    def _load(self) -> ModelInfo | Hello:
         self._channel, connection = connect()
         with closing(connection):
             try:
@@ -151,13 +152,14 @@ class ModelHost:
         if isinstance(answer, LayertapError):
             self._end()
             raise answer
-        info: ModelInfo = answer
-        if self._identity not in ("", info.identity):
+        info: ModelInfo | Hello = answer
+        identity = info.identity if isinstance(info, ModelInfo) else ""
+        if self._identity not in ("", identity):
             self._end()
             raise LoadError(
                 "it is another model than before: its weights have changed", hint="unload it, then load it again"
             )
-        self._identity = info.identity
+        self._identity = identity
         return info
 
     def _copy_host(self, memory: int) -> tuple[int, Channel]:

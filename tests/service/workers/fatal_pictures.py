@@ -1,4 +1,4 @@
-"""A model in whose process some pictures are read as a broken decoder would: as soon as it is built there."""
+"""Pictures that are read as a broken decoder would: by a model in its process, or where one has such a side."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ def load(self: ImageFile.ImageFile) -> Any:
     """As Pillow's, but for pictures of some sizes."""
     WAYS.get(self.size, lambda: None)()
     return _load(self)
+
+
+class FatalSide(int):
+    """A side that pictures are resized to, which those of some sizes are not: what preprocesses them ends first."""
+
+    def __mul__(self, other: int) -> int:
+        """What the longer side is computed by, in a process that decodes for a model of another one."""
+        LONG_SIDES.get(other, lambda: None)()
+        return int(self) * other
+
+
+LONG_SIDES = {max(size): way for size, way in WAYS.items()}

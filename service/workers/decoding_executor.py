@@ -1,0 +1,48 @@
+"""Runs a model in the server's own process, and has its pictures decoded in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from layertap.models.errors import TooLargeError
+from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
+from layertap.service.engine.executor import InProcessExecutor
+from layertap.service.engine.picture_rows import decode_on_device
+from layertap.service.engine.rows import Attempt
+from layertap.service.inputs.items import ImageItem, LocalItem
+from layertap.service.settings import Settings
+from layertap.service.workers.messages import HostOptions
+from layertap.service.workers.worker_pool import WorkerPool, choose_worker_bytes
+from layertap.service.workers.worker_process import ModelHost, OnRestart
+
+
+class DecodingExecutor(InProcessExecutor):
+    """For a model that takes pictures, on whatever device. What its GPU decodes is decoded there, as without workers.
+
+    Texts are made into tokens here: a tokenizer can't be sent to another process.
+    """
+
+    def __init__(self, model: LoadedModel, settings: Settings, on_restart: OnRestart) -> None:
+        """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
+        super().__init__(model, settings)
+        pictures = replace(model.model_inputs, text=None, decoder=None)
+        options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
+        host = ModelHost(options, on_restart)
+        host.load()
+        self._pool = WorkerPool(host, settings)
+
+    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
+        """Pictures on the GPU or in a worker, all else in the calling thread."""
+        if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
+            return super().decode(item, inputs)
+        try:
+            row = decode_on_device(item, inputs, self._settings)
+        except TooLargeError as error:
+            return [error]
+        return self._pool.decode(item) if row is None else [{inputs.specs[0].name: row}]
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
