@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -37,17 +37,20 @@ END_S = 120
 
 @dataclass(frozen=True)
 class Usage:
-    """What a server holds: threads and descriptors of its own process, memory of all its processes in bytes."""
+    """What a server holds: threads and descriptors of its own process, memory of each of its processes in bytes."""
 
     threads: int
     descriptors: int
-    memory: int
+    memory: Mapping[int, int]
 
 
 def measure_memory(pid: int) -> int:
-    """The proportional set size of a process, in bytes: a page that several share counts once in their sum."""
+    """A process's part of its anonymous memory, in bytes: a page that several share counts once in their sum.
+
+    Pages of files, torch's libraries above all, are shared with whatever other tests run just then.
+    """
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss_Anon:")) * 1024
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Process:
         status = dict(line.split(":", 1) for line in (own / "status").read_text().splitlines())
         descriptors = len(list((own / "fd").iterdir()))
         processes = [self.running.pid, *descendants(self.running.pid)]
-        return Usage(int(status["Threads"]), descriptors, sum(map(measure_memory, processes)))
+        return Usage(int(status["Threads"]), descriptors, {pid: measure_memory(pid) for pid in processes})
 
     def hooks(self) -> dict[str, int]:
         """The hooks that are on each model."""
