@@ -148,7 +148,6 @@ class BatchRunner:
     def _forward(self, pieces: list[Rows], requests: list[RequestSlice], first: ForwardSpec) -> BatchActivations:
         resumption = first.resumption
         if first.verified_by is None:  # who asks for it is alone
-            # None where a host that was loaded anew could not open them: hooks answer as well.
             graphs = self._model.graphs[first.compiled.place] if first.compiled else None
             return self._model.run(self._replica, pieces, requests, self._padded_rows, resumption, graphs)
         return self._model.run_verified(

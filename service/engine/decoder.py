@@ -131,15 +131,16 @@ def _join_rows(parts: Sequence[Rows], inputs: ModelInputs) -> dict[str, Tensor]:
 def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
     """The job of pictures that their batches decode, of which all is known of the rows that they become.
 
-    None where they are to be decoded first: a few pictures, whose forwards run one after another on all cores, are
-    decoded side by side.
+    None where they are to be decoded first, side by side: a few pictures, whose forwards run one after another on all
+    cores, and several that share their forwards with nobody, which are as large as memory allows.
     """
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     known = planned.shapes == planned.catalog_shapes and planned.inputs.preprocess is not None
     if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)
-    return None if job.rows > 1 and are_few_rows(job.queued.queue, job.rows) else job
+    one_after_another = job.queued.runs_alone or are_few_rows(job.queued.queue, job.rows)
+    return None if job.rows > 1 and one_after_another else job
 
 
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:

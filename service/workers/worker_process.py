@@ -74,7 +74,7 @@ class ModelHost:
         self._options = options
         self._lock = threading.Lock()
         self._closed = False
-        self._identity = ""  # of the model as it was loaded first
+        self._identity: object = None  # of the model as it was loaded first
         self._channel: Channel
         self._process: HostProcess | None = None
 
@@ -153,11 +153,12 @@ class ModelHost:
             self._end()
             raise answer
         info: ModelInfo | Hello = answer
-        identity = info.identity if isinstance(info, ModelInfo) else ""
-        if self._identity not in ("", identity):
+        identity = _identify(info)
+        if self._identity not in (None, identity):
             self._end()
             raise LoadError(
-                "it is another model than before: its weights have changed", hint="unload it, then load it again"
+                "it is another model than before: its weights have changed, or the graphs of its warm plans",
+                hint="unload it, then load it again",
             )
         self._identity = identity
         return info
@@ -193,6 +194,11 @@ class ModelHost:
         if self._process is not None:
             self._process.end()
             self._process = None
+
+
+def _identify(info: ModelInfo | Hello) -> object:
+    """What must be the same of a model that is loaded anew: its weights, and which of its warm plans have graphs."""
+    return None if isinstance(info, Hello) else (info.identity, tuple(each is None for each in info.compiled))
 
 
 class WorkerProcess:

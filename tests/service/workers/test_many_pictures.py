@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,3 +75,17 @@ def test_times(either: Live) -> None:
     timing = send(either, PICTURES).headers["server-timing"]
     decode = next(part for part in timing.split(", ") if part.startswith("decode;dur="))
     assert float(decode.partition("=")[2]) > 0
+
+
+@pytest.mark.parametrize(("count", "isolated", "decoded"), [(1, False, 0), (40, False, 0), (40, True, 40)])
+def test_who_decodes(serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int, isolated: bool, decoded: int) -> None:
+    """Pictures go to their batches as they are; those of a batch shared with nobody are decoded side by side."""
+    body = {"layers": ["pool"], "isolated": isolated}
+    files = [("request", ("", json.dumps(body), "application/json")), *[("images", each) for each in PICTURES[:count]]]
+    items = []
+    with serve(workers=2) as live:
+        executor = live.engine.manager.workers["digits"].executor
+        decode = executor.decode
+        monkeypatch.setattr(executor, "decode", lambda item, inputs: items.append(item) or decode(item, inputs))
+        assert live.client.post("/extract", files=files).status_code == 200
+    assert len(items) == decoded
