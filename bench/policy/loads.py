@@ -38,6 +38,7 @@ LOADS = (
     *(Load(clients=2**power) for power in range(9)),
     *(Load(share=share) for share in (0.5, 0.8, 0.95)),
     Load(clients=4, bulk=16),
+    Load(clients=4, bulk=64),
 )
 
 

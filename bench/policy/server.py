@@ -208,7 +208,8 @@ class SimulatedServer:
         self._processor.run(seconds, partial(self._end_batch, running), batch.slots)
 
     def _end_batch(self, running: RunningBatch) -> None:
-        self._batcher.finish(running.batch, self.now - running.started_at)
+        decode_seconds = self._model.decode * running.batch.rows if self._rule.grows else 0.0
+        self._batcher.finish(running.batch, self.now - running.started_at, decode_seconds)
         self._idle_replicas += 1
         self._running_rows -= running.batch.rows
         self.call_at(self.now + RETURN_S, self._dispatch)

@@ -11,6 +11,8 @@ from layertap.service.types import BatchReason, Priority
 CPU = "cpu"  # the device on which pictures are decoded
 MIN_EFFICIENT_ROWS = 4  # an efficient forward has so many rows even where its fixed cost is nothing
 MAX_FIXED_COST_RATIO = 0.1  # in an efficient forward: a row's share of the fixed cost, divided by the row's own cost
+SHORT_BATCH_RATIO = 3.0  # seconds of a short batch, divided by those of a row alone
+SMOOTHING = 0.2  # the newest batch's part in a mean
 
 
 @dataclass(eq=False)
@@ -20,6 +22,7 @@ class BatchQueue:
     ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
     forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
     ``slots``: what a batch of several rows takes of its device; ``replicas``: how many batches the model runs at once.
+    ``decode_seconds``: what decoding a row's picture took of late, where batches decode theirs themselves.
     """
 
     model: str
@@ -30,6 +33,7 @@ class BatchQueue:
     padded_rows: int | None = None
     slots: int = 1
     replicas: int = 2**62
+    decode_seconds: float = 0.0
 
     @property
     def efficient_rows(self) -> int:
@@ -37,11 +41,25 @@ class BatchQueue:
         rows = math.ceil(self.costs.base / (MAX_FIXED_COST_RATIO * self.costs.per_row))
         return min(max(rows, MIN_EFFICIENT_ROWS), self.max_rows)
 
+    @property
+    def short_rows(self) -> int:
+        """Rows of a batch that takes little longer than one of a single row."""
+        if self.padded_rows is not None:
+            return self.padded_rows
+        seconds = SHORT_BATCH_RATIO * self.estimate_seconds(1)
+        return int((seconds - self.costs.base) / (self.costs.per_row + self.decode_seconds))
+
     def estimate_seconds(self, rows: int, depth: float = 1.0) -> float:
-        """Forwards of so many rows up to a share of their cost; padding costs what rows cost."""
+        """Decoding and forwards of so many rows up to a share of their cost; padding costs what rows cost."""
+        decoding = rows * self.decode_seconds
         if self.padded_rows is None:
-            return self.costs.estimate_seconds(rows, depth)
-        return math.ceil(rows / self.padded_rows) * self.costs.estimate_seconds(self.padded_rows, depth)
+            return decoding + self.costs.estimate_seconds(rows, depth)
+        forwards = math.ceil(rows / self.padded_rows)
+        return decoding + forwards * self.costs.estimate_seconds(self.padded_rows, depth)
+
+    def note_decode_seconds(self, seconds: float) -> None:
+        """Know what decoding took a row of the last batch; 0 where its pictures were decoded before."""
+        self.decode_seconds += SMOOTHING * (seconds - self.decode_seconds)
 
 
 @dataclass(eq=False)

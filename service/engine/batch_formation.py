@@ -14,18 +14,19 @@ MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row 
 
 
 def form_batch(
-    candidates: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int
+    candidates: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int, short: bool = False
 ) -> Batch | None:
     """The next batch of a queue, None where it needs more slots than are free.
 
-    ``candidates``: requests of one queue with rows that wait, at least one; the first one is in the batch.
+    ``candidates``: requests of one queue with rows that wait, at least one; the first one is in the batch. ``short``:
+    somebody may come soon who should not wait for it long.
     """
     queue = candidates[0].queue
     shareable = [request for request in candidates if not request.runs_alone]
     if candidates[0].runs_alone:
         shareable = [candidates[0]]
     companions = choose_companions(shareable)
-    rows = choose_rows(companions, device, free_slots, idle_replicas)
+    rows = choose_rows(companions, device, free_slots, idle_replicas, short)
     slices = tuple(slice_rows(companions, rows))
     rows = sum(row_slice.rows for row_slice in slices)
     slots = count_slots(queue, rows, device)
@@ -39,7 +40,9 @@ def form_batch(
     return Batch(queue, slices, slots, count_slots(queue, 1, device), depth, seconds, reason)
 
 
-def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int) -> Batch:
+def extend_batch(
+    batch: Batch, candidates: Sequence[QueuedRequest], device: DeviceSlots, running_rows: int, short: bool = False
+) -> Batch:
     """A batch with those of the candidates that it would have had, had they come before it was started; or as it is.
 
     None that makes its forward deeper; no more than an efficient one has, nor than its share of all that wait and of
@@ -57,7 +60,7 @@ def extend_batch(batch: Batch, candidates: Sequence[QueuedRequest], device: Devi
     ]
     rows = sum(request.waiting_rows for request in joining)
     share = math.ceil((running_rows + rows) / count_parallel(queue, device))
-    room = min(limit_rows([first, *joining], device), share) - batch.rows
+    room = min(limit_rows([first, *joining], device, short), share) - batch.rows
     few = is_single_row(queue, batch.rows) and are_few_rows(queue, batch.rows + rows)
     if first.runs_alone or not joining or room <= 0 or few:
         return batch
@@ -106,7 +109,9 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
     return depths[cuts[stop][1]], depths[stop - 1]
 
 
-def choose_rows(companions: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int) -> int:
+def choose_rows(
+    companions: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int, short: bool = False
+) -> int:
     """How many rows the next forward should have, as far as memory allows."""
     queue = companions[0].queue
     waiting_rows = sum(request.waiting_rows for request in companions)
@@ -118,10 +123,10 @@ def choose_rows(companions: Sequence[QueuedRequest], device: DeviceSlots, free_s
         return 1  # one after the other on all slots ends sooner than in parallel
     parallel = min(free_slots // queue.slots, idle_replicas) if device.parallel else 1
     rows = max(split_rows(queue, waiting_rows, parallel), MIN_PARALLEL_ROWS if single_row else 1)
-    return min(rows, limit_rows(companions, device))
+    return min(rows, limit_rows(companions, device, short))
 
 
-def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
+def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots, short: bool = False) -> int:
     """Rows that a forward of theirs should have at most.
 
     Those of one request alone are shared out evenly over the forwards that it needs: 32 rows, of which 12 make an
@@ -130,6 +135,8 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots) -> int:
     """
     queue = requests[0].queue
     limit = min(queue.padded_rows or queue.efficient_rows, queue.max_rows)
+    if short:
+        return min(limit, queue.short_rows)
     total, parallel = requests[0].rows, count_parallel(queue, device)
     if parallel == 1 or total <= limit or queue.padded_rows or any(each is not requests[0] for each in requests):
         return limit

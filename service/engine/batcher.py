@@ -9,7 +9,8 @@ together. Pictures are decoded on the CPU's slots as well, ahead of forwards but
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
 from layertap.service.engine.batch_formation import extend_batch, form_batch
@@ -24,7 +25,8 @@ class Batcher:
     """Takes requests in, gives batches out. Not for several threads at once.
 
     ``bulk_delay``: seconds after which a bulk request counts as an interactive one that came just now; rows that come
-    that much later than a picture do not overtake it.
+    that much later than a picture do not overtake it. As long after an interactive request bulk has short batches: it
+    is likely that the next one comes, and it can't go before a batch that runs.
     """
 
     def __init__(self, devices: Mapping[str, DeviceSlots], clock: Clock, bulk_delay: float = 5.0) -> None:
@@ -37,6 +39,7 @@ class Batcher:
         self._running_batches: dict[str, int] = {}  # by model
         self._running_rows: dict[BatchQueue, int] = {}  # no entry is 0
         self._running_decodes = 0
+        self._interactive_at: dict[str, float] = {}  # by device: when an interactive request came last
         self._fair_share = FairShare()
 
     # Devices and limits
@@ -65,6 +68,8 @@ class Batcher:
         if not self._wants_device(queue.model):
             self._fair_share.join(queue.model, queue.device)
         self._set_arrival(request)
+        if request.priority == "interactive":
+            self._interactive_at[queue.device] = request.enqueued_at
         self._waiting.setdefault(queue, WaitingRequests()).add(request)
 
     def remove(self, request: QueuedRequest) -> None:
@@ -122,8 +127,10 @@ class Batcher:
         waiting = self._waiting.get(batch.queue)
         if waiting is None:
             return batch
-        candidates, device = waiting.list_candidates(self._clock()), self._devices[batch.queue.device]
-        extended = extend_batch(batch, candidates, device, self._running_rows[batch.queue])
+        now, device = self._clock(), self._devices[batch.queue.device]
+        candidates = waiting.list_candidates(now)
+        short = self._should_be_short([each.request for each in batch.slices] + candidates, now)
+        extended = extend_batch(batch, candidates, device, self._running_rows[batch.queue], short)
         for row_slice in extended.slices[len(batch.slices) :]:
             waiting.take(row_slice)
         self._forget_if_empty(batch.queue)
@@ -132,8 +139,11 @@ class Batcher:
         self._fair_share.recharge(batch, extended)
         return extended
 
-    def finish(self, task: Batch | DecodeTask, seconds: float) -> None:
-        """A batch has ended, or the decoding of a picture; its slots are free again."""
+    def finish(self, task: Batch | DecodeTask, seconds: float, decode_seconds: float = 0.0) -> None:
+        """A batch has ended, or the decoding of a picture; its slots are free again.
+
+        ``decode_seconds`` of these the batch decoded its rows' pictures.
+        """
         if isinstance(task, DecodeTask):
             self._free_slots[CPU] += 1
             self._running_decodes -= 1
@@ -144,6 +154,7 @@ class Batcher:
             if not self._running_rows[task.queue]:
                 del self._running_rows[task.queue]
             self._fair_share.correct(task, seconds)
+            task.queue.note_decode_seconds(decode_seconds / task.rows)
 
     # In which order
 
@@ -202,8 +213,15 @@ class Batcher:
         return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.estimate_seconds(rows, request.depth)
 
     def _form_batch(self, queue: BatchQueue, idle_replicas: int, now: float) -> Batch | None:
-        candidates = self._waiting[queue].list_candidates(now)
-        return form_batch(candidates, self._devices[queue.device], self._free_slots[queue.device], idle_replicas)
+        candidates, device = self._waiting[queue].list_candidates(now), self._devices[queue.device]
+        short = self._should_be_short(candidates, now)
+        return form_batch(candidates, device, self._free_slots[queue.device], idle_replicas, short)
+
+    def _should_be_short(self, requests: Sequence[QueuedRequest], now: float) -> bool:
+        """Whether a batch of such requests must not take long: all are bulk, and interactive ones come now and then."""
+        if any(request.priority == "interactive" for request in requests):
+            return False
+        return now - self._interactive_at.get(requests[0].queue.device, -math.inf) < self._bulk_delay
 
     # Starting it
 

@@ -269,7 +269,7 @@ class Scheduler:
                 self.fail_permanently(outcome.failure)
             if outcome.failures.too_many_rows is not None:
                 self._batcher.reduce_max_rows(batch.queue, outcome.failures.too_many_rows)
-            self._batcher.finish(batch, seconds)
+            self._batcher.finish(batch, seconds, outcome.decode_seconds)
             parallel = self._batcher.count_parallel_batches(batch.queue.device, batch.slots)
             if any(not isinstance(result.results, Exception) for result in outcome.results):
                 worker.add_forward_time(batch, seconds, parallel)

@@ -226,6 +226,13 @@ class BatcherReference:
         seconds = 2 * first.depth * (queue.costs.base + rows * queue.costs.per_row)
         return waiting_rows - expired_rows >= rows or self.now - first.enqueued_at >= seconds
 
+    def is_interactive_device(self, device: str) -> bool:
+        """Whether an interactive request has come lately for any queue of a device."""
+        return any(
+            not request.bulk and request.queue.device == device and self.now - request.enqueued_at < BULK_DELAY
+            for request in self.requests
+        )
+
     # Forwards and pictures
 
     def may_precede_picture(self, task: DecodeTask, due_at: float) -> bool:

@@ -150,6 +150,11 @@ class BatcherEvents(RuleBasedStateMachine):
             assert batch.rows <= min(limits.max_rows, limits.padded_rows or limits.max_rows)
             used_bytes = sum((stop - start) * (queue.costs.row_bytes + of.row_bytes) for of, start, stop in slices)
             assert used_bytes <= queue.max_bytes or batch.rows == 1
+        first, costs = batch.slices[0].request, queue.costs
+        if first.priority == "bulk" and not limits.padded_rows and not first.runs_alone:
+            others = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
+            short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
+            assert short or others or not self.reference.is_interactive_device(queue.device)
         assert batch.depth == max(row_slice.request.depth for row_slice in batch.slices)
         single_row = (limits.padded_rows or batch.rows) == 1 and queue.costs.speedup > 1
         assert batch.slots == (DEVICES[queue.device].slots if single_row else 1)

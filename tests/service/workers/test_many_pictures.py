@@ -89,3 +89,13 @@ def test_who_decodes(serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int, 
         monkeypatch.setattr(executor, "decode", lambda item, inputs: items.append(item) or decode(item, inputs))
         assert live.client.post("/extract", files=files).status_code == 200
     assert len(items) == decoded
+
+
+def test_decoding_is_counted(either: Live) -> None:
+    """What decoding takes is part of what a batch is expected to take, where it decodes its pictures itself."""
+    assert send(either, PICTURES).status_code == 200
+    worker = either.engine.manager.workers["digits"]
+    shapes = tuple(spec.shape for spec in worker.model.model_inputs.specs)
+    queue = worker.queues.get(worker.model.catalog, shapes, has_graph=False)
+    by_workers = either.engine.settings.workers > 0
+    assert (queue.estimate_seconds(1) > queue.costs.estimate_seconds(1)) == by_workers

@@ -1,0 +1,92 @@
+"""Bulk has short batches while interactive requests come now and then: nothing goes before a batch that runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from layertap.models.catalog.catalog import Costs
+from layertap.service.engine.batch import Batch, DeviceSlots
+from tests.service.engine.batcher_harness import BULK_DELAY, BatcherHarness, make_queue
+
+COSTS = Costs(base=2.0, per_row=1.0)  # 3 seconds alone: 7 rows take 9
+
+
+def start_bulk(harness: BatcherHarness, device: str = "cpu", rows: int = 32, **fields: object) -> Batch:
+    harness.add(make_queue(device, COSTS, max_rows=64, model="b", **fields), rows, priority="bulk")  # type: ignore[arg-type]
+    return harness.start_batch()
+
+
+def run_interactive(harness: BatcherHarness, device: str = "cpu") -> None:
+    harness.add(make_queue(device, COSTS))
+    harness.finish(harness.start_batch())
+
+
+def make_harness() -> BatcherHarness:
+    return BatcherHarness(cpu=DeviceSlots(1), gpu=DeviceSlots(1, parallel=False))
+
+
+def test_short_while_interactive_requests_come() -> None:
+    """Three times what a row alone takes, for as long as bulk lets others go first; then as long as it pays."""
+    harness = make_harness()
+    run_interactive(harness)
+    for passed, rows in ((0.0, 7), (BULK_DELAY - 0.1, 7), (BULK_DELAY, 20)):
+        harness.now = passed
+        batch = start_bulk(harness)
+        assert batch.rows == rows
+        harness.finish(batch)
+        harness.batcher.remove(batch.slices[0].request)
+
+
+def test_nobody_else_is_about() -> None:
+    """Bulk alone, beside other bulk, or beside interactive requests of another device: as many rows as pay."""
+    harness = make_harness()
+    run_interactive(harness, "gpu")
+    first = start_bulk(harness)
+    assert first.rows == 20
+    harness.finish(first)
+
+
+@pytest.mark.parametrize(("seconds", "rows"), [(0.0, 7), (1.0, 5), (4.0, 3)])
+def test_decoding_counts(seconds: float, rows: int) -> None:
+    """What batches decode themselves makes them longer, as measured: 3, 4 and 7 seconds alone; 9, 12 and 21 of all."""
+    harness = make_harness()
+    queue = make_queue("cpu", COSTS, max_rows=64)
+    for _ in range(60):
+        harness.add(queue)
+        batch = harness.start_batch()
+        harness.running.remove(batch)
+        harness.batcher.finish(batch, batch.seconds, decode_seconds=seconds)
+    harness.add(queue, 32, priority="bulk")
+    assert harness.start_batch().rows == rows
+    assert queue.estimate_seconds(1) == pytest.approx(3 + seconds, rel=1e-3)
+
+
+def test_what_joins_a_short_batch() -> None:
+    """More bulk up to its limit; an interactive request has room in it as in any other."""
+    harness = make_harness()
+    run_interactive(harness)
+    queue = make_queue("cpu", COSTS, max_rows=64)
+    harness.add(queue, priority="bulk")
+    batch = harness.start_batch()
+    harness.add(queue, 32, priority="bulk")
+    longer = harness.batcher.extend(batch)
+    assert longer.rows == 7
+    harness.running[harness.running.index(batch)] = longer
+    harness.add(queue, 2)
+    assert harness.batcher.extend(longer).rows == 9
+
+
+@pytest.mark.parametrize("flag", ["requires_isolation", "unsplittable"])
+def test_alone(flag: str) -> None:
+    """Whose rows share no forward has forwards of the same size whoever else is about: the bits depend on it."""
+    harness = make_harness()
+    run_interactive(harness)
+    harness.add(make_queue("cpu", COSTS, max_rows=64), 32, priority="bulk", **{flag: True})
+    assert harness.start_batch().rows == 32
+
+
+def test_padded() -> None:
+    """Fewer rows would take as long where each forward has a fixed number of them."""
+    harness = make_harness()
+    run_interactive(harness)
+    assert start_bulk(harness, padded_rows=16).rows == 16
