@@ -131,7 +131,7 @@ class Batch:
 
 @dataclass(eq=False)
 class DecodeTask:
-    """A picture that waits to be decoded; ``priority`` is its request's, the moments are set by the batcher."""
+    """Items of a request that wait to be decoded; ``priority`` is its request's, the batcher sets the moments."""
 
     priority: Priority = "interactive"
     enqueued_at: float = 0.0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 
 from torch import Tensor
 
@@ -19,9 +21,9 @@ from layertap.service.engine.limits import show_shapes
 from layertap.service.engine.picture_rows import normalize_rows
 from layertap.service.engine.planner import PlannedRequest, RunInThread
 from layertap.service.engine.request import Job
-from layertap.service.engine.rows import Attempt, Fetched, Items, Rows, get_row_shapes, join_rows
+from layertap.service.engine.rows import Attempt, Fetched, ItemAttempts, Items, Rows, get_row_shapes, join_rows
 from layertap.service.engine.scheduler import Scheduler
-from layertap.service.inputs.items import ImageItem
+from layertap.service.inputs.items import ImageItem, LocalItem
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,10 @@ class InputDecoder:
     async def decode(self, planned: PlannedRequest, items: Items, deadline: float) -> DecodedInputs:
         """All rows of a request; RequestError or TooLargeError where it wants all or nothing, or none is good."""
         with planned.request.timings.step("decode"):
-            decoding = [self._decode_one(planned, item, deadline) for _, item in items]
-            attempts = [await decoding[0]] if len(decoding) == 1 else await asyncio.gather(*decoding)
+            local = [item for _, item in items if not isinstance(item, LayertapError)]
+            groups = split_evenly(local, self._scheduler.slots, planned.worker.executor.max_decode_items)
+            decoded = await self._decode_groups(planned, groups, deadline)
+            attempts = [[item] if isinstance(item, LayertapError) else next(decoded) for _, item in items]
         return await self._join(planned, items, attempts, deadline)
 
     async def decode_and_run(
@@ -58,10 +62,10 @@ class InputDecoder:
         if isinstance(item, LayertapError):
             return await self.decode(planned, items, deadline)
 
-        def decode() -> Job | Sequence[Attempt]:
-            attempts = planned.worker.executor.decode(item, planned.inputs)
-            rows = attempts[0]
-            if len(attempts) == 1 and isinstance(rows, Mapping) and _is_as_planned(rows, planned):
+        def decode() -> Job | ItemAttempts:
+            attempts = planned.worker.executor.decode([item], planned.inputs)
+            rows = attempts[0][0]
+            if len(attempts[0]) == 1 and isinstance(rows, Mapping) and _is_as_planned(rows, planned):
                 return make_job(rows)
             return attempts
 
@@ -71,7 +75,7 @@ class InputDecoder:
         finally:
             if "decode" not in steps:  # of a job the scheduler tells when it was decoded
                 planned.request.timings.add("decode", time.perf_counter() - started)
-        return answer if isinstance(answer, tuple) else await self._join(planned, items, [answer], deadline)
+        return answer if isinstance(answer, tuple) else await self._join(planned, items, answer, deadline)
 
     async def run_encoded(
         self, planned: PlannedRequest, items: Items, job: Job
@@ -87,11 +91,21 @@ class InputDecoder:
                 return await self._join(planned, items, [[error.refusal]], job.queued.deadline)
         return await self.decode(planned, items, job.queued.deadline)
 
-    async def _decode_one(self, planned: PlannedRequest, item: Fetched, deadline: float) -> Sequence[Attempt]:
-        if isinstance(item, LayertapError):
-            return [item]
-        decode = partial(planned.worker.executor.decode, item, planned.inputs)
-        return await self._scheduler.decode(planned.worker, decode, planned.request.priority, deadline)
+    async def _decode_groups(
+        self, planned: PlannedRequest, groups: Sequence[Sequence[LocalItem]], deadline: float
+    ) -> Iterator[Sequence[Attempt]]:
+        decoding = [self._decode_group(planned, group, deadline) for group in groups]
+        decoded = [await decoding[0]] if len(decoding) == 1 else await asyncio.gather(*decoding)
+        return chain.from_iterable(decoded)
+
+    async def _decode_group(self, planned: PlannedRequest, items: Sequence[LocalItem], deadline: float) -> ItemAttempts:
+        decode = partial(planned.worker.executor.decode, items, planned.inputs)
+        attempts = await self._scheduler.decode(planned.worker, decode, planned.request.priority, deadline)
+        left = [[item] for item, of_item in zip(items, attempts, strict=True) if not of_item]
+        if not left:
+            return attempts
+        again = await self._decode_groups(planned, left, deadline)
+        return [of_item or next(again) for of_item in attempts]
 
     async def _join(
         self, planned: PlannedRequest, items: Items, attempts: Sequence[Sequence[Attempt]], deadline: float
@@ -141,6 +155,14 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
     job = make_job({}, encoded=pictures)
     one_after_another = job.queued.runs_alone or are_few_rows(job.queued.queue, job.rows)
     return None if job.rows > 1 and one_after_another else job
+
+
+def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:
+    """Groups of at most so many items, as many for each slot, so that all slots end at about the same time."""
+    rounds = math.ceil(len(items) / (slots * limit))
+    count = min(slots * rounds, len(items))
+    bounds = [len(items) * place // max(count, 1) for place in range(count + 1)]
+    return [items[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _is_as_planned(rows: Rows, planned: PlannedRequest) -> bool:

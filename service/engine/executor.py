@@ -15,7 +15,7 @@ from layertap.service.engine.batch_runner import BatchRunner, find_lasting_failu
 from layertap.service.engine.forward_batch import BatchOutcome, ForwardBatch
 from layertap.service.engine.futures import Failed, call_and_catch
 from layertap.service.engine.item_rows import try_to_decode
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import ItemAttempts
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
@@ -50,6 +50,10 @@ class Executor(Protocol):
     def decodes_batches(self) -> bool:
         """Whether a batch may have pictures that are still encoded."""
 
+    @property
+    def max_decode_items(self) -> int:
+        """How many items it is given to decode at a time, at most."""
+
     def start_thread(self) -> None:
         """Prepare a thread that will use a replica; called in it."""
 
@@ -65,8 +69,11 @@ class Executor(Protocol):
     def call(self, function: ModelFunction) -> CallOutcome:
         """A function of the model, on the first replica; one that can be pickled, as its result can."""
 
-    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
-        """An item as rows, or why there are none; any thread may ask."""
+    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """Items as rows, or why there are none; any thread may ask.
+
+        Of several some may have nothing at all: their process died of another one. They are to be asked for alone.
+        """
 
     def close(self) -> None:
         """Let go of the model; nothing of it runs any more."""
@@ -79,6 +86,7 @@ class InProcessExecutor:
         self.model = model
         self.replicas = len(model.replicas)
         self.decodes_batches = False  # decoding here takes turns with other models' forwards
+        self.max_decode_items = 1
         self._settings = settings
 
     def start_thread(self) -> None:
@@ -102,9 +110,9 @@ class InProcessExecutor:
             return CallOutcome(result, find_lasting_failure(result, self.model, self.model.replicas[0]))
         return CallOutcome(result)
 
-    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
-        """The item's rows, in the calling thread."""
-        return try_to_decode(item, inputs, self._settings)
+    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """The items' rows, in the calling thread."""
+        return [try_to_decode(item, inputs, self._settings) for item in items]
 
     def close(self) -> None:
         """Nothing: whoever holds the model lets go of it."""

@@ -12,7 +12,7 @@ from layertap.models.errors import LayertapError
 from layertap.service.engine.batch import Batch, DecodeTask, QueuedRequest, RowSlice
 from layertap.service.engine.forward_batch import Interval, Results, SliceResult
 from layertap.service.engine.request import Job
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import ItemAttempts
 
 if TYPE_CHECKING:
     from layertap.service.engine.model_worker import ModelWorker
@@ -93,7 +93,7 @@ class PendingDecode(DecodeTask):
     """
 
     worker: ModelWorker
-    decode: Callable[[], Sequence[Attempt] | Job]
+    decode: Callable[[], ItemAttempts | Job]
     flight: InFlight
 
 

@@ -13,13 +13,15 @@ from layertap.service.inputs.items import LocalItem
 
 Rows = Mapping[str, Tensor]
 Attempt = Rows | LayertapError  # what was made of an item, or why nothing was
+ItemAttempts = list[Sequence[Attempt]]  # of each item, which may be a batch
 Fetched = LocalItem | LayertapError  # an input, or why it can't be had from where it is
 Items = Sequence[tuple[int, Fetched]]  # with their places in the request
 
 
-def count_rows(attempts: Sequence[Attempt]) -> int:
-    """How many rows were made of an item."""
-    return sum(len(next(iter(rows.values()))) for rows in attempts if not isinstance(rows, LayertapError))
+def count_rows(attempts: ItemAttempts) -> int:
+    """How many rows were made of items."""
+    made = [rows for of_item in attempts for rows in of_item if not isinstance(rows, LayertapError)]
+    return sum(len(next(iter(rows.values()))) for rows in made)
 
 
 def get_row_shapes(rows: Rows) -> Shapes:

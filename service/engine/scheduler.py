@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ from layertap.service.engine.forward_batch import ForwardBatch, Results
 from layertap.service.engine.futures import call_and_catch, deliver, settle
 from layertap.service.engine.in_flight import InFlight, PendingDecode, start_jobs
 from layertap.service.engine.request import Job
-from layertap.service.engine.rows import Attempt, count_rows
+from layertap.service.engine.rows import ItemAttempts, count_rows
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.engine.unavailable import failure_error
 from layertap.service.metrics import Metrics
@@ -115,18 +115,18 @@ class Scheduler:
                         future.set_exception(failure_error(reason))
 
     async def decode(
-        self, worker: ModelWorker, decode: Callable[[], Sequence[Attempt]], priority: Priority, deadline: float
-    ) -> Sequence[Attempt]:
+        self, worker: ModelWorker, decode: Callable[[], ItemAttempts], priority: Priority, deadline: float
+    ) -> ItemAttempts:
         """Run something that decodes for a model when the batcher lets it.
 
         Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
         task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
-        return cast("Sequence[Attempt]", await self._decode(task, deadline))
+        return cast("ItemAttempts", await self._decode(task, deadline))
 
     async def decode_and_run(
-        self, worker: ModelWorker, decode: Callable[[], Sequence[Attempt] | Job], priority: Priority, deadline: float
-    ) -> Sequence[Attempt] | tuple[Job, list[Results]]:
+        self, worker: ModelWorker, decode: Callable[[], ItemAttempts | Job], priority: Priority, deadline: float
+    ) -> ItemAttempts | tuple[Job, list[Results]]:
         """As ``decode``; a job that it gives is queued at once, in the same thread, and comes back with its results."""
         task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
         answer = await self._decode(task, deadline)

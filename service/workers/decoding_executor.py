@@ -10,11 +10,11 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.service.engine.executor import InProcessExecutor
 from layertap.service.engine.picture_rows import decode_on_device
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import Settings
 from layertap.service.workers.messages import HostOptions
-from layertap.service.workers.worker_pool import WorkerPool, choose_worker_bytes
+from layertap.service.workers.worker_pool import MAX_DECODE_ITEMS, WorkerPool, choose_worker_bytes
 from layertap.service.workers.worker_process import ModelHost, OnRestart
 
 
@@ -31,18 +31,23 @@ class DecodingExecutor(InProcessExecutor):
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
         host = ModelHost(options, on_restart)
         host.load()
+        self.max_decode_items = MAX_DECODE_ITEMS
         self._pool = WorkerPool(host, settings)
 
-    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
+    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures on the GPU or in a worker, all else in the calling thread."""
-        if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
-            return super().decode(item, inputs)
-        try:
-            row = decode_on_device(item, inputs, self._settings)
-        except TooLargeError as error:
-            return [error]
-        return self._pool.decode(item) if row is None else [{inputs.specs[0].name: row}]
+        return self._pool.complete(items, [self._decode_here(item, inputs) for item in items])
 
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
+
+    def _decode_here(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt] | None:
+        """What is made of an item in this process; None where a worker is to decode it."""
+        if not isinstance(item, ImageItem) or inputs is not self.model.model_inputs:
+            return super().decode([item], inputs)[0]
+        try:
+            row = decode_on_device(item, inputs, self._settings)
+        except TooLargeError as error:
+            return [error]
+        return None if row is None else [{inputs.specs[0].name: row}]

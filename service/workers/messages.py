@@ -13,8 +13,8 @@ from layertap.models.selection.plan import Capture
 from layertap.models.spec import ModelSpec
 from layertap.service.engine.executor import CallOutcome, ModelFunction
 from layertap.service.engine.forward_batch import BatchFailures, ForwardSpec, Interval
-from layertap.service.engine.rows import Attempt, Rows
-from layertap.service.inputs.items import ImageItem, TextItem
+from layertap.service.engine.rows import ItemAttempts, Rows
+from layertap.service.inputs.items import TextItem
 from layertap.service.settings import Settings
 from layertap.service.workers.channel import LargeBytes
 
@@ -77,17 +77,17 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class DecodeItem:
-    """To a worker: make rows of a picture or a text. Its answer is a ``DecodedItem``."""
+class DecodeItems:
+    """To a worker: make rows of pictures, which are bytes, and texts. Its answer is a ``DecodedItems``."""
 
-    item: ImageItem | TextItem
+    items: Sequence[LargeBytes | TextItem]
 
 
 @dataclass(frozen=True)
-class DecodedItem:
-    """The rows of an item, or why there are none."""
+class DecodedItems:
+    """The rows of each item, or why there are none."""
 
-    attempts: Sequence[Attempt]
+    attempts: ItemAttempts
 
 
 @dataclass(frozen=True)
@@ -173,5 +173,5 @@ class CallModel:
     function: ModelFunction
 
 
-ToWorker = DecodeItem | RunBatch | ExtendBatch | CallModel
-FromWorker = DecodedItem | BatchRun | BatchDecoded | CallOutcome
+ToWorker = DecodeItems | RunBatch | ExtendBatch | CallModel
+FromWorker = DecodedItems | BatchRun | BatchDecoded | CallOutcome

@@ -24,7 +24,7 @@ from layertap.service.engine.forward_batch import (
     UndecodedError,
 )
 from layertap.service.engine.item_rows import try_to_decode
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import ItemAttempts
 from layertap.service.engine.threads import publish_name
 from layertap.service.errors import ForwardError, UnavailableError
 from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
@@ -33,6 +33,7 @@ from layertap.service.workers.messages import BatchDecoded, BatchRun, CallModel,
 from layertap.service.workers.sent_batch import make_extension, make_run_batch, restore_result
 from layertap.service.workers.worker_pool import (
     GRACE_SECONDS,
+    MAX_DECODE_ITEMS,
     TRIES,
     WorkerPool,
     ask,
@@ -102,6 +103,7 @@ class ProcessExecutor:
         self.model = model
         self.replicas = settings.workers
         self.decodes_batches = True
+        self.max_decode_items = MAX_DECODE_ITEMS
         self._settings = settings
         self._pool = WorkerPool(model.host, settings)
 
@@ -134,7 +136,7 @@ class ProcessExecutor:
         if self._pool.is_out_of_time(error) or len(blamed.encoded) != 1:
             return _join([*outcomes, _refuse(alone, UndecodedError(self._pool.make_refusal(error)))])
         try:
-            (attempt,) = self._pool.decode(*blamed.encoded, tries=TRIES - 1)
+            ((attempt,),) = self._pool.decode(blamed.encoded, tries=TRIES - 1)
         except UnavailableError as failure:
             return _join([*outcomes, _refuse(alone, failure)])
         if isinstance(attempt, LayertapError):
@@ -159,11 +161,11 @@ class ProcessExecutor:
         except LoadError as error:
             return CallOutcome(make_unavailable(error))
 
-    def decode(self, item: LocalItem, inputs: ModelInputs) -> Sequence[Attempt]:
+    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
-        if isinstance(item, (ImageItem, TextItem)) and inputs is self.model.model_inputs:
-            return self._pool.decode(item)
-        return try_to_decode(item, inputs, self._settings)
+        kinds = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
+        decoded = [None if isinstance(item, kinds) else try_to_decode(item, inputs, self._settings) for item in items]
+        return self._pool.complete(items, decoded)
 
     def close(self) -> None:
         """End all processes."""

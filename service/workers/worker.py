@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from layertap.models.errors import LayertapError, TooLargeError
@@ -32,8 +31,8 @@ from layertap.service.workers.messages import (
     BatchDecoded,
     BatchRun,
     CallModel,
-    DecodedItem,
-    DecodeItem,
+    DecodedItems,
+    DecodeItems,
     ExtendBatch,
     FromWorker,
     Hello,
@@ -68,8 +67,9 @@ class DecodingWorker:
     def _answer(self, message: Any) -> FromWorker:
         return self._decode(message)
 
-    def _decode(self, message: DecodeItem) -> DecodedItem:
-        return DecodedItem(self._decode_item(0, message.item))
+    def _decode(self, message: DecodeItems) -> DecodedItems:
+        items = (ImageItem(bytes(each.data)) if isinstance(each, LargeBytes) else each for each in message.items)
+        return DecodedItems([self._decode_item(number, item) for number, item in enumerate(items)])
 
     def _decode_item(self, number: int, item: LocalItem) -> Sequence[Attempt]:
         with self._progress.decoding(number), limit_seconds(self._decode_seconds):
@@ -83,7 +83,8 @@ class Worker(DecodingWorker):
     """Answers also what the server asks of a model in this process."""
 
     def __init__(self, executor: InProcessExecutor, progress: Progress, decode_seconds: float) -> None:
-        super().__init__(partial(executor.decode, inputs=executor.model.model_inputs), progress, decode_seconds)
+        inputs = executor.model.model_inputs
+        super().__init__(lambda item: executor.decode([item], inputs)[0], progress, decode_seconds)
         self._executor = executor
         self._specs: dict[int, SentSpec | LayertapError] = {}  # as many as the server has places for
 
@@ -191,7 +192,7 @@ class _DecodedBatch:
 
 
 ANSWERS: Mapping[type[Any], Callable[[Worker, Any], FromWorker]] = {
-    DecodeItem: Worker._decode,
+    DecodeItems: Worker._decode,
     RunBatch: Worker._run,
     CallModel: Worker._call,
 }

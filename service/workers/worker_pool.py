@@ -11,15 +11,17 @@ import torch
 
 from layertap.models.devices import memory
 from layertap.models.errors import InputError, LoadError
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
-from layertap.service.inputs.items import ImageItem, TextItem
+from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
-from layertap.service.workers.messages import DecodedItem, DecodeItem, FromWorker, ToWorker
+from layertap.service.workers.channel import LargeBytes
+from layertap.service.workers.messages import DecodedItems, DecodeItems, FromWorker, ToWorker
 from layertap.service.workers.worker_process import ModelHost, WorkerDiedError, WorkerProcess
 
 MEMORY_SHARE = 0.5  # of what is free when a model is loaded: what its workers may take, each its part
 GRACE_SECONDS = 1.0  # beyond the moment at which nobody waits any more
+MAX_DECODE_ITEMS = 8  # of a request in one message
 TRIES = 2  # a worker may die of something else
 SEND_TRIES = 3
 RETRY_SECONDS = 5.0
@@ -58,18 +60,35 @@ class WorkerPool:
         finally:
             self._idle.put(worker)
 
-    def decode(self, item: ImageItem | TextItem, tries: int = TRIES) -> Sequence[Attempt]:
-        """What a worker makes of an item, which is refused where so many die of it; UnavailableError where none is."""
+    def decode(self, items: Sequence[ImageItem | TextItem], tries: int = TRIES) -> ItemAttempts:
+        """What a worker makes of items; UnavailableError where there is none.
+
+        One that so many die of is refused. Of the others there is nothing then: they are to be asked for alone.
+        """
+        message = DecodeItems([LargeBytes(each.data) if isinstance(each, ImageItem) else each for each in items])
         try:
             with self.borrow() as worker:
-                answer = ask(worker, DecodeItem(item), self._decode_seconds + GRACE_SECONDS)
-                return cast("DecodedItem", answer).attempts
+                answer = ask(worker, message, len(items) * self._decode_seconds + GRACE_SECONDS)
+                return cast("DecodedItems", answer).attempts
         except LoadError as error:
             raise make_unavailable(error) from error
         except WorkerDiedError as error:
-            if tries > 1 and not self.is_out_of_time(error):
-                return self.decode(item, tries - 1)
-            return [self.make_refusal(error)]
+            attempts: ItemAttempts = [[] for _ in items]
+            blamed = error.decoding if len(items) > 1 else 0
+            if blamed >= 0:
+                attempts[blamed] = self._decode_again(items[blamed], error, tries - 1)
+            return attempts
+
+    def _decode_again(self, item: ImageItem | TextItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
+        if tries and not self.is_out_of_time(error):
+            return self.decode([item], tries)[0]
+        return [self.make_refusal(error)]
+
+    def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
+        """What is made of items, those among it of which there is None by a worker: pictures and texts."""
+        missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
+        more = iter(self.decode(cast("list[ImageItem | TextItem]", missing)) if missing else ())
+        return [next(more) if attempts is None else attempts for attempts in decoded]
 
     def make_refusal(self, error: WorkerDiedError) -> InputError:
         """Why an item that a worker died of is refused."""

@@ -22,6 +22,7 @@ from PIL import Image
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
 from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.registry import ModelLoader, Registry
 from layertap.models.selection.selectors import parse_selector
@@ -30,7 +31,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.executor import Executor, InProcessExecutor
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.rows import Attempt
+from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
@@ -78,12 +79,12 @@ class Decoding:
 
     def decode(self, item: LocalItem) -> Attempt:
         """What becomes of an item in a worker."""
-        (attempt,) = self.executor.decode(item, self.model.model_inputs)
+        ((attempt,),) = self.executor.decode([item], self.model.model_inputs)
         return attempt
 
     def decode_here(self, item: LocalItem) -> Attempt:
         """The same without workers."""
-        (attempt,) = InProcessExecutor(self.model, self.settings).decode(item, self.model.model_inputs)
+        ((attempt,),) = InProcessExecutor(self.model, self.settings).decode([item], self.model.model_inputs)
         return attempt
 
 
@@ -174,6 +175,15 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def test_stopped(model: LoadedModel) -> None:
+    """A worker that has decoded nothing when it is ended costs none of several pictures: each may be sent again."""
+    with decoding(model, workers=1) as workers:
+        os.kill(workers.pids[1], signal.SIGSTOP)
+        assert workers.executor.decode([png((9, 7)), png((7, 9))], model.model_inputs) == [[], []]
+        check_same(workers.decode(png((9, 7))), workers.decode_here(png((9, 7))))
+        assert workers.restarts == ["timeout"]
+
+
 @pytest.mark.parametrize("which", ["host", "workers"])
 def test_killed(model: LoadedModel, which: str) -> None:
     """Processes that something ends from outside cost nothing but time."""
@@ -228,7 +238,7 @@ def test_here(model: LoadedModel) -> None:
 
 def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor], metrics: Metrics) -> Features:
     """The features of pictures, by an engine whose model is in this process."""
-    settings = Settings(**SETTINGS)
+    settings = Settings(**SETTINGS, cpu_threads=2)
     registry = Registry([FATAL], ModelLoader())
     create = partial(create_executor, settings=settings)
     manager = ModelManager(registry, "net", settings, metrics, create)
@@ -245,19 +255,44 @@ def extract(items: Sequence[ImageItem], create_executor: Callable[..., Executor]
     return asyncio.run(run())
 
 
-def test_engine() -> None:
-    """Of a request's pictures the one that crashes is left out; the others have the features they have in one process.
+class RecordingExecutor(DecodingExecutor):
+    """Keeps how many items it was given at a time."""
 
-    Its workers are gone with the engine.
+    def __init__(self, model: LoadedModel, settings: Settings, on_restart: Callable[..., None]) -> None:
+        super().__init__(model, settings, on_restart)
+        self.sizes: list[int] = []
+
+    def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
+        """As it does."""
+        self.sizes.append(len(items))
+        return super().decode(items, inputs)
+
+
+@pytest.mark.parametrize("size", REFUSALS, ids=["crash", "hang", "bomb"])
+def test_engine(size: tuple[int, int]) -> None:
+    """Of a request's pictures the bad ones are left out; the others have the features they have in one process.
+
+    Half of them go to a worker in one message. The workers are gone with the engine.
     """
     before = set(descendants(os.getpid()))
-    metrics, good = Metrics(), [png((9, 7), value) for value in range(3)]
-    create = partial(DecodingExecutor, on_restart=metrics.count_worker_restart)
-    found = extract([good[0], png(CRASHES), *good[1:]], create, metrics)
+    restarts: list[str] = []
+    executors: list[RecordingExecutor] = []
+
+    def create(model: LoadedModel, settings: Settings) -> Executor:
+        executors.append(RecordingExecutor(model, settings, lambda _, reason: restarts.append(reason)))
+        return executors[-1]
+
+    items = [png((9, 7), 17 * value) for value in range(14)]
+    good = [*items[:3], *items[4:10], *items[11:]]
+    items[3], items[10] = png(size), ImageItem(b"no picture")
+    found = extract(items, create, Metrics())
     wanted = extract(good, InProcessExecutor, Metrics())
-    (fault,) = found.errors
-    assert (fault.input, fault.detail) == (1, "this input ends the process that decodes it")
-    for key, value in wanted.arrays.items():
-        np.testing.assert_array_equal(found.arrays[key], value)
-    assert 'layertap_worker_restarts_total{model="net",reason="crash"} 2.0' in metrics.render().decode()
+    _, detail, reasons = REFUSALS[size]
+    assert [fault.input for fault in found.errors] == [3, 10]
+    assert detail in found.errors[0].detail
+    for key, value in wanted.arrays.items():  # in batches of other sizes they are rounded otherwise
+        assert len({row.round(3).tobytes() for row in value}) == len(good)
+        np.testing.assert_allclose(found.arrays[key], value, rtol=1e-4, atol=1e-5)
+    assert restarts == reasons
+    assert executors[0].sizes == [7, 7, *[1] * 6 * bool(reasons)]
     wait_until(lambda: set(descendants(os.getpid())) <= before)

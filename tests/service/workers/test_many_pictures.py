@@ -86,7 +86,7 @@ def test_who_decodes(serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int, 
     with serve(workers=2) as live:
         executor = live.engine.manager.workers["digits"].executor
         decode = executor.decode
-        monkeypatch.setattr(executor, "decode", lambda item, inputs: items.append(item) or decode(item, inputs))
+        monkeypatch.setattr(executor, "decode", lambda group, inputs: items.extend(group) or decode(group, inputs))
         assert live.client.post("/extract", files=files).status_code == 200
     assert len(items) == decoded
 

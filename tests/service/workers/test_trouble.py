@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.inputs.items import TextItem
 from layertap.service.workers.channel import MAX_INLINE_BYTES
-from layertap.service.workers.messages import DecodeItem
+from layertap.service.workers.messages import DecodeItems
 from layertap.service.workers.process_executor import HostedModel
 from layertap.service.workers.worker_process import WorkerDiedError, WorkerProcess
 from tests.server import Live
@@ -151,7 +151,7 @@ def test_worker_stopped(fatal: Live) -> None:
     worker = list_workers(fatal, "doomed")[0]
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(WorkerDiedError) as raised:
-        worker.ask(DecodeItem(TextItem("x" * 16 * MIB)), timeout=0.0)
+        worker.ask(DecodeItems([TextItem("x" * 16 * MIB)]), timeout=0.0)
     assert raised.value.timed_out
     check_same([send_row(fatal, 1.0) for _ in range(4)], [good] * 4)
 
