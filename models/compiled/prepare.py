@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context, parent_process
@@ -52,6 +52,7 @@ SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
 REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
 CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
+TakeTurn = Callable[[], AbstractContextManager[None]]
 PreparedPlan = tuple[CompiledPlan | None, PlanGraphs | None, PlanBenchmark | None]
 
 
@@ -62,22 +63,26 @@ class RunTrial(Protocol):
         """What the function gives; raises what it does."""
 
 
-def prepare_warm_plans(model: LoadedModel, folder: Path, run_trial: RunTrial = call) -> LoadedModel:
+def prepare_warm_plans(
+    model: LoadedModel, folder: Path, run_trial: RunTrial = call, take_turn: TakeTurn = take_turn
+) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
-    ``run_trial`` runs what compares and measures them, on as many threads as the model may use.
-    LoadError where a plan names what is not there.
+    ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is loaded
+    or measured beside one that has the turn which ``take_turn`` waits for. LoadError where a plan names what is not
+    there.
     """
     with devices.use_device(model.device):
         prepared = [
-            _prepare_warm_plan(model, warm, place, folder, run_trial) for place, warm in enumerate(model.spec.warm)
+            _prepare_warm_plan(model, warm, place, folder, run_trial, take_turn)
+            for place, warm in enumerate(model.spec.warm)
         ]
     compiled, graphs, benchmarks = zip(*prepared, strict=True) if prepared else ((), (), ())
     return replace(model, compiled=compiled, graphs=graphs, benchmarks=benchmarks)
 
 
 def _prepare_warm_plan(
-    model: LoadedModel, warm: WarmSpec, place: int, folder: Path, run_trial: RunTrial
+    model: LoadedModel, warm: WarmSpec, place: int, folder: Path, run_trial: RunTrial, take_turn: TakeTurn
 ) -> PreparedPlan:
     try:
         plan = make_warm_plan(model, warm)
@@ -86,7 +91,7 @@ def _prepare_warm_plan(
     if not warm.compile:
         return None, None, None
     try:
-        graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial)
+        graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial, take_turn)
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
         _log_hooks(model, error.detail if isinstance(error, LayertapError) else type(error).__name__)
         return None, None, None
@@ -194,7 +199,7 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
 
 
 def _choose_graphs(
-    model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path, run_trial: RunTrial
+    model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path, run_trial: RunTrial, take_turn: TakeTurn
 ) -> tuple[PlanGraphs | None, PlanBenchmark]:
     """Graphs for a plan, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
     captures = _list_captures(model, plan)

@@ -39,6 +39,21 @@ class HostOptions:
 
 
 @dataclass(frozen=True)
+class TakeTurn:
+    """From a host: it waits until no other model is loaded or measured. The answer is ``TurnTaken``."""
+
+
+@dataclass(frozen=True)
+class TurnTaken:
+    """To a host: it has the turn until it says ``TurnEnded``, or what became of the model."""
+
+
+@dataclass(frozen=True)
+class TurnEnded:
+    """From a host: others may be loaded and measured."""
+
+
+@dataclass(frozen=True)
 class StartHost:
     """To the fork server: start a host; the descriptor of its connection comes along."""
 

@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import NoReturn, TypeVar, cast
@@ -30,7 +30,15 @@ from layertap.service.engine.executor import InProcessExecutor
 from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.limits import be_killed_first, end_with_parent, limit_memory
-from layertap.service.workers.messages import Hello, HostOptions, ProcessEnded, ProcessStarted, WaitForProcess
+from layertap.service.workers.messages import (
+    Hello,
+    HostOptions,
+    ProcessEnded,
+    ProcessStarted,
+    TakeTurn,
+    TurnEnded,
+    WaitForProcess,
+)
 from layertap.service.workers.progress import Progress
 from layertap.service.workers.worker import DecodingWorker, Worker
 
@@ -52,7 +60,7 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
     torch.set_num_threads(1)
     channel = Channel(connection)
     try:
-        answer, create_worker = _load(options) if options.pictures is None else _prepare_decoding(options)
+        answer, create_worker = _load(options, channel) if options.pictures is None else _prepare_decoding(options)
     except BaseException as error:  # a third party's code may raise anything
         with suppress(EOFError):
             channel.send(_to_load_error(error))
@@ -64,16 +72,30 @@ def run_model_host(connection: socket.socket, options: HostOptions, parent: int)
         _serve(channel, create_worker, options)
 
 
-def _load(options: HostOptions) -> tuple[ModelInfo, CreateWorker]:
+def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWorker]:
     """What to tell the server of the model, and what makes its workers in their processes."""
     settings = options.settings
-    model = load_model(
-        options.spec, threads=settings.cpu_threads, costs_folder=settings.cache_dir / "costs", run_survey=run_in_copy
-    )
+    costs_folder = settings.cache_dir / "costs"
+    take_turn = partial(_take_turn, channel)
+    with take_turn():
+        model = load_model(
+            options.spec, threads=settings.cpu_threads, costs_folder=costs_folder, run_survey=run_in_copy
+        )
     if options.plans:
-        model = prepare_warm_plans(model, options.plans, run_in_copy)
+        model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn)
     executor = InProcessExecutor(model, settings)
     return _describe(model), lambda progress: Worker(executor, progress, settings.decode_timeout_s)
+
+
+@contextmanager
+def _take_turn(channel: Channel) -> Iterator[None]:
+    """Wait for other models' hosts as ``loading.take_turn`` does for models of one process: the server knows of all."""
+    channel.send(TakeTurn())
+    channel.receive()
+    try:
+        yield
+    finally:
+        channel.send(TurnEnded())
 
 
 def _prepare_decoding(options: HostOptions) -> tuple[Hello, CreateWorker]:

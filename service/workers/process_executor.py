@@ -11,7 +11,6 @@ from typing import cast
 
 from layertap.models.errors import LayertapError, LoadError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
@@ -65,8 +64,7 @@ def load_in_host(spec: ModelSpec, settings: Settings, plans: Path | None, on_res
     """
     options = HostOptions(spec, settings, list_search_folders(), choose_worker_bytes(settings), plans)
     host = ModelHost(options, on_restart)
-    with take_turn():
-        info = cast("ModelInfo", host.load())
+    info = cast("ModelInfo", host.load())
     return HostedModel(host=host, **{each.name: getattr(info, each.name) for each in fields(ModelInfo)})
 
 

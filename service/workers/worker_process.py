@@ -8,9 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
+from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
 from layertap.service.types import RestartReason
 from layertap.service.workers.channel import Channel, connect
@@ -23,7 +24,10 @@ from layertap.service.workers.messages import (
     ProcessEnded,
     ProcessStarted,
     StartWorker,
+    TakeTurn,
     ToWorker,
+    TurnEnded,
+    TurnTaken,
     WaitForProcess,
 )
 from layertap.service.workers.progress import Progress, create_progress
@@ -144,7 +148,7 @@ class ModelHost:
                 self._channel.close()
                 raise
         try:
-            answer = self._channel.receive()
+            answer = self._receive_model()
         except EOFError:
             status, self._process = self._process.end(START_SECONDS), None
             answer = LoadError(f"the process that loads it has ended (status {status})")
@@ -162,6 +166,17 @@ class ModelHost:
             )
         self._identity = identity
         return info
+
+    def _receive_model(self) -> ModelInfo | Hello | LayertapError:
+        """What the host says when it has loaded the model; before that it asks for turns with other models."""
+        with ExitStack() as turn:
+            while isinstance(message := self._channel.receive(), (TakeTurn, TurnEnded)):
+                turn.close()
+                if isinstance(message, TakeTurn):
+                    turn.enter_context(take_turn())
+                    self._channel.send(TurnTaken())
+            answer: ModelInfo | Hello | LayertapError = message
+            return answer
 
     def _copy_host(self, memory: int) -> tuple[int, Channel]:
         channel, connection = connect()
