@@ -64,17 +64,21 @@ class RunTrial(Protocol):
 
 
 def prepare_warm_plans(
-    model: LoadedModel, folder: Path, run_trial: RunTrial = call, take_turn: TakeTurn = take_turn
+    model: LoadedModel,
+    folder: Path,
+    run_trial: RunTrial = call,
+    take_turn: TakeTurn = take_turn,
+    open_only: bool = False,
 ) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
     ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is loaded
-    or measured beside one that has the turn which ``take_turn`` waits for. LoadError where a plan names what is not
-    there.
+    or measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
+    and measured before runs with hooks. LoadError where a plan names what is not there.
     """
     with devices.use_device(model.device):
         prepared = [
-            _prepare_warm_plan(model, warm, place, folder, run_trial, take_turn)
+            _prepare_warm_plan(model, warm, place, folder, run_trial, take_turn, open_only)
             for place, warm in enumerate(model.spec.warm)
         ]
     compiled, graphs, benchmarks = zip(*prepared, strict=True) if prepared else ((), (), ())
@@ -82,7 +86,13 @@ def prepare_warm_plans(
 
 
 def _prepare_warm_plan(
-    model: LoadedModel, warm: WarmSpec, place: int, folder: Path, run_trial: RunTrial, take_turn: TakeTurn
+    model: LoadedModel,
+    warm: WarmSpec,
+    place: int,
+    folder: Path,
+    run_trial: RunTrial,
+    take_turn: TakeTurn,
+    open_only: bool,
 ) -> PreparedPlan:
     try:
         plan = make_warm_plan(model, warm)
@@ -91,7 +101,7 @@ def _prepare_warm_plan(
     if not warm.compile:
         return None, None, None
     try:
-        graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial, take_turn)
+        graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial, take_turn, open_only)
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well
         _log_hooks(model, error.detail if isinstance(error, LayertapError) else type(error).__name__)
         return None, None, None
@@ -199,7 +209,13 @@ def compile_warm_plans(spec: ModelSpec, folder: Path, threads: int, report: Call
 
 
 def _choose_graphs(
-    model: LoadedModel, plan: Plan, warm: WarmSpec, folder: Path, run_trial: RunTrial, take_turn: TakeTurn
+    model: LoadedModel,
+    plan: Plan,
+    warm: WarmSpec,
+    folder: Path,
+    run_trial: RunTrial,
+    take_turn: TakeTurn,
+    open_only: bool,
 ) -> tuple[PlanGraphs | None, PlanBenchmark]:
     """Graphs for a plan, None where hooks are quicker: measured at the first start, and kept, as bits depend on it."""
     captures = _list_captures(model, plan)
@@ -208,6 +224,8 @@ def _choose_graphs(
     benchmark = read_benchmark(benchmark_path)
     if benchmark and not _is_wanted(warm, benchmark):
         return None, benchmark
+    if open_only and not (benchmark and all(path.exists() for path in paths.values())):
+        raise WarmError("its graphs are not there any more")
     graphs = _open_or_compile(model, plan, warm, paths, run_trial)
     if benchmark is None:
         with take_turn():

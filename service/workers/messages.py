@@ -27,7 +27,8 @@ class HostOptions:
 
     ``worker_bytes``: how much memory each worker may take beside what it shares. Graphs of warm plans are kept in
     ``plans``; without it they run with hooks. ``pictures``: what workers make rows for where they do nothing else: the
-    model is in the server's own process, and the host loads nothing.
+    model is in the server's own process, and the host loads nothing. ``reload``: requests wait for a model that was
+    loaded before, so that nothing is compiled, and no turn waited for.
     """
 
     spec: ModelSpec
@@ -36,6 +37,7 @@ class HostOptions:
     worker_bytes: int
     plans: Path | None
     pictures: ModelInputs | None = None
+    reload: bool = False
 
 
 @dataclass(frozen=True)

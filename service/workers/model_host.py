@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
 from functools import partial
 from typing import NoReturn, TypeVar, cast
@@ -76,13 +76,13 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
     """What to tell the server of the model, and what makes its workers in their processes."""
     settings = options.settings
     costs_folder = settings.cache_dir / "costs"
-    take_turn = partial(_take_turn, channel)
+    take_turn = nullcontext if options.reload else partial(_take_turn, channel)
     with take_turn():
         model = load_model(
             options.spec, threads=settings.cpu_threads, costs_folder=costs_folder, run_survey=run_in_copy
         )
     if options.plans:
-        model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn)
+        model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
     executor = InProcessExecutor(model, settings)
     return _describe(model), lambda progress: Worker(executor, progress, settings.decode_timeout_s)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.loading import take_turn
@@ -143,7 +144,7 @@ class ModelHost:
         self._channel, connection = connect()
         with closing(connection):
             try:
-                self._process = start_host(connection, self._options)
+                self._process = start_host(connection, replace(self._options, reload=self._identity is not None))
             except LoadError:
                 self._channel.close()
                 raise
