@@ -144,6 +144,8 @@ class SimulatedServer:
 
     def _reply(self, request: SimulatedRequest) -> None:
         self.record.seconds[request.priority].append(self.now - request.sent_at)
+        self._returning.append(self.now + RETURN_S)
+        self.call_at(self.now + RETURN_S, self._dispatch)
         request.on_reply()
 
     def _dispatch(self) -> None:
@@ -212,8 +214,6 @@ class SimulatedServer:
         self._batcher.finish(running.batch, self.now - running.started_at, decode_seconds)
         self._idle_replicas += 1
         self._running_rows -= running.batch.rows
-        self.call_at(self.now + RETURN_S, self._dispatch)
         for row_slice in running.batch.slices:
-            self._returning.append(self.now + RETURN_S)
             self._call_soon(self._model.reply, partial(self._reply, self._requests.pop(row_slice.request)))
         self._dispatch()

@@ -106,8 +106,7 @@ class Engine:
             answer = await self.decoder.decode(planned, items, admission.deadline)
         if isinstance(answer, tuple):
             return answer
-        decoded = answer
-        job = await self._prepare(planned, decoded, admission)
+        job = await self._prepare(planned, answer, admission)
         admission.resize(job.rows)
         return job, await self.manager.scheduler.run(job)
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
@@ -62,15 +63,13 @@ class InFlight:
             timings.add("decode", self.decoded - self.submitted)
             queued = self.decoded
         if self.forwards:
-            forward = _count_covered(self.forwards)
-            busy = _count_covered([*self.forwards, *self.copies])
-            decode = _count_covered(self.decodes)
-            end = max(end for _, end in self.copies)
+            forward, copy, decode = count_seconds(self.forwards, self.copies, self.decodes)
+            end = max(end for _, end in (*self.forwards, *self.copies, *self.decodes))
             if self.decodes:
                 timings.add("decode", decode)
-            timings.add("queue", max(end - queued - busy - decode, 0.0))
+            timings.add("queue", max(end - queued - forward - copy - decode, 0.0))
             timings.add("forward", forward)
-            timings.add("copy", busy - forward)
+            timings.add("copy", copy)
         timings.notes.update(self.notes)
 
 
@@ -95,6 +94,14 @@ class PendingDecode(DecodeTask):
     worker: ModelWorker
     decode: Callable[[], ItemAttempts | Job]
     flight: InFlight
+
+
+def count_seconds(*steps: Sequence[Interval]) -> list[float]:
+    """Seconds of each step, whose parts may be side by side; what several have at once counts for the first of them."""
+    reached = [
+        _count_covered([interval for step in steps[:count] for interval in step]) for count in range(len(steps) + 1)
+    ]
+    return [after - before for before, after in pairwise(reached)]
 
 
 def _count_covered(intervals: list[Interval]) -> float:

@@ -71,7 +71,7 @@ class ModelWorker:
         self._scheduler = scheduler
         self._settings = settings
         self._empty: asyncio.Event | None = None
-        self._forward_seconds_per_row = 0.0
+        self._batch_seconds_per_row = 0.0
         self._decode_seconds_per_row = 0.0
         self._threads = [WorkerThread(f"load-{name}", publish_name)]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
@@ -105,7 +105,7 @@ class ModelWorker:
     @property
     def seconds_per_row(self) -> float:
         """Seconds that a row takes its device, as of late."""
-        return self._forward_seconds_per_row + self._decode_seconds_per_row if self.is_active else 0.0
+        return self._batch_seconds_per_row + self._decode_seconds_per_row if self.is_active else 0.0
 
     @property
     def max_batch_rows(self) -> int:
@@ -152,13 +152,18 @@ class ModelWorker:
         """Run a task in one of its threads, after all that was submitted before."""
         self._threads[thread].submit(partial(self._guard, task))
 
-    def add_forward_time(self, batch: Batch, seconds: float, parallel: int) -> None:
-        """Note how long a batch took, beside as many others as the device computes at the same time."""
+    def add_batch_time(self, batch: Batch, seconds: float, parallel: int, decoded: bool) -> None:
+        """Note how long a batch took, beside as many others as the device computes at the same time.
+
+        ``decoded``: decoding its pictures was a part of it, and took no time before.
+        """
         parallel_batches = min(parallel, len(self._threads))
         # In rows of the configured shape: a few large pictures say nothing of the small ones that wait.
         weight = batch.queue.costs.per_row / self.model.catalog.costs.per_row
         spent = seconds / parallel_batches / batch.rows / weight
-        self._forward_seconds_per_row += SMOOTHING * (spent - self._forward_seconds_per_row)
+        self._batch_seconds_per_row += SMOOTHING * (spent - self._batch_seconds_per_row)
+        if decoded:
+            self.add_decode_time(0.0, batch.rows)
 
     def add_decode_time(self, seconds: float, rows: int) -> None:
         """Note how long all slots of the CPU took to decode so many rows."""
@@ -258,4 +263,4 @@ class ModelWorker:
         self.idle_replicas = list(range(executor.replicas))
         # On a GPU forwards only overlap.
         parallel = executor.replicas if executor.model.device.type == CPU else 1
-        self._forward_seconds_per_row = executor.model.catalog.seconds / parallel
+        self._batch_seconds_per_row = executor.model.catalog.seconds / parallel

@@ -272,7 +272,7 @@ class Scheduler:
             self._batcher.finish(batch, seconds, outcome.decode_seconds)
             parallel = self._batcher.count_parallel_batches(batch.queue.device, batch.slots)
             if any(not isinstance(result.results, Exception) for result in outcome.results):
-                worker.add_forward_time(batch, seconds, parallel)
+                worker.add_batch_time(batch, seconds, parallel, outcome.decode_seconds > 0)
             worker.idle_replicas.append(replica)
             answers = []
             requests = list(running.jobs)

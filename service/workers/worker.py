@@ -130,7 +130,7 @@ class Worker(DecodingWorker):
             if sent.encoded:
                 started = time.perf_counter()
                 inputs = self._decode_pictures(batch.count, sent.encoded)
-                batch.decodes[sent.place] = started, time.perf_counter()
+                batch.decodes[sent.place, sent.start] = started, time.perf_counter()
             if isinstance(inputs, LayertapError):
                 batch.refuse(sent, UndecodedError(inputs))
             else:
@@ -166,7 +166,7 @@ class _DecodedBatch:
     slices: list[ForwardSlice] = field(default_factory=list)
     refused: list[SentResult] = field(default_factory=list)
     captures: dict[int, tuple[Capture, ...]] = field(default_factory=dict)
-    decodes: dict[int, Interval] = field(default_factory=dict)
+    decodes: dict[tuple[int, int], Interval] = field(default_factory=dict)  # by a slice's request and first row
 
     @property
     def count(self) -> int:
@@ -180,15 +180,21 @@ class _DecodedBatch:
 
     def refuse(self, sent: SentSlice, error: LayertapError | RuntimeError) -> None:
         """Rows that there are none of."""
-        self.refused.append(SentResult(sent.place, sent.start, sent.stop, error, 1))
+        decode = self._find_decode(sent.place, sent.start)
+        self.refused.append(SentResult(sent.place, sent.start, sent.stop, error, 1, decode=decode))
 
     def make_sent(self, result: SliceResult) -> SentResult:
         """What became of rows, as it goes to the server."""
-        found, decode = result.results, self.decodes.get(result.place, NO_TIME)
+        found, decode = result.results, self._find_decode(result.place, result.start)
         sent = found if isinstance(found, Exception) else [found[each] for each in self.captures[result.place]]
         return SentResult(
             result.place, result.start, result.stop, sent, result.rows, result.forward, result.copy, decode
         )
+
+    def _find_decode(self, place: int, row: int) -> Interval:
+        """When the slice was decoded that a request's row is in; it may have been halved since."""
+        starts = [start for of, start in self.decodes if of == place and start <= row]
+        return self.decodes[place, max(starts)] if starts else NO_TIME
 
 
 ANSWERS: Mapping[type[Any], Callable[[Worker, Any], FromWorker]] = {

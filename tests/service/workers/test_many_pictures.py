@@ -99,3 +99,12 @@ def test_decoding_is_counted(either: Live) -> None:
     queue = worker.queues.get(worker.model.catalog, shapes, has_graph=False)
     by_workers = either.engine.settings.workers > 0
     assert (queue.estimate_seconds(1) > queue.costs.estimate_seconds(1)) == by_workers
+
+
+def test_a_slow_picture_is_forgotten(either: Live) -> None:
+    """What one picture took to decode does not stay in the expected wait of all that come after it."""
+    worker = either.engine.manager.workers["digits"]
+    worker.add_decode_time(100.0, 1)
+    for each in PICTURES:
+        assert either.client.post("/extract", **raw(each, "image/png", **QUERY)).status_code == 200
+    assert worker.seconds_per_row < 1
