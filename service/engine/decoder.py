@@ -82,13 +82,13 @@ class InputDecoder:
     ) -> tuple[Job, list[Results]] | DecodedInputs:
         """The results of pictures that are decoded with their batches; raises what ``decode`` does.
 
-        Where one of several can't be, all are given back decoded, or why not: who sent them is told of each.
+        Where one of several can't be, the others are given back decoded, or why not: who sent them is told of each.
         """
         try:
             return job, await self._scheduler.run(job)
         except UndecodedError as error:
-            if len(items) == 1:
-                return await self._join(planned, items, [[error.refusal]], job.queued.deadline)
+            refused = 0 if len(items) == 1 else error.row
+            items = [(place, error.refusal if row == refused else item) for row, (place, item) in enumerate(items)]
         return await self.decode(planned, items, job.queued.deadline)
 
     async def _decode_groups(

@@ -34,11 +34,15 @@ class ForwardSpec:
 
 
 class UndecodedError(RuntimeError):
-    """A picture that its batch was to decode could not be; ``refusal`` says why."""
+    """A picture that its batch was to decode could not be; ``refusal`` says why.
 
-    def __init__(self, refusal: LayertapError) -> None:
-        super().__init__(refusal)
+    ``row`` is its number in the request; None where it is one of several, and not known which.
+    """
+
+    def __init__(self, refusal: LayertapError, row: int | None = None) -> None:
+        super().__init__(refusal, row)  # what it is made of again in another process
         self.refusal = refusal
+        self.row = row
 
 
 @dataclass(frozen=True, eq=False)

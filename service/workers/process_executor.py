@@ -138,7 +138,7 @@ class ProcessExecutor:
         except UnavailableError as failure:
             return _join([*outcomes, _refuse(alone, failure)])
         if isinstance(attempt, LayertapError):
-            return _join([*outcomes, _refuse(alone, UndecodedError(attempt))])
+            return _join([*outcomes, _refuse(alone, UndecodedError(attempt, blamed.start))])
         decoded = replace(blamed, inputs=attempt, encoded=())
         return _join([*outcomes, self._run_alone(replace(batch, slices=(decoded,)))])
 

@@ -126,23 +126,23 @@ class Worker(DecodingWorker):
             if isinstance(spec, LayertapError):
                 batch.refuse(sent, spec)
                 continue
-            inputs: Attempt = sent.inputs
+            inputs: Rows | UndecodedError = sent.inputs
             if sent.encoded:
                 started = time.perf_counter()
-                inputs = self._decode_pictures(batch.count, sent.encoded)
+                inputs = self._decode_pictures(batch.count, sent)
                 batch.decodes[sent.place, sent.start] = started, time.perf_counter()
-            if isinstance(inputs, LayertapError):
-                batch.refuse(sent, UndecodedError(inputs))
+            if isinstance(inputs, UndecodedError):
+                batch.refuse(sent, inputs)
             else:
                 batch.add(sent, inputs, spec)
 
-    def _decode_pictures(self, number: int, encoded: Sequence[LargeBytes]) -> Attempt:
+    def _decode_pictures(self, number: int, sent: SentSlice) -> Rows | UndecodedError:
         """The rows of a slice's pictures, or why there is none of the first one that has none."""
         parts: list[Rows] = []
-        for each in encoded:
+        for row, each in enumerate(sent.encoded, sent.start):
             (attempt,) = self._decode_item(number, ImageItem(bytes(each.data)))
             if isinstance(attempt, LayertapError):
-                return attempt
+                return UndecodedError(attempt, row)
             parts.append(attempt)
         return join_rows(parts)
 

@@ -77,18 +77,31 @@ def test_times(either: Live) -> None:
     assert float(decode.partition("=")[2]) > 0
 
 
-@pytest.mark.parametrize(("count", "isolated", "decoded"), [(1, False, 0), (40, False, 0), (40, True, 40)])
-def test_who_decodes(serve: Serve, monkeypatch: pytest.MonkeyPatch, count: int, isolated: bool, decoded: int) -> None:
-    """Pictures go to their batches as they are; those of a batch shared with nobody are decoded side by side."""
-    body = {"layers": ["pool"], "isolated": isolated}
-    files = [("request", ("", json.dumps(body), "application/json")), *[("images", each) for each in PICTURES[:count]]]
+@pytest.mark.parametrize(
+    ("pictures", "isolated", "decoded"),
+    [
+        pytest.param(PICTURES[:1], False, [], id="one"),
+        pytest.param(PICTURES, False, [], id="many"),
+        pytest.param(PICTURES, True, PICTURES, id="isolated"),
+        pytest.param([*PICTURES[:9], b"bad", *PICTURES[9:]], False, PICTURES, id="a bad one"),
+    ],
+)
+def test_who_decodes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, pictures: list[bytes], isolated: bool, decoded: list[bytes]
+) -> None:
+    """Pictures go to their batches as they are; those of a batch shared with nobody are decoded side by side.
+
+    So are the others of one that its batch could not decode: that one is not tried again.
+    """
+    body = {"layers": ["pool"], "isolated": isolated, "on_error": "skip"}
+    files = [("request", ("", json.dumps(body), "application/json")), *[("images", each) for each in pictures]]
     items = []
     with serve(workers=2) as live:
         executor = live.engine.manager.workers["digits"].executor
         decode = executor.decode
         monkeypatch.setattr(executor, "decode", lambda group, inputs: items.extend(group) or decode(group, inputs))
         assert live.client.post("/extract", files=files).status_code == 200
-    assert len(items) == decoded
+    assert [item.data for item in items] == decoded
 
 
 def test_decoding_is_counted(either: Live) -> None:
