@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench.front import DECODE_FIRST
 from bench.machine import TICK_S, CpuMeter, described
 from bench.serving.client import WARM_S, Sending, cpu_s, send
 from bench.serving.pictures import written
@@ -130,8 +132,13 @@ def run_command(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.front", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=5)
+    parser.add_argument(
+        "--decode-first", type=int, metavar="N", help="decode before batches form, as for a GPU, N pictures a message"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args(arguments)
+    if chosen.decode_first:
+        os.environ[DECODE_FIRST] = str(chosen.decode_first)
     machine = described()
     found = run_rounds(chosen.rounds, chosen.seconds)
     show(found)

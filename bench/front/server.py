@@ -5,26 +5,40 @@ Workers are copies of this process, so that they have what is put in place here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from bench.front import DECODE_FIRST
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.loaded_model import LoadedModel
 from layertap.service.cli.main import main
 from layertap.service.engine import executor
 from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.engine.rows import Attempt
 from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
+from layertap.service.workers import executors
+from layertap.service.workers.process_executor import ProcessExecutor
 
 _first: list[Sequence[Attempt]] = []
 
 
-def decode_first(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
+def decode_once(item: LocalItem, inputs: ModelInputs, settings: Settings) -> Sequence[Attempt]:
     """What became of the first item that this process was given."""
     if not _first:
         _first.append(try_to_decode(item, inputs, settings))
     return _first[0]
 
 
+def make_executor_that_decodes_first(model: LoadedModel, settings: Settings) -> ProcessExecutor:
+    """One whose batches have decoded rows, as a GPU's have."""
+    made = ProcessExecutor(model, settings)
+    made.decodes_batches, made.max_decode_items = False, int(os.environ[DECODE_FIRST])
+    return made
+
+
 if __name__ == "__main__":
-    vars(executor)["try_to_decode"] = decode_first
+    vars(executor)["try_to_decode"] = decode_once
+    if DECODE_FIRST in os.environ:
+        vars(executors)["ProcessExecutor"] = make_executor_that_decodes_first
     main()
