@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import PureWindowsPath
-from typing import Literal
+from typing import Any, Literal
 
 from layertap.models.selection.hook_points import ReplyDType
 from layertap.models.selection.poolings import Pool
@@ -116,6 +118,7 @@ class ModelSpec:
 
     ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
     python:package.module:factory);
+    ``args`` are JSON values for the architecture's constructor, by name, such as ``num_classes``;
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
     ``required``: a server that was to load it at its start is not ready without it.
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
@@ -139,6 +142,16 @@ class ModelSpec:
     inputs: tuple[InputSpec, ...] | None = None
     warm: tuple[WarmSpec, ...] = ()
     decode: Decode = "exact"
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        """ValueError where an argument is nothing that JSON has."""
+        try:
+            json.dumps(self.args, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "args are values as JSON has them: numbers, texts, true, false, null, lists, mappings"
+            ) from error
 
     @property
     def precision(self) -> str:

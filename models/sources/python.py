@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
 from layertap.models.sources import transformers_switches
+from layertap.models.sources.arguments import describe_arguments, list_parameters, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import parse_factory, parse_weights
@@ -22,7 +25,7 @@ from layertap.models.weights.state_dict import load_state_dict
 
 
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
-    """What ``factory()`` returns; DEFAULT leaves the weights as it made them, and ``inputs`` must be configured.
+    """What ``factory(**args)`` returns; DEFAULT leaves the weights as it made them, and ``inputs`` must be configured.
 
     An attribute ``num_prefix_tokens`` of the module, where there is one, says how many tokens stand before the patches.
     Raises LoadError where the module, the factory, its result, the inputs or the weights are not as they should be.
@@ -35,7 +38,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     if weights.label != "DEFAULT" and weights.seed is None and weights.path is None:
         raise LoadError(f"a python: factory has no weights named {escape(weights.label)}", hint=WEIGHTS_HINT)
     state = read_checkpoint(weights.path) if weights.path else None
-    module = _call_factory(ident, weights.seed)
+    module = _call_factory(ident, spec.args, weights.seed)
     if state is not None:
         load_state_dict(module, state, weights.label)
     return BuiltModel(
@@ -45,6 +48,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         architecture=f"python:{ident.removeprefix(PACKAGE_PREFIX)}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights="as built" if weights.label == "DEFAULT" else weights.label,
+        settings=describe_arguments(spec.args),
     )
 
 
@@ -92,7 +96,7 @@ class _Finder:
 _FINDER = _Finder()
 
 
-def _call_factory(ident: str, seed: int | None) -> nn.Module:
+def _call_factory(ident: str, args: Mapping[str, Any], seed: int | None) -> nn.Module:
     name, factory = parse_factory(ident)
     shown = f"the factory {escape(f'{name}:{factory}')}"
     with (
@@ -101,7 +105,9 @@ def _call_factory(ident: str, seed: int | None) -> nn.Module:
         isolate_construction(seed),
     ):
         transformers_switches.isolate_when_imported()
-        module = _import_factory(name, factory)()
+        called = _import_factory(name, factory)
+        _check_arguments(called, args, shown)
+        module = called(**args)
     if not isinstance(module, nn.Module):
         raise LoadError(f"{shown} returned {escape(type(module).__name__)}, not a torch.nn.Module")
     compiled = next((name or "." for name, part in module.named_modules() if _hides_parts(part)), None)
@@ -111,6 +117,23 @@ def _call_factory(ident: str, seed: int | None) -> nn.Module:
             hint="let the factory return it without torch.compile",
         )
     return module
+
+
+def _check_arguments(factory: Callable[..., Any], args: Mapping[str, Any], shown: str) -> None:
+    """LoadError where a factory can't be called with these arguments."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # of a class that is written in C, say
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        refuse_unknown_arguments(args, list_parameters(factory), shown)
+        missing = [
+            each.name for each in signature.parameters.values() if each.default is each.empty and each.name not in args
+        ]
+        hint = f"type args: {{{', '.join(f'{name}: …' for name in missing)}}}"
+        raise LoadError(f"{shown} needs arguments", hint=hint) from error
 
 
 def _hides_parts(module: nn.Module) -> bool:
@@ -123,7 +146,7 @@ def _hides_parts(module: nn.Module) -> bool:
     return compiled and next(module.children(), None) is not None
 
 
-def _import_factory(name: str, factory: str) -> type[object]:
+def _import_factory(name: str, factory: str) -> Callable[..., Any]:
     _FINDER.add(name.partition(".")[0])
     try:
         loaded = importlib.import_module(name)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.inputs.preprocess import from_timm
+from layertap.models.sources.arguments import (
+    describe_arguments,
+    list_parameters,
+    refuse_reserved_arguments,
+    refuse_unknown_arguments,
+)
 from layertap.models.sources.build import FLOAT_BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
@@ -23,17 +30,20 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     timm = _import_timm()
     _check_name(timm, ident)
     weights = parse_weights(spec.weights)
-    module = _create_module(timm, ident, weights)
-    config = timm.data.resolve_data_config({}, model=module)
+    module = _create_module(timm, ident, weights, spec.args)
+    sizes = {name: spec.args[name] for name in ("img_size",) if name in spec.args}
+    config = timm.data.resolve_data_config(sizes, model=module)
+    shape = (spec.args.get("in_chans", CHANNELS), *config["input_size"][1:])
     name = next(iter(inspect.signature(module.forward).parameters))
     tag = module.pretrained_cfg.get("tag") or "pretrained"
     return BuiltModel(
         module=module,
-        inputs=(InputSpec(name, tuple(config["input_size"])),),
-        preprocess=from_timm(config),
+        inputs=(InputSpec(name, shape),),
+        preprocess=from_timm(config) if shape[0] == CHANNELS else None,
         architecture=f"timm:{ident}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights=tag if weights.label == "DEFAULT" else weights.label,
+        settings=describe_arguments(spec.args),
     )
 
 
@@ -58,19 +68,48 @@ def _check_name(timm: Any, ident: str) -> None:
         raise LoadError(f"timm:{name} has no weights tagged {escape(tag)}", hint=suggest(matches)) from error
 
 
-def _create_module(timm: Any, ident: str, weights: WeightsSource) -> Any:
+def _create_module(timm: Any, ident: str, weights: WeightsSource, args: Mapping[str, Any]) -> Any:
+    shown = f"timm:{ident}"
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = f"type weights: DEFAULT, and a tag after a dot in the source, or {WEIGHTS_HINT}"
         raise LoadError(f"timm weights are not chosen by the name {escape(weights.label)}", hint=hint)
+    refuse_reserved_arguments(args, RESERVED, shown)
     if named:
-        if not timm.is_model_pretrained(timm.models.split_model_name_tag(ident)[0]):
-            raise LoadError(f"timm publishes no weights of timm:{ident}", hint=WEIGHTS_HINT)
-        with wrap_download_errors("DEFAULT", f"timm:{ident}"), isolate_construction(None):
-            return timm.create_model(ident, pretrained=True)
+        return _create_released(timm, ident, args)
     state = read_checkpoint(weights.path) if weights.path else None
-    with wrap_build_errors(f"timm:{ident}"), isolate_construction(weights.seed):
-        module = timm.create_model(ident, pretrained=False)
+    with wrap_build_errors(shown), isolate_construction(weights.seed):
+        module = _construct(timm, ident, args)
     if state is not None:
         load_state_dict(module, state, weights.label, FLOAT_BITS)
     return module
+
+
+def _create_released(timm: Any, ident: str, args: Mapping[str, Any]) -> Any:
+    """The module with timm's own weights; LoadError for a number of classes whose head timm would draw at random."""
+    if not timm.is_model_pretrained(timm.models.split_model_name_tag(ident)[0]):
+        raise LoadError(f"timm publishes no weights of timm:{ident}", hint=WEIGHTS_HINT)
+    published = timm.get_pretrained_cfg(ident).num_classes
+    if args.get("num_classes") not in (None, 0, published):
+        hint = f"type num_classes: 0 for none, or {published}, or give weights with as many"
+        raise LoadError(f"timm's weights of timm:{ident} have a head of {published} classes", hint=hint)
+    with wrap_download_errors("DEFAULT", f"timm:{ident}"), isolate_construction(None):
+        return _construct(timm, ident, args, pretrained=True)
+
+
+def _construct(timm: Any, ident: str, args: Mapping[str, Any], *, pretrained: bool = False) -> Any:
+    try:
+        return timm.create_model(ident, pretrained=pretrained, **args)
+    except TypeError:
+        if args:
+            plain = timm.create_model(ident, pretrained=False)
+            refuse_unknown_arguments(args, [*list_parameters(type(plain)), *OF_BUILDER], f"timm:{ident}")
+        raise
+
+
+CHANNELS = 3  # of a picture
+OF_BUILDER = ("features_only", "out_indices")  # what timm takes for every architecture
+WEIGHTS_ARGUMENT = "type weights: beside args:"
+RESERVED = dict.fromkeys(
+    ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"), WEIGHTS_ARGUMENT
+)

@@ -10,11 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torchvision.models import VisionTransformer, get_model, get_model_weights, list_models
+from torchvision.models import VisionTransformer, get_model, get_model_builder, get_model_weights, list_models
 from torchvision.models.video import MViT
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.inputs.preprocess import from_torchvision
+from layertap.models.sources.arguments import (
+    describe_arguments,
+    list_parameters,
+    refuse_reserved_arguments,
+    refuse_unknown_arguments,
+)
 from layertap.models.sources.build import FLOAT_BITS, BuiltModel, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
@@ -38,7 +44,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     released = _find_released(ident, members, weights)
     state = _read_state(ident, released, weights)
     with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(weights.seed):
-        module = get_model(ident, weights=None, **_make_options(ident, kind, state, released))
+        module = _construct(ident, _make_options(ident, kind, state, released), spec.args)
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     if state is not None:
         load_state_dict(module, state, label, FLOAT_BITS)
@@ -54,6 +60,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         architecture=f"torchvision:{ident}",
         prefix_tokens=_prefix_tokens(module),
         weights=label,
+        settings=describe_arguments(spec.args),
     )
 
 
@@ -131,6 +138,25 @@ def _make_options(ident: str, kind: str, state: State, released: Any | None) -> 
     return options(state, released) if options else {}
 
 
+def _construct(ident: str, options: Mapping[str, Any], args: Mapping[str, Any]) -> nn.Module:
+    """The architecture with the caller's arguments; LoadError for one that it does not take, or would ignore."""
+    shown = f"torchvision:{ident}"
+    refuse_reserved_arguments(args, RESERVED, shown)
+    try:
+        module = get_model(ident, weights=None, **{**options, **args})
+    except TypeError:
+        plain = get_model(ident, weights=None, **options)
+        refuse_unknown_arguments(args, _list_arguments(ident, plain), shown)
+        raise
+    refuse_unknown_arguments(args, _list_arguments(ident, module), shown)
+    return module  # type: ignore[no-any-return]
+
+
+def _list_arguments(ident: str, module: nn.Module) -> list[str]:
+    names = list_parameters(get_model_builder(ident), type(module))
+    return [name for name in names if name not in RESERVED]
+
+
 def _googlenet(state: State, released: Any | None) -> dict[str, Any]:
     # Only the released weights come without auxiliary heads, and they were trained on inputs scaled another way.
     aux = _has_prefix(state, "aux1.", otherwise=True)
@@ -188,6 +214,10 @@ def _clip_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:
 
 POSITIONS, PATCHES = "encoder.pos_embedding", "conv_proj.weight"
 QUANTIZED = "quantized_"
+WEIGHTS_ARGUMENT = "type weights: beside args:"
+RESERVED = dict.fromkeys(
+    ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "progress"), WEIGHTS_ARGUMENT
+)
 OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 REFUSED = {
     "ObjectDetection": "detection takes a list of images with their boxes, not a batch",

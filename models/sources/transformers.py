@@ -15,6 +15,7 @@ from torch import nn
 
 from layertap.models.errors import LoadError, escape
 from layertap.models.sources import transformers_switches
+from layertap.models.sources.arguments import refuse_reserved_arguments, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
 from layertap.models.sources.grammar import get_base_name, not_installed_error, parse_weights
 from layertap.models.sources.tokenizer import load_tokenizer
@@ -34,6 +35,14 @@ IRRELEVANT = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "id2label", "label2id", *PLAIN}
 )
 MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+LABELS = "num_labels"
+ITS_OWN = "it says what the directory is: change its config.json"
+RESERVED = {
+    **dict.fromkeys(("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"), ITS_OWN),
+    **dict.fromkeys(("dtype", "torch_dtype"), "type dtype: beside args:"),
+    **dict.fromkeys(PLAIN, "the server decides what a forward returns"),
+    "fusion_config": "leave it out: fused layers would be put into other models too",
+}
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"
 
 
@@ -50,6 +59,10 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
     with wrap_build_errors(shown):
         config = library.AutoConfig.from_pretrained(str(folder), **LOCAL)
+        if spec.args:
+            refuse_reserved_arguments(spec.args, RESERVED, shown)
+            refuse_unknown_arguments(spec.args, [*config.to_dict(), LABELS], shown)
+            config = library.AutoConfig.from_pretrained(str(folder), **{**spec.args, **LOCAL})
     if getattr(config, "fusion_config", None):
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")

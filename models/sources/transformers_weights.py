@@ -43,7 +43,7 @@ def build_module(library: Any, folder: Path, config: Any, weights: WeightsSource
         else:
             module = library.AutoModel.from_config(config, trust_remote_code=False)
     if state is not None:
-        load_state_dict(module, state, weights.label)
+        load_state_dict(module, state, weights.label, classes="num_labels")
     return module
 
 

@@ -16,23 +16,27 @@ from layertap.models.weights.checkpoints import PREFIX
 from layertap.models.weights.digest import view_bytes
 
 MAX_SHOWN_NAMES = 3
-FIT_HINT = "for another number of classes or another variant, write a factory and type python:package.module:factory"
+FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
 
 
 @label_failures("weights")
-def load_state_dict(module: nn.Module, state: Mapping[str, Tensor], label: str, min_bits: int = 0) -> None:
+def load_state_dict(
+    module: nn.Module, state: Mapping[str, Tensor], label: str, min_bits: int = 0, *, classes: str = "num_classes"
+) -> None:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
     Of tensors that share their values one is enough. What the module holds then is compared with what was given.
-    LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``.
+    LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``; ``classes``
+    is the constructor's argument for how many a head has.
     """
     state = _add_shared_tensors(module, state)
     try:
         _load(module, state)
     except (RuntimeError, ValueError) as error:
         detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
-        raise LoadError(detail, hint=FIT_HINT) from error
+        count = _find_class_count(module, state)
+        raise LoadError(detail, hint=f"type args: {{{classes}: {count}}}" if count else FIT_HINT) from error
     converted = tuple(_list_converting_prefixes(module))
     loaded_tensors = {
         name: value
@@ -122,6 +126,18 @@ def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         versioned: Any = OrderedDict(state)
         versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
         module.load_state_dict(versioned)
+
+
+def _find_class_count(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:
+    """How many classes a state dict's heads have, where nothing but that number differs from the module's."""
+    tensors = module.state_dict()
+    if tensors.keys() != state.keys():
+        return None
+    pairs = [(tensors[name].shape, state[name].shape) for name in tensors if tensors[name].shape != state[name].shape]
+    if not all(held and given and held[1:] == given[1:] for held, given in pairs):
+        return None
+    counts = {(held[0], given[0]) for held, given in pairs}
+    return counts.pop()[1] if len(counts) == 1 else None
 
 
 def _describe_differences(module: nn.Module, state: Mapping[str, Tensor]) -> str:

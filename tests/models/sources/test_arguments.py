@@ -1,0 +1,186 @@
+"""Constructor arguments of a configuration, against modules that are constructed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchvision.models import get_model
+
+from layertap.models.errors import LoadError
+from layertap.models.fingerprint import digest_architecture
+from layertap.models.sources.build import BuiltModel, build_model
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config.configuration import read_configuration
+from layertap.service.config.document import ConfigError
+from tests.transformers_nets import TEXT, saved
+
+CLASSES = 10
+VECTOR = (InputSpec("x", (4,)),)
+OWN = """
+from torch import nn
+
+def linear(width, bias=True):
+    return nn.Linear(4, width, bias=bias)
+
+def anything(**options):
+    return nn.Linear(4, options["width"])
+"""
+FINE_TUNED: dict[str, Callable[[], nn.Module]] = {
+    "torchvision:resnet18": lambda: get_model("resnet18", num_classes=CLASSES),
+    "torchvision:mobilenet_v3_small": lambda: get_model("mobilenet_v3_small", num_classes=CLASSES),
+    "torchvision:squeezenet1_1": lambda: get_model("squeezenet1_1", num_classes=CLASSES),
+    "timm:resnet18": lambda: timm.create_model("resnet18", num_classes=CLASSES),
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's module of factories that take arguments."""
+    (tmp_path / "own_with_arguments.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def built(source: str, weights: str | Path = "random:0", **fields: Any) -> BuiltModel:
+    return build_model(ModelSpec("m", source, str(weights), **fields))
+
+
+def refused(source: str, weights: str | Path = "random:0", **fields: Any) -> str:
+    with pytest.raises(LoadError) as caught:
+        built(source, weights, **fields)
+    said = f"{caught.value.detail} | {caught.value.hint}"
+    assert "/" not in said
+    return said
+
+
+def digest(model: BuiltModel) -> str:
+    return digest_architecture(model.module, model.architecture, model.settings)
+
+
+def compute(module: nn.Module, shape: tuple[int, ...]) -> Tensor:
+    with torch.no_grad():
+        value = module.eval()(torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(1, *shape))
+    assert isinstance(value, Tensor)
+    return value
+
+
+@pytest.mark.parametrize("source", FINE_TUNED)
+def test_fine_tuned_checkpoint(source: str, tmp_path: Path) -> None:
+    """A checkpoint of ten classes is refused with the line to type, and is the model that was saved with that line."""
+    module = FINE_TUNED[source]()
+    save_file(module.state_dict(), tmp_path / "fine.safetensors")
+    assert "type args: {num_classes: 10}" in refused(source, tmp_path / "fine.safetensors")
+    model = built(source, tmp_path / "fine.safetensors", args={"num_classes": CLASSES})
+    shape = model.inputs[0].shape
+    assert torch.equal(compute(model.module, shape), compute(module, shape))
+
+
+def test_heads_are_not_all_that_differs(tmp_path: Path) -> None:
+    """No number of classes is suggested where another tensor is missing, or of another shape."""
+    module = get_model("resnet18", num_classes=CLASSES)
+    state = module.state_dict()
+    save_file({name: value for name, value in state.items() if name != "conv1.weight"}, tmp_path / "a.safetensors")
+    assert "num_classes" not in refused("torchvision:resnet18", tmp_path / "a.safetensors")
+    save_file({**state, "conv1.weight": torch.zeros(64, 1, 7, 7)}, tmp_path / "b.safetensors")
+    assert "num_classes" not in refused("torchvision:resnet18", tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "words"),
+    [
+        ("torchvision:resnet18", {"num_clases": 10}, "takes no argument 'num_clases' | did you mean 'num_classes'"),
+        # This class ignores what it does not know.
+        ("torchvision:mobilenet_v3_small", {"num_clases": 10}, "did you mean 'num_classes'"),
+        ("torchvision:fcn_resnet50", {"num_clases": 10}, "did you mean 'num_classes'"),
+        ("torchvision:resnet18", {"nothing_alike": 1}, "num_classes, zero_init_residual, groups"),
+        ("torchvision:resnet18", {"weights": "DEFAULT"}, "type weights: beside args:"),
+        ("torchvision:resnet18", {"num_classes": "ten"}, "could not be built (TypeError)"),
+        ("timm:resnet18", {"in_chan": 1}, "did you mean 'in_chans'"),
+        ("timm:resnet18", {"checkpoint_path": "x"}, "type weights: beside args:"),
+    ],
+)
+def test_refused_arguments(source: str, args: dict[str, Any], words: str) -> None:
+    """What a constructor does not take, or another field decides, is refused with what to type."""
+    assert words in refused(source, args=args)
+
+
+def test_released_head_is_not_drawn_at_random() -> None:
+    """Timm would replace the head of released weights by a random one, another in each process."""
+    assert "type num_classes: 0 for none, or 1000" in refused("timm:resnet18", "DEFAULT", args={"num_classes": 7})
+
+
+def test_timm_sizes() -> None:
+    """What a model takes follows from arguments; pictures have three channels."""
+    small = built("timm:vit_tiny_patch16_224", args={"img_size": 64, "num_classes": 0})
+    assert small.inputs[0].shape == (3, 64, 64)
+    assert small.preprocess is not None
+    assert small.preprocess.crop == 64
+    assert compute(small.module, (3, 64, 64)).shape == (1, 192)
+    grey = built("timm:resnet18", args={"in_chans": 1})
+    assert (grey.inputs[0].shape[0], grey.preprocess) == (1, None)
+
+
+@pytest.mark.usefixtures("own")
+def test_own_factory() -> None:
+    """A factory is called with its arguments; what it does not take, or lacks, is named."""
+    source = "python:own_with_arguments:linear"
+    model = built(source, inputs=VECTOR, args={"width": 3, "bias": False})
+    assert isinstance(model.module, nn.Linear)
+    assert (model.module.out_features, model.module.bias) == (3, None)
+    assert "takes no argument 'widht' | did you mean 'width'" in refused(source, inputs=VECTOR, args={"widht": 3})
+    assert "type args: {width: …}" in refused(source, inputs=VECTOR)
+    assert built("python:own_with_arguments:anything", inputs=VECTOR, args={"width": 5}).module.out_features == 5
+    assert "(KeyError)" in refused("python:own_with_arguments:anything", inputs=VECTOR, args={"widht": 5})
+
+
+@pytest.mark.usefixtures("own")
+def test_arguments_are_part_of_the_fingerprint() -> None:
+    """Also those that leave no trace in the modules, in any order; without any it is as it was."""
+    source = "python:own_with_arguments:linear"
+    one = built(source, inputs=VECTOR, args={"width": 3, "bias": True})
+    other = built(source, inputs=VECTOR, args={"bias": True, "width": 3})
+    less = built(source, inputs=VECTOR, args={"width": 3})
+    assert digest(one) == digest(other) != digest(less)
+    plain = built("torchvision:resnet18")
+    assert digest(plain) == digest_architecture(get_model("resnet18"), "torchvision:resnet18")
+    assert digest(built("torchvision:resnet18", args={"zero_init_residual": True})) != digest(plain)
+
+
+def test_configured(tmp_path: Path) -> None:
+    """A file gives arguments as any YAML mapping of values that JSON has."""
+    entry = {"name": "m", "source": "torchvision:resnet18", "weights": "random:0", "args": {"num_classes": 10}}
+    (tmp_path / "models.json").write_text(json.dumps({"models": [entry]}))
+    (spec,) = read_configuration(tmp_path / "models.json", before_loading=True).models
+    assert spec.args == {"num_classes": 10}
+    assert hash(spec) == hash(spec)
+    (tmp_path / "models.yaml").write_text(
+        "models: [{name: m, source: 'torchvision:resnet18', weights: 'random:0', args: {since: 2020-01-01}}]"
+    )
+    with pytest.raises(ConfigError, match="args are values as JSON has them"):
+        read_configuration(tmp_path / "models.yaml", before_loading=True)
+
+
+def test_transformers_configuration(tmp_path: Path) -> None:
+    """Arguments override config.json: a checkpoint of another number of labels is served."""
+    folder = tmp_path / "classifier"
+    saved("classifier", folder)
+    module = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT, num_labels=7)).eval()
+    save_file(dict(module.state_dict()), tmp_path / "seven.safetensors")
+    source = f"transformers:{folder}"
+    assert "type args: {num_labels: 7}" in refused(source, tmp_path / "seven.safetensors")
+    model = built(source, tmp_path / "seven.safetensors", args={"num_labels": 7})
+    words = torch.arange(4)[None]
+    with torch.no_grad():
+        assert torch.equal(model.module(words).logits, module(words).logits)
+    assert "did you mean 'num_labels'" in refused(source, args={"num_label": 7})
+    assert "dtype: beside args:" in refused(source, args={"dtype": "float16"})
+    changed = built(source, args={"hidden_act": "relu"})
+    assert digest(changed) != digest(built(source))
