@@ -117,7 +117,7 @@ class ModelSpec:
     """One entry of the configuration.
 
     ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
-    python:package.module:factory);
+    python:package.module:factory, python:PATH.py:factory);
     ``args`` are JSON values for the architecture's constructor, by name, such as ``num_classes``;
     ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
     ``required``: a server that was to load it at its start is not ready without it.
@@ -167,7 +167,7 @@ class ModelSpec:
 
     @property
     def shown_source(self) -> str:
-        """``source`` as it may be shown to anyone: of a directory only the last part."""
+        """``source`` as it may be shown to anyone: of a path only the last part."""
         kind, _, ident = self.source.partition(":")
         source = SOURCES.get(kind)
-        return f"{kind}:{PureWindowsPath(ident).name}" if source is not None and source.is_path else self.source
+        return f"{kind}:{source.show(ident)}" if source is not None else self.source

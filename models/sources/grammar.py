@@ -51,11 +51,23 @@ def parse_device(name: str) -> tuple[str, int]:
 
 
 def parse_factory(ident: str) -> tuple[str, str]:
-    """The module and the name of a factory; LoadError where it is not written as these."""
-    name, _, factory = ident.partition(":")
-    if not factory.isidentifier() or not all(part.isidentifier() for part in name.split(".")):
-        raise LoadError("source python: needs a module and a factory", hint="type python:package.module:factory")
+    """The module, or the path of its file, and the name of a factory; LoadError where it is not written as these."""
+    name, _, factory = ident.rpartition(":")
+    if not factory.isidentifier() or not (is_file(name) or all(part.isidentifier() for part in name.split("."))):
+        hint = "type python:package.module:factory or python:PATH.py:factory"
+        raise LoadError("source python: needs a module and a factory", hint=hint)
     return name, factory
+
+
+def is_file(name: str) -> bool:
+    """Whether a factory's module is written as the path of a file."""
+    return PureWindowsPath(name).suffix == ".py" and PureWindowsPath(name).stem.isidentifier()
+
+
+def show_factory(ident: str) -> str:
+    """A factory as anyone may see it, and as fingerprints have it: of a file its name without folder and ending."""
+    name, _, factory = ident.rpartition(":")
+    return f"{PureWindowsPath(name).stem}:{factory}" if is_file(name) else ident
 
 
 def get_base_name(text: str) -> str:

@@ -1,13 +1,15 @@
-"""Modules from a factory that the operator names: ``python:package.module:factory``."""
+"""Modules from a factory that the operator names: ``python:package.module:factory`` or ``python:PATH.py:factory``."""
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -17,7 +19,7 @@ from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import describe_arguments, list_parameters, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
-from layertap.models.sources.grammar import parse_factory, parse_weights
+from layertap.models.sources.grammar import is_file, parse_factory, parse_weights, show_factory
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
@@ -45,7 +47,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         module=module,
         inputs=spec.inputs,
         preprocess=None,
-        architecture=f"python:{ident.removeprefix(PACKAGE_PREFIX)}",
+        architecture=f"python:{show_factory(ident).removeprefix(PACKAGE_PREFIX)}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights="as built" if weights.label == "DEFAULT" else weights.label,
         settings=describe_arguments(spec.args),
@@ -98,7 +100,7 @@ _FINDER = _Finder()
 
 def _call_factory(ident: str, args: Mapping[str, Any], seed: int | None) -> nn.Module:
     name, factory = parse_factory(ident)
-    shown = f"the factory {escape(f'{name}:{factory}')}"
+    shown = f"the factory {escape(show_factory(ident))}"
     with (
         label_failures("code"),
         wrap_build_errors(shown, f": its own code raised this; {IN_THE_LOG}"),
@@ -147,18 +149,47 @@ def _hides_parts(module: nn.Module) -> bool:
 
 
 def _import_factory(name: str, factory: str) -> Callable[..., Any]:
-    _FINDER.add(name.partition(".")[0])
-    try:
-        loaded = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise _missing_module_error(name, error.name or name) from error
+    loaded = _import_file(Path(name)) if is_file(name) else _import_module(name)
     # The name is the operator's own configuration; nothing from a request comes here.
     attribute = getattr(loaded, factory, None)
     if not callable(attribute):
         matches = find_nearest(factory, vars(loaded), 3)
-        hint = suggest(tuple(f"python:{name}:{match}" for match in matches))
-        raise LoadError(f"Python module {escape(name)} has no factory {escape(factory)}", hint=hint)
+        shown = show_factory(f"{name}:{factory}").rpartition(":")[0]
+        hint = suggest(tuple(f"python:{shown}:{match}" for match in matches))
+        raise LoadError(f"Python module {escape(shown)} has no factory {escape(factory)}", hint=hint)
     return attribute  # type: ignore[no-any-return]
+
+
+def _import_module(name: str) -> ModuleType:
+    _FINDER.add(name.partition(".")[0])
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise _missing_module_error(name, error.name or name) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The module of a file, under a name that no other has; what lies beside the file is found at the path's end."""
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        detail = f"there is no file {escape(path.name)} for source python:"
+        raise LoadError(detail, hint="a relative path is beside the configuration")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    # Classes look for the module that they are of: while it is being imported too.
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        del sys.modules[name]
+        raise _missing_module_error(path.name, error.name or path.name) from error
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _missing_module_error(name: str, missing: str) -> LoadError:

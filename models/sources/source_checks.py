@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from layertap.models.errors import LoadError, escape
-from layertap.models.sources.grammar import parse_factory, unknown_name_error
+from layertap.models.sources.grammar import is_file, parse_factory, unknown_name_error
 
 MIN_ARCHITECTURES = 10  # a library whose files name fewer has them elsewhere
 NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
@@ -95,8 +95,13 @@ def check_directory(ident: str, context: CheckContext) -> None:
 
 
 def check_factory(ident: str, context: CheckContext) -> None:
-    """LoadError where a factory is not written as one, AbsentError where there is no such package."""
-    package = parse_factory(ident)[0].partition(".")[0]
+    """LoadError where a factory is not written as one, AbsentError where there is no such package or file."""
+    name, _ = parse_factory(ident)
+    if is_file(name):
+        if not Path(name).is_file():
+            raise AbsentError(f"there is no file {name}")
+        return
+    package = name.partition(".")[0]
     if not is_importable(package, context.folders):
         places = ", ".join(dict.fromkeys(map(str, context.folders)))
         raise AbsentError(f"there is no Python module {escape(package)} in {places}, nor is it installed")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
-from layertap.models.sources.grammar import get_base_name
+from layertap.models.sources.grammar import get_base_name, is_file, show_factory
 from layertap.models.sources.source_checks import (
     CheckContext,
     check_directory,
@@ -16,21 +16,31 @@ from layertap.models.sources.source_checks import (
 )
 
 
+def _has_none(ident: str) -> bool:
+    return False
+
+
+def _is_factory_of_file(ident: str) -> bool:
+    return is_file(ident.rpartition(":")[0])
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """One kind of source, which a configuration writes in front of a colon.
 
     ``example`` shows how it is written. ``module`` has ``build(ident, spec)``, which gives a BuiltModel, and is
     imported when it is first used. ``check`` refuses, with a LoadError, what can be seen to be wrong without torch.
-    ``extra`` is the library, and the extra of this package, that it needs. ``is_path``: what follows the colon is a
-    directory. ``downloads``: weights that are neither a file nor a seed come from the network.
+    ``extra`` is the library, and the extra of this package, that it needs. ``has_path`` tells whether what follows the
+    colon is, or begins with, a path, ``show`` what anyone may see of it. ``downloads``: weights that are neither a file
+    nor a seed come from the network.
     """
 
     example: str
     module: str
     check: Callable[[str, CheckContext], None] | None = None
     extra: str | None = None
-    is_path: bool = False
+    has_path: Callable[[str], bool] = _has_none
+    show: Callable[[str], str] = str
     downloads: bool = False
 
 
@@ -61,7 +71,14 @@ SOURCES: dict[str, ModelSource] = {
         "layertap.models.sources.transformers",
         check_directory,
         extra="transformers",
-        is_path=True,
+        has_path=bool,
+        show=get_base_name,
     ),
-    "python": ModelSource("python:package.module:factory", "layertap.models.sources.python", check_factory),
+    "python": ModelSource(
+        "python:package.module:factory",
+        "layertap.models.sources.python",
+        check_factory,
+        has_path=_is_factory_of_file,
+        show=show_factory,
+    ),
 }

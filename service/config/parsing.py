@@ -83,7 +83,7 @@ def _parse_entry(entry: object, refused: set[object]) -> ModelSpec | None:
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with relative paths of its source and weights taken from the file's folder."""
     kind, _, ident = spec.source.partition(":")
-    if kind in SOURCES and SOURCES[kind].is_path and ident:
+    if kind in SOURCES and SOURCES[kind].has_path(ident):
         spec = replace(spec, source=f"{kind}:{folder / ident}")  # an absolute one stays as it is
     if Path(spec.weights).suffix and not spec.weights.startswith("random:") and not Path(spec.weights).is_absolute():
         weights = folder / spec.weights

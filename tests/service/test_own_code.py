@@ -146,6 +146,31 @@ def test_found(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pl
         assert live.client.get("/models/own").json()["state"] == "ready"
 
 
+def test_file(serve: Serve, tmp_path: Path) -> None:
+    """A factory may be named by its file, beside the configuration: two of one name, and none hides another module."""
+    for width, folder in enumerate(("one", "other"), 5):
+        file = written(tmp_path / "code" / folder, "models", built="import own_in_folder", width=width)
+        (file.parent / "own_in_folder.py").touch()
+    for width, folder in enumerate(("one", "other"), 5):
+        with serve(configuration(tmp_path, f"python:code/{folder}/models.py:build")) as live:
+            told = live.client.get("/models/own").json()
+            assert (told["state"], told["source"]) == ("ready", "python:models:build")
+            layers = live.client.get("/models/own/layers").json()["layers"]
+            (listed,) = (layer for layer in layers if layer["name"] == "linear")
+            assert listed["outputs"][0]["shape"] == [1, width]
+    assert not hasattr(sys.modules.get("models"), "Net")
+
+
+def test_file_that_fails(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the file and line of what it raises; clients hear neither, and a file that is not there is named."""
+    file = written(tmp_path, "own_failing", built="raise ValueError('secret of the operator')")
+    for shown in shown_failure(serve, configuration(tmp_path, "python:own_failing.py:build", required=False)):
+        assert "'own_failing:build'" in shown
+    assert f'{file}", line 14' in told(caplog)[-1]["exception"]
+    with pytest.raises(ConfigError, match=r"there is no file .*own_absent\.py"):
+        configuration(tmp_path, "python:own_absent.py:build")
+
+
 def test_found_first(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's own package is meant before an installed one of its name, and that of no other import changes."""
     installed, beside, working = (tmp_path / name for name in ("installed", "beside", "working"))
