@@ -81,7 +81,7 @@ def test_once() -> None:
     ("spec", "reason"),
     [
         (replace(net_spec("Chain"), source="python:tests.nets:Chian"), "no factory 'Chian'; did you mean"),
-        (own("Demanding"), "could not be built (TypeError)"),
+        (own("Demanding"), "needs arguments; type args: {size: …}"),
         (net_spec("Chain", inputs=VECTOR), "can't take an input of this shape"),
         (net_spec("Chain", weights="nowhere.safetensors"), "no checkpoint 'nowhere.safetensors'"),
         (net_spec("Chain", device="tpu"), "'tpu' is no device"),
