@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from select import select
 from threading import Thread
+from typing import Any
 
 import httpx
 import pytest
@@ -53,6 +54,16 @@ def environment(**variables: str) -> dict[str, str]:
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "layertap", *words]
+
+
+@contextmanager
+def start(words: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended with the block, however that ends: an error in it is not waited away."""
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, **options) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def run(*words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -121,7 +132,7 @@ def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number:
     os.mkfifo(config)
     words = command("serve", "--port", "0", "--config", str(config))
     with (
-        subprocess.Popen(words, cwd=ROOT, env=torchless, stderr=subprocess.PIPE, text=True) as running,
+        start(words, env=torchless) as running,
         config.open("w"),  # which waits for the server to read
     ):
         running.send_signal(number)
@@ -180,9 +191,7 @@ def _has_ipv6() -> bool:
 def test_default_delay() -> None:
     """Where nobody sits before it, a server that is asked to end goes on for 5 s."""
     words = command("serve", "--port", "0")
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as running:
+    with start(words, env=environment(), stdin=subprocess.DEVNULL) as running:
         assert running.stderr is not None
         lines = (json.loads(line) for line in running.stderr)
         assert any(line["message"].startswith("listening on") for line in lines)
@@ -228,11 +237,12 @@ def test_check_of_what_fails(tmp_path: Path) -> None:
 
 
 WAITING = """
-import threading
+import time
 
 def waiting():
     print("building", flush=True)
-    threading.Event().wait(600)
+    while True:
+        time.sleep(0.1)  # a signal that comes just before a wait is noticed after it
 """
 
 
@@ -242,9 +252,7 @@ def test_interrupted_check(tmp_path: Path) -> None:
     (tmp_path / "own_waiting.py").write_text(WAITING)
     config = models(tmp_path, {**CHAIN, "source": "python:own_waiting:waiting"}, {**CHAIN, "name": "next"})
     words = command("check", "--config", config)
-    with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as running:
+    with start(words, env=environment(), stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == "building\n"
         running.send_signal(signal.SIGINT)
