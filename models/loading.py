@@ -113,6 +113,7 @@ def load_model(
         threads=threads,
         catalogs=catalogs,
         embedding_selector=embedding,
+        report=built.report,
     )
 
 

@@ -14,6 +14,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, Shapes
+from layertap.models.weights.report import LoadReport
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class ModelInfo:
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint; ``threads`` what
     surveys use on a CPU. ``embedding_selector`` is what a request without layers means, with its pool; None where there
     is no such tensor. ``compiled`` tells of each warm plan that graphs answer, and has None for those that run
-    with hooks; ``benchmarks`` what was measured of each, None where there are no graphs.
+    with hooks; ``benchmarks`` what was measured of each, None where there are no graphs. ``report`` tells what was
+    taken of a checkpoint, None where there is none.
     """
 
     spec: ModelSpec
@@ -38,6 +40,7 @@ class ModelInfo:
     embedding_selector: Selector | None
     compiled: tuple[CompiledPlan | None, ...] = ()
     benchmarks: tuple[PlanBenchmark | None, ...] = ()
+    report: LoadReport | None = None
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
-from pathlib import PureWindowsPath
 from typing import Any, Literal
 
 from layertap.models.selection.hook_points import ReplyDType
 from layertap.models.selection.poolings import Pool
+from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
 
 Device = str
@@ -119,7 +119,8 @@ class ModelSpec:
     ``source`` is ``KIND:IDENT`` (torchvision:resnet50, timm:vit_small_patch16_224, transformers:PATH,
     python:package.module:factory, python:PATH.py:factory);
     ``args`` are JSON values for the architecture's constructor, by name, such as ``num_classes``;
-    ``weights`` is DEFAULT, a weights enum's name, a path ending in .safetensors or .pth, or random:SEED;
+    ``weights`` is DEFAULT, a weights enum's name, a checkpoint's path, or random:SEED; of a checkpoint those tensors
+    are read that are at ``prefix``, and with ``strict`` the module has to have each, and no other;
     ``required``: a server that was to load it at its start is not ready without it.
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
     a reduced scale before they are resized (``fast``), or JPEGs on the model's GPU (``device``): other numbers, sooner.
@@ -143,6 +144,8 @@ class ModelSpec:
     warm: tuple[WarmSpec, ...] = ()
     decode: Decode = "exact"
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    prefix: str = ""
+    strict: bool = True
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has."""
@@ -162,7 +165,7 @@ class ModelSpec:
     def downloads(self) -> bool:
         """Whether its weights come from the network, the first time."""
         source = SOURCES.get(self.source.partition(":")[0])
-        local = self.weights.startswith("random:") or bool(PureWindowsPath(self.weights).suffix)
+        local = self.weights.startswith("random:") or is_checkpoint(self.weights)
         return source is not None and source.downloads and not local
 
     @property

@@ -12,9 +12,11 @@ from torch import nn
 from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
+from layertap.models.sources.grammar import WeightsSource
 from layertap.models.sources.source_checks import list_classifiers
 from layertap.models.sources.table import parse_source
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.weights.report import LoadReport
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class BuiltModel:
     ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
     gradient. ``preprocess`` is None where images can't be taken. ``prefix_tokens`` counts class and register tokens
     in front of the patch tokens. ``weights`` is a label for people and holds no directory. ``settings`` are those that
-    the module tree may not show, ``text`` is None where text can't be taken.
+    the module tree may not show, ``text`` is None where text can't be taken. ``report`` tells what was taken of a
+    checkpoint.
     """
 
     module: nn.Module
@@ -35,6 +38,7 @@ class BuiltModel:
     weights: str
     settings: str = ""
     text: TextSpec | None = None
+    report: LoadReport | None = None
 
 
 @label_failures("source")
@@ -48,6 +52,11 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     built = _apply_configuration(import_module(source.module).build(ident, spec), spec)
     built.module.cpu().eval().requires_grad_(False)
     return built
+
+
+def get_seed(spec: ModelSpec, weights: WeightsSource) -> int | None:
+    """What a module's construction starts at: tensors that a checkpoint may lack have the same values each time."""
+    return 0 if weights.seed is None and not spec.strict else weights.seed
 
 
 def list_default_architectures() -> list[str]:

@@ -14,7 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from layertap.models.errors import LayertapError, escape
+from layertap.models.errors import LayertapError, LoadError, escape
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.grammar import not_installed_error, parse_device, parse_factory, parse_weights
 from layertap.models.sources.source_checks import AbsentError, CheckContext, is_importable
@@ -45,6 +45,7 @@ def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterat
 def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place, Callable[[], object]]]:
     yield ("source",), partial(_check_source, spec, context)
     yield ("weights",), partial(_check_weights, spec)
+    yield ("prefix",), partial(_check_prefix, spec)
     yield ("device",), partial(_check_device, spec)
     if spec.embedding is not None:
         yield ("embedding",), partial(parse_selector, spec.embedding)
@@ -74,6 +75,11 @@ def _check_weights(spec: ModelSpec) -> None:
     path = parse_weights(spec.weights).path
     if path is not None and not path.exists():
         raise AbsentError(f"there is no file {path}")
+
+
+def _check_prefix(spec: ModelSpec) -> None:
+    if spec.prefix and parse_weights(spec.weights).path is None:
+        raise LoadError("prefix is of names in a checkpoint, and weights is none", hint="leave prefix out")
 
 
 def _check_device(spec: ModelSpec) -> None:

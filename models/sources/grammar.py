@@ -8,9 +8,10 @@ from pathlib import Path, PureWindowsPath
 
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
 
-CHECKPOINTS = (".safetensors", ".pth", ".pt")
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
 CHECKPOINT_HINT = (
-    "give a .safetensors file, or a .pth or .pt file that torch.save(module.state_dict(), …) wrote, or random:SEED"
+    "give a .safetensors file, or a .pth, .pt, .ckpt or .bin file that torch.save(module.state_dict(), …) wrote, "
+    "or random:SEED"
 )
 
 
@@ -35,11 +36,16 @@ def parse_weights(text: str) -> WeightsSource:
     kind, _, rest = text.partition(":")
     if kind == "random":
         return WeightsSource(text, seed=_seed(rest))
-    if Path(text).suffix.lower() in CHECKPOINTS:
+    if is_checkpoint(text):
         return WeightsSource(get_base_name(text), path=Path(text))
     if get_base_name(text) != text:
         raise LoadError(f"weights {escape(get_base_name(text))} are of a kind that is not read", hint=CHECKPOINT_HINT)
     return WeightsSource(text)
+
+
+def is_checkpoint(text: str) -> bool:
+    """Whether weights are written as a file's path."""
+    return not text.startswith("random:") and text.lower().endswith(CHECKPOINTS)
 
 
 def parse_device(name: str) -> tuple[str, int]:

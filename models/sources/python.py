@@ -17,7 +17,7 @@ from torch import nn
 from layertap.models.errors import IN_THE_LOG, LoadError, escape, find_nearest, label_failures, suggest
 from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import describe_arguments, list_parameters, refuse_unknown_arguments
-from layertap.models.sources.build import BuiltModel, wrap_build_errors
+from layertap.models.sources.build import BuiltModel, get_seed, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import is_file, parse_factory, parse_weights, show_factory
 from layertap.models.sources.table import SOURCES
@@ -39,10 +39,9 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     weights = parse_weights(spec.weights)
     if weights.label != "DEFAULT" and weights.seed is None and weights.path is None:
         raise LoadError(f"a python: factory has no weights named {escape(weights.label)}", hint=WEIGHTS_HINT)
-    state = read_checkpoint(weights.path) if weights.path else None
-    module = _call_factory(ident, spec.args, weights.seed)
-    if state is not None:
-        load_state_dict(module, state, weights.label)
+    state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
+    module = _call_factory(ident, spec.args, get_seed(spec, weights))
+    report = None if state is None else load_state_dict(module, state, weights.label, strict=spec.strict)
     return BuiltModel(
         module=module,
         inputs=spec.inputs,
@@ -51,6 +50,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights="as built" if weights.label == "DEFAULT" else weights.label,
         settings=describe_arguments(spec.args),
+        report=report,
     )
 
 

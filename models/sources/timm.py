@@ -14,11 +14,19 @@ from layertap.models.sources.arguments import (
     refuse_reserved_arguments,
     refuse_unknown_arguments,
 )
-from layertap.models.sources.build import FLOAT_BITS, WEIGHTS_HINT, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.sources.build import (
+    FLOAT_BITS,
+    WEIGHTS_HINT,
+    BuiltModel,
+    get_seed,
+    wrap_build_errors,
+    wrap_download_errors,
+)
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.report import LoadReport
 from layertap.models.weights.state_dict import load_state_dict
 
 
@@ -30,7 +38,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     timm = _import_timm()
     _check_name(timm, ident)
     weights = parse_weights(spec.weights)
-    module = _create_module(timm, ident, weights, spec.args)
+    module, report = _create_module(timm, ident, weights, spec)
     sizes = {name: spec.args[name] for name in ("img_size",) if name in spec.args}
     config = timm.data.resolve_data_config(sizes, model=module)
     shape = (spec.args.get("in_chans", CHANNELS), *config["input_size"][1:])
@@ -44,6 +52,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights=tag if weights.label == "DEFAULT" else weights.label,
         settings=describe_arguments(spec.args),
+        report=report,
     )
 
 
@@ -68,21 +77,21 @@ def _check_name(timm: Any, ident: str) -> None:
         raise LoadError(f"timm:{name} has no weights tagged {escape(tag)}", hint=suggest(matches)) from error
 
 
-def _create_module(timm: Any, ident: str, weights: WeightsSource, args: Mapping[str, Any]) -> Any:
-    shown = f"timm:{ident}"
+def _create_module(timm: Any, ident: str, weights: WeightsSource, spec: ModelSpec) -> tuple[Any, LoadReport | None]:
+    shown, args = f"timm:{ident}", spec.args
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = f"type weights: DEFAULT, and a tag after a dot in the source, or {WEIGHTS_HINT}"
         raise LoadError(f"timm weights are not chosen by the name {escape(weights.label)}", hint=hint)
     refuse_reserved_arguments(args, RESERVED, shown)
     if named:
-        return _create_released(timm, ident, args)
-    state = read_checkpoint(weights.path) if weights.path else None
-    with wrap_build_errors(shown), isolate_construction(weights.seed):
+        return _create_released(timm, ident, args), None
+    state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
+    with wrap_build_errors(shown), isolate_construction(get_seed(spec, weights)):
         module = _construct(timm, ident, args)
-    if state is not None:
-        load_state_dict(module, state, weights.label, FLOAT_BITS)
-    return module
+    if state is None:
+        return module, None
+    return module, load_state_dict(module, state, weights.label, FLOAT_BITS, strict=spec.strict)
 
 
 def _create_released(timm: Any, ident: str, args: Mapping[str, Any]) -> Any:

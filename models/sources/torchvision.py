@@ -21,7 +21,7 @@ from layertap.models.sources.arguments import (
     refuse_reserved_arguments,
     refuse_unknown_arguments,
 )
-from layertap.models.sources.build import FLOAT_BITS, BuiltModel, wrap_build_errors, wrap_download_errors
+from layertap.models.sources.build import FLOAT_BITS, BuiltModel, get_seed, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
@@ -42,12 +42,11 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     members = get_model_weights(ident).__members__
     weights = parse_weights(spec.weights)
     released = _find_released(ident, members, weights)
-    state = _read_state(ident, released, weights)
-    with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(weights.seed):
+    state = _read_state(ident, released, weights, spec.prefix)
+    with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(get_seed(spec, weights)):
         module = _construct(ident, _make_options(ident, kind, state, released), spec.args)
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
-    if state is not None:
-        load_state_dict(module, state, label, FLOAT_BITS)
+    report = None if state is None else load_state_dict(module, state, label, FLOAT_BITS, strict=spec.strict)
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
     shape, preset = _fit_image_size(
@@ -61,6 +60,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         prefix_tokens=_prefix_tokens(module),
         weights=label,
         settings=describe_arguments(spec.args),
+        report=report,
     )
 
 
@@ -105,9 +105,9 @@ def _find_released(ident: str, members: Mapping[str, Any], weights: WeightsSourc
     raise LoadError(f"torchvision:{ident} has weights {names}, and none named {escape(name)}", hint=hint)
 
 
-def _read_state(ident: str, released: Any | None, weights: WeightsSource) -> State:
+def _read_state(ident: str, released: Any | None, weights: WeightsSource, prefix: str) -> State:
     if weights.path is not None:
-        state = read_checkpoint(weights.path)
+        state = read_checkpoint(weights.path, prefix)
     elif released is not None:
         # The builders' own download would unpickle whatever lies in torch's cache; this one reads tensors only.
         with wrap_download_errors(weights.label, f"torchvision:{ident}"):
@@ -176,13 +176,20 @@ def _segmentation(state: State, released: Any | None) -> dict[str, Any]:
 
 def _vision_transformer(state: State, released: Any | None) -> dict[str, Any]:
     """The image size that a state dict's positions were made for: a square of patches, and the class token."""
-    if state is None or not {POSITIONS, PATCHES} <= state.keys():
+    shapes = [_find_shape(state or {}, name) for name in (POSITIONS, PATCHES)]
+    if not all(shapes):
         return {}
-    return {"image_size": math.isqrt(state[POSITIONS].shape[1] - 1) * state[PATCHES].shape[-1]}
+    positions, patches = shapes
+    return {"image_size": math.isqrt(positions[1] - 1) * patches[-1]}
 
 
 def _has_prefix(state: State, prefix: str, *, otherwise: bool) -> bool:
-    return otherwise if state is None else any(name.startswith(prefix) for name in state)
+    """Whether names begin so, whatever training has put before them."""
+    return otherwise if state is None else any(f".{prefix}" in f".{name}" for name in state)
+
+
+def _find_shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
+    return next((tuple(value.shape) for each, value in state.items() if f".{each}".endswith(f".{name}")), ())
 
 
 def _prefix_tokens(module: nn.Module) -> int:

@@ -67,7 +67,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
     weights = parse_weights(spec.weights)
-    module = build_module(library, folder, config, weights, shown)
+    module, report = build_module(library, folder, config, weights, spec, shown)
     settings = _describe_settings(config)
     _set_plain_outputs(module)
     tokenizer, text = None, None
@@ -87,6 +87,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
         settings=settings,
         text=text,
+        report=report,
     )
 
 

@@ -14,11 +14,18 @@ from safetensors import safe_open
 from torch import Tensor
 
 from layertap.models.errors import LoadError, escape
-from layertap.models.sources.build import wrap_build_errors
+from layertap.models.sources.build import get_seed, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource
+from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
-from layertap.models.weights.state_dict import format_names, has_same_values, load_state_dict, raise_for_different
+from layertap.models.weights.report import LoadReport
+from layertap.models.weights.state_dict import (
+    format_names,
+    has_same_values,
+    load_state_dict,
+    raise_for_different,
+)
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -27,37 +34,40 @@ WEIGHTS_HINT = "save it with save_pretrained, or give weights: PATH.safetensors 
 FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"
 
 
-def build_module(library: Any, folder: Path, config: Any, weights: WeightsSource, shown: str) -> Any:
+def build_module(
+    library: Any, folder: Path, config: Any, weights: WeightsSource, spec: ModelSpec, shown: str
+) -> tuple[Any, LoadReport | None]:
     """The module of a configuration with the weights of its directory, of a file or of a seed; LoadError."""
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
         raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
     if named:
-        return _load_saved(library, folder, config, shown)
-    state = read_checkpoint(weights.path) if weights.path else None
-    with wrap_build_errors(shown), isolate_construction(weights.seed):
+        return _load_saved(library, folder, config, spec, shown)
+    state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
+    with wrap_build_errors(shown), isolate_construction(get_seed(spec, weights)):
         architecture = _find_architecture(library, config)
         if architecture is not None:
             module = architecture(config)
         else:
             module = library.AutoModel.from_config(config, trust_remote_code=False)
-    if state is not None:
-        load_state_dict(module, state, weights.label, classes="num_labels")
-    return module
+    if state is None:
+        return module, None
+    return module, load_state_dict(module, state, weights.label, classes="num_labels", strict=spec.strict)
 
 
-def _load_saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
+def _load_saved(library: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
     """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
     if not any((folder / name).is_file() for name in FILES):
         raise LoadError(f"{shown} holds no model.safetensors", hint=WEIGHTS_HINT)
     architecture = _find_architecture(library, config) or library.AutoModel
     options = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with wrap_build_errors(shown), isolate_construction(None):
+    with wrap_build_errors(shown), isolate_construction(None if spec.strict else 0):
         module, info = architecture.from_pretrained(str(folder), config=config, **options, **LOCAL)
     tied = _get_tied_weights(module)
+    missing = [name for name in sorted(info["missing_keys"]) if name not in tied]
     wrong = {
-        "missing": [escape(name) for name in sorted(info["missing_keys"]) if name not in tied],
+        "missing": [escape(name) for name in missing if spec.strict],
         "of another shape": [escape(str(entry[0])) for entry in info["mismatched_keys"]],
         "unreadable": [escape(str(entry)) for entry in info["error_msgs"]],
     }
@@ -66,7 +76,7 @@ def _load_saved(library: Any, folder: Path, config: Any, shown: str) -> Any:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {differences}", hint=FIT_HINT)
     _copy_mapped_weights(module)
     raise_for_different(_list_different(module, folder), shown)
-    return module
+    return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
 
 
 def _copy_mapped_weights(module: Any) -> None:

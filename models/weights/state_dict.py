@@ -12,31 +12,39 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layertap.models.errors import LoadError, escape, label_failures
-from layertap.models.weights.checkpoints import PREFIX
 from layertap.models.weights.digest import view_bytes
+from layertap.models.weights.names import StateDict, fit_names
+from layertap.models.weights.report import LoadReport
 
 MAX_SHOWN_NAMES = 3
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
+STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
 
 
 @label_failures("weights")
 def load_state_dict(
-    module: nn.Module, state: Mapping[str, Tensor], label: str, min_bits: int = 0, *, classes: str = "num_classes"
-) -> None:
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    label: str,
+    min_bits: int = 0,
+    *,
+    classes: str = "num_classes",
+    strict: bool = True,
+) -> LoadReport:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
-    Of tensors that share their values one is enough. What the module holds then is compared with what was given.
+    A prefix that stands before the module's names is dropped. Of tensors that share their values one is enough. What
+    the module holds then is compared with what was given. Without ``strict`` names may differ, shapes may not.
     LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``; ``classes``
     is the constructor's argument for how many a head has.
     """
-    state = _add_shared_tensors(module, state)
+    state = _add_shared_tensors(module, fit_names(StateDict.wrap(tensors), module.state_dict().keys()))
     try:
-        _load(module, state)
+        missing, left_over = _load(module, state, strict or state.keys().isdisjoint(module.state_dict()))
     except (RuntimeError, ValueError) as error:
         detail = f"weights {escape(label)} do not fit the architecture: {_describe_differences(module, state)}"
-        count = _find_class_count(module, state)
-        raise LoadError(detail, hint=f"type args: {{{classes}: {count}}}" if count else FIT_HINT) from error
+        raise LoadError(detail, hint=_make_fit_hint(module, state, classes)) from error
     converted = tuple(_list_converting_prefixes(module))
     loaded_tensors = {
         name: value
@@ -53,6 +61,7 @@ def load_state_dict(
             detail = f"the model has one tensor for {escape(name)} and {escape(other)}, {escape(label)} has two"
             raise LoadError(detail, hint=TIE_HINT)
     raise_for_different(different_names, escape(label))
+    return LoadReport(state.key, state.prefix, tuple(missing), tuple(left_over), state.unread)
 
 
 def raise_for_different(names: list[str], shown: str) -> None:
@@ -72,27 +81,20 @@ def _count_bits(value: Tensor) -> float:
     return torch.finfo(value.dtype).bits if value.is_floating_point() else math.inf
 
 
-def _add_shared_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _add_shared_tensors(module: nn.Module, state: StateDict) -> StateDict:
     """A state dict with the names that were left out because another tensor is the same one.
 
     The file says which (as safetensors' ``save_model`` has it), or it is so in the module.
     """
-    tensors, shared_names = module.state_dict(keep_vars=True), getattr(state, "shared_names", {})
+    tensors = module.state_dict(keep_vars=True)
     names = {_get_identity(value): name for name, value in tensors.items() if name in state}
     missing = {}
     for name in tensors.keys() - state.keys():
-        # Names in the file may have a prefix that came off.
-        written = shared_names.get(name) or shared_names.get(PREFIX + name, "").removeprefix(PREFIX)
+        written = state.shared_names.get(name)
         source = written if written in state else names.get(_get_identity(tensors[name]))
         if source is not None:
             missing[name] = state[source]
-    if not missing:
-        return state
-    complete: Any = OrderedDict(state)
-    if hasattr(state, "_metadata"):
-        complete._metadata = state._metadata
-    complete.update(missing)
-    return complete  # type: ignore[no-any-return]
+    return state.add(missing) if missing else state
 
 
 def _get_identity(value: object) -> object:
@@ -118,14 +120,25 @@ def _list_converting_prefixes(module: nn.Module) -> Iterator[str]:
             yield f"{name}." if name else ""
 
 
-def _load(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def _load(module: nn.Module, state: Mapping[str, Tensor], strict: bool) -> tuple[list[str], list[str]]:
+    """Names that are missing, and those that are left over: none with ``strict``."""
     try:
-        module.load_state_dict(state)
+        return module.load_state_dict(state, strict)  # type: ignore[no-any-return]
     except ValueError:
         # torchvision's MNASNet refuses tensors without the version of its class, and safetensors has no place for it.
         versioned: Any = OrderedDict(state)
         versioned._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
-        module.load_state_dict(versioned)
+        return module.load_state_dict(versioned, strict)  # type: ignore[no-any-return]
+
+
+def _make_fit_hint(module: nn.Module, state: Mapping[str, Tensor], classes: str) -> str:
+    count = _find_class_count(module, state)
+    if count:
+        return f"type args: {{{classes}: {count}}}"
+    tensors = module.state_dict()
+    common = tensors.keys() & state.keys()
+    fits = bool(common) and all(tensors[name].shape == state[name].shape for name in common)
+    return f"{FIT_HINT}; {STRICT_HINT}" if fits else FIT_HINT
 
 
 def _find_class_count(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
 from layertap.service.config.checks import check_specs
@@ -85,7 +86,4 @@ def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
     kind, _, ident = spec.source.partition(":")
     if kind in SOURCES and SOURCES[kind].has_path(ident):
         spec = replace(spec, source=f"{kind}:{folder / ident}")  # an absolute one stays as it is
-    if Path(spec.weights).suffix and not spec.weights.startswith("random:") and not Path(spec.weights).is_absolute():
-        weights = folder / spec.weights
-        return replace(spec, weights=str(weights)) if weights.suffix in (".safetensors", ".pth", ".pt") else spec
-    return spec
+    return replace(spec, weights=str(folder / spec.weights)) if is_checkpoint(spec.weights) else spec

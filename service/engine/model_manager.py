@@ -172,6 +172,8 @@ class ModelManager:
     def _load(self, name: str) -> Executor:
         try:
             model = self.registry.load(name)
+            if model.report is not None and (report := model.report.describe()):
+                log.info("a checkpoint was read", extra={"fields": {"model": name, **report}})
             try:
                 return self._create_executor(model)
             except LoadError as error:

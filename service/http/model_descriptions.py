@@ -26,12 +26,14 @@ def describe_model(entry: ModelEntry) -> Json:
     if model is None:
         embedding = {"embedding": spec.embedding} if spec.embedding is not None else {}
         return body | {"device": spec.device, **embedding, "hooks": 0}
+    report = model.report.describe() if model.report else {}
     return body | {
         "device": str(model.device),
         "inputs": [_describe_input(each) for each in model.inputs],
         "preprocess": asdict(model.preprocess) | {"decode": spec.decode} if model.preprocess else None,
         "weights": model.weights,
         "weights_digest": model.digest,
+        **({"checkpoint": report} if report else {}),
         "embedding": model.embedding,
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,

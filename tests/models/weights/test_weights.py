@@ -120,7 +120,7 @@ def test_content_without_named_tensors_is_refused(tmp_path: Path, content: objec
     refused(tmp_path / "x.pth")
 
 
-@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.safetensors", "x.bin", "x"])
+@pytest.mark.parametrize("name", ["x.pth", "x.pt", "x.safetensors", "x.bin", "x.onnx", "x"])
 def test_junk_absence_and_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
     """Bytes that are no checkpoint, a missing file, a directory and an unknown ending each raise LoadError."""
     assert name in refused(tmp_path / name).detail
@@ -242,7 +242,7 @@ def test_origin_of_weights() -> None:
     assert parse_weights("ResNet50_Weights.IMAGENET1K_V2").path is None
 
 
-@pytest.mark.parametrize("text", ["random:", "random:x", "random:-1", "random:1.5", f"random:{2**64}", "some/x.ckpt"])
+@pytest.mark.parametrize("text", ["random:", "random:x", "random:-1", "random:1.5", f"random:{2**64}", "some/x.onnx"])
 def test_origin_refuses(text: str) -> None:
     """A seed that is no whole number in range, and a file of an unknown kind, raise LoadError."""
     with pytest.raises(LoadError) as caught:

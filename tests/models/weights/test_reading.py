@@ -1,0 +1,196 @@
+"""What is read of a checkpoint that holds more than a state dict, what is refused, and what that takes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from layertap.models.errors import LoadError
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.state_dict import load_state_dict
+
+
+def state(value: float = 0.0) -> dict[str, Tensor]:
+    """What fits ``nn.Linear(2, 3)``."""
+    return {"weight": torch.full((3, 2), value), "bias": torch.full((3,), value)}
+
+
+def before(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in tensors.items()}
+
+
+def saved(folder: Path, content: object) -> Path:
+    torch.save(content, folder / "x.pth")
+    return folder / "x.pth"
+
+
+def refusal(act: Callable[[], object]) -> LoadError:
+    with pytest.raises(LoadError) as caught:
+        act()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ({"model": state(), "ema": state(1)}, "ema"),
+        ({"state_dict": state(), "model_ema": state(1)}, "model_ema"),
+        ({"state_dict": state(), "state_dict_ema": state(1)}, "state_dict_ema"),
+        ({"state_dict": state(), "ema_state_dict": state(1)}, "ema_state_dict"),
+        ({"state_dict": state(1), "ema_state_dict": state(), "message_hub": {}}, "state_dict"),
+        ({"model": state(1), "ema": {"decay": 0.9, "shadow_params": [torch.zeros(1)]}}, "model"),
+        ({"model": {"state_dict": state(1)}, "module": 3}, "model.state_dict"),
+        ({"optimizer": {"state": {0: state()}}, "network": state(1)}, "network"),
+    ],
+    ids=str,
+)
+def test_one_of_several_dictionaries(tmp_path: Path, content: object, key: str) -> None:
+    """Averaged weights come first, but for MMEngine's, whose state_dict is the averaged one; the rest is unread."""
+    found = read_checkpoint(saved(tmp_path, content))
+    assert found.key == key
+    assert all(torch.equal(value, torch.ones_like(value)) for value in found.values())
+    assert list(found) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model", "model.a.", "best.", "best.a"])
+def test_prefix_is_of_names_as_they_stand_in_the_file(tmp_path: Path, prefix: str) -> None:
+    """A prefix may name dictionaries, how names begin, or the one and then the other; its last dot is no matter."""
+    content = {"model": before("a.", state(1)), "best": before("a.", state(1)), "ema": before("model.", state())}
+    module = nn.Linear(2, 3)
+    load_state_dict(module, read_checkpoint(saved(tmp_path, content), prefix), "x.pth")
+    assert torch.equal(module.bias, torch.ones(3))
+
+
+def test_prefix_that_nothing_has(tmp_path: Path) -> None:
+    """The refusal says how names begin."""
+    error = refusal(lambda: read_checkpoint(saved(tmp_path, before("net.", state())), "model."))
+    assert "'model.'" in error.detail
+    assert "'net.'" in error.hint
+
+
+def test_tensors_under_unknown_keys(tmp_path: Path) -> None:
+    """The refusal says what to type."""
+    error = refusal(lambda: read_checkpoint(saved(tmp_path, {"encoder": state(), "decoder": state(), "epoch": 1})))
+    assert error.hint == "type prefix: 'encoder.' or 'decoder.'"
+
+
+def test_two_models_in_one(tmp_path: Path) -> None:
+    """Where two prefixes do as well none is chosen; the refusal says what to type."""
+    tensors = before("student.", state()) | before("teacher.", state(1))
+    error = refusal(lambda: load_state_dict(nn.Linear(2, 3), read_checkpoint(saved(tmp_path, tensors)), "x.pth"))
+    assert error.hint == "type prefix: 'student.' or 'teacher.'"
+
+
+def test_names_that_the_model_has_stay(tmp_path: Path) -> None:
+    """A model whose own parts are called model, module or backbone keeps its names."""
+    for name in ("model", "module", "backbone"):
+        module = nn.ModuleDict({name: nn.Linear(2, 3), "other": nn.Linear(1, 1)})
+        tensors = {each: torch.ones_like(value) for each, value in module.state_dict().items()}
+        load_state_dict(module, read_checkpoint(saved(tmp_path, tensors)), "x.pth")
+        assert all(torch.equal(value, torch.ones_like(value)) for value in module.state_dict().values())
+
+
+def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
+    """Strictly, the error has the names on both sides and the line to type; otherwise the report has them."""
+    tensors = {"weight": torch.ones(3, 2), "extra": torch.ones(1)}
+    error = refusal(lambda: load_state_dict(nn.Linear(2, 3), tensors, "x.pth"))
+    assert "missing: 'bias'" in error.detail
+    assert "unexpected: 'extra'" in error.detail
+    assert "type strict: false" in error.hint
+    module = nn.Linear(2, 3)
+    report = load_state_dict(module, tensors, "x.pth", strict=False)
+    assert (report.missing, report.left_over) == (("bias",), ("extra",))
+    assert torch.equal(module.weight, torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("tensors", [{"weight": torch.ones(4, 2)}, {"other": torch.ones(1)}], ids=["shape", "nothing"])
+def test_not_strict_has_its_bounds(tensors: dict[str, Tensor]) -> None:
+    """Another shape is refused, and so is a file of which nothing fits."""
+    refusal(lambda: load_state_dict(nn.Linear(2, 3), tensors, "x.pth", strict=False))
+
+
+def touch(name: str) -> None:
+    Path(name).touch()
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = str(marker)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return touch, (self.marker,)
+
+
+def test_objects_beside_the_tensors_are_not_made(tmp_path: Path) -> None:
+    """What scripts keep beside tensors needs no class of theirs, and code that is there does not run."""
+    marker = tmp_path / "ran"
+    content = {"model": state(1), "args": argparse.Namespace(lr=1), "hook": Trap(marker)}
+    found = read_checkpoint(saved(tmp_path, content))
+    assert (list(found), found.unread) == (["weight", "bias"], ("args", "hook"))
+    assert not marker.exists()
+    torch.load(tmp_path / "x.pth", weights_only=False)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("key", ["", "model"])
+def test_pickled_modules_are_refused_with_what_converts_them(tmp_path: Path, key: str) -> None:
+    """The class is named, nothing runs, and the lines of the hint make a file that is read."""
+    module = nn.Linear(2, 3)
+    path = saved(tmp_path, {key: module, "epoch": 1} if key else module)
+    error = refusal(lambda: read_checkpoint(path))
+    assert "'torch.nn.modules.linear.Linear'" in error.detail
+    lines = error.hint.partition(": ")[2].replace("FILE", str(path)).replace("weights.pth", str(tmp_path / "w.pth"))
+    assert len(lines.split("; ")) == 3
+    subprocess.run([sys.executable, "-c", lines], check=True)
+    assert torch.equal(read_checkpoint(tmp_path / "w.pth")["weight"], module.weight)
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from layertap.models.weights import checkpoints
+module = torch.nn.Linear(2, 3)
+
+def peak():
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1])
+
+before = peak()
+if sys.argv[2] == "whole":
+    kept = torch.load(sys.argv[1], weights_only=True)
+else:
+    from layertap.models.weights.state_dict import load_state_dict
+    load_state_dict(module, checkpoints.read_checkpoint(sys.argv[1]), "x")
+print(peak() - before)
+"""
+OPTIMIZER_MIB = 256
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it tells of peaks")
+def test_an_optimizer_takes_no_memory(tmp_path: Path) -> None:
+    """The peak of resident memory does not grow by an optimizer in the file; where all is read it does."""
+    moments = {number: {"exp_avg": torch.ones(OPTIMIZER_MIB * 2**20 // 16)} for number in range(4)}
+    path = saved(tmp_path, {"state_dict": state(1), "optimizer": {"state": moments}})
+    grown = {
+        how: int(subprocess.check_output([sys.executable, "-c", PEAK, str(path), how])) / 1024
+        for how in ("tensors", "whole")
+    }
+    assert grown["whole"] > OPTIMIZER_MIB * 0.9
+    assert grown["tensors"] < OPTIMIZER_MIB / 8
+
+
+def test_metadata_of_safetensors_is_no_tensor(tmp_path: Path) -> None:
+    """What a library writes beside tensors is left alone."""
+    save_file(before("_orig_mod.", state(1)), tmp_path / "x.safetensors", {"format": "pt"})
+    found = read_checkpoint(tmp_path / "x.safetensors")
+    assert (list(found), found.prefix) == (["bias", "weight"], "_orig_mod.")

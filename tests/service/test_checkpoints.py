@@ -1,0 +1,78 @@
+"""Checkpoints of every kind that people have, served over HTTP and compared with plain torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from layertap.service.config.configuration import read_configuration
+from tests.models.weights import plain_weights
+from tests.oracle import record
+from tests.server import Live
+from tests.service.checkpoint_files import KINDS, Written, write
+from tests.service.conftest import Serve
+from tests.service.support import Json, arrays_of, npy, raw
+
+NAMES = {kind: f"m{number}" for number, kind in enumerate(KINDS)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
+    """All checkpoints, beside a configuration."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {kind: write(kind, folder / name) for kind, name in NAMES.items()}
+
+
+@pytest.fixture(scope="module")
+def live(serve: Serve, written: dict[str, Written], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """One server with a model for each checkpoint, configured by a file as an operator would."""
+    folder = tmp_path_factory.getbasetemp() / "checkpoints0"
+    entries = []
+    for kind, name in NAMES.items():
+        fields = dict(written[kind].fields)
+        fields["weights"] = f"{name}/{fields['weights']}"
+        entries.append({"name": name, "device": "cpu", "load": "lazy", **fields})
+    (folder / "models.json").write_text(json.dumps({"models": entries}))
+    configuration = read_configuration(folder / "models.json", before_loading=True)
+    with serve(configuration, max_loaded_models=len(entries)) as live:
+        yield live
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_served_equals_offline(live: Live, written: dict[str, Written], kind: str) -> None:
+    """A layer and the output are those of hooks on the model that the file was made from; so is the weights' digest."""
+    module, layer, name = written[kind].module, written[kind].layer, NAMES[kind]
+    row = np.random.default_rng(0).standard_normal((3, 64, 64), np.float32)
+    expected = record(module, torch.from_numpy(row)[None])
+    reply = live.client.post(
+        "/extract", **raw(npy(row), "application/x-npy", model=name, layers=f"{layer},.", format="npz")
+    )
+    served = arrays_of(reply)
+    for key in (layer, "."):
+        np.testing.assert_allclose(served[key], expected[key, 0, (), "output"].numpy(), rtol=1e-4, atol=1e-5)
+    digest = live.client.get(f"/models/{name}").json()["weights_digest"]
+    assert digest == plain_weights.digest(plain_weights.tensors(module))
+
+
+def test_what_was_taken_is_told(live: Live) -> None:
+    """The model's description says which dictionary was read, what came off names, what is missing and left over."""
+
+    def describe(kind: str) -> Json:
+        response = live.client.post(f"/models/{NAMES[kind]}/load")
+        assert response.status_code == 200, response.text
+        found: Json = response.json().get("checkpoint", {})
+        return found
+
+    assert describe("plain.safetensors") == {}
+    averaged = describe("torchvision's references")
+    assert (averaged["key"], averaged["prefix"]) == ("model_ema", "module.module.")
+    assert averaged["unread"]["names"] == ["model", "args", "n_averaged"]
+    assert describe("MMPretrain")["prefix"] == "backbone. and head."
+    assert describe("Lightning, model.")["unread"]["names"][-1] == "criterion.weight"
+    lost = describe("without a head, not strict")
+    assert lost["missing"] == {"count": 2, "names": ["classifier.1.weight", "classifier.1.bias"]}
+    assert describe("with more, not strict")["left_over"] == {"count": 1, "names": ["projector.weight"]}
