@@ -165,8 +165,13 @@ class ModelSpec:
     def downloads(self) -> bool:
         """Whether its weights come from the network, the first time."""
         source = SOURCES.get(self.source.partition(":")[0])
-        local = self.weights.startswith("random:") or is_checkpoint(self.weights)
+        local = self.weights.startswith("random:") or is_checkpoint(self.weights) or self._has_path
         return source is not None and source.downloads and not local
+
+    @property
+    def _has_path(self) -> bool:
+        kind, _, ident = self.source.partition(":")
+        return kind in SOURCES and SOURCES[kind].has_path(ident)
 
     @property
     def shown_source(self) -> str:

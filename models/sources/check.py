@@ -79,7 +79,7 @@ def _check_weights(spec: ModelSpec) -> None:
 
 def _check_prefix(spec: ModelSpec) -> None:
     if spec.prefix and parse_weights(spec.weights).path is None:
-        raise LoadError("prefix is of names in a checkpoint, and weights is none", hint="leave prefix out")
+        raise LoadError("prefix is of names in a checkpoint, and weights names none", hint="leave prefix out")
 
 
 def _check_device(spec: ModelSpec) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path, PureWindowsPath
 
 from layertap.models.errors import LoadError, escape, find_nearest, label_failures, suggest
 
-CHECKPOINTS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar")
+CHECKPOINTS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".index.json", "/")
 CHECKPOINT_HINT = (
     "give a .safetensors file, or a .pth, .pt, .ckpt or .bin file that torch.save(module.state_dict(), …) wrote, "
-    "or random:SEED"
+    "an index of shards, FOLDER/, or random:SEED"
 )
 
 
@@ -44,7 +44,7 @@ def parse_weights(text: str) -> WeightsSource:
 
 
 def is_checkpoint(text: str) -> bool:
-    """Whether weights are written as a file's path."""
+    """Whether weights are written as a path: of a file, an index of shards, or a folder, with a slash at its end."""
     return not text.startswith("random:") and text.lower().endswith(CHECKPOINTS)
 
 
@@ -68,6 +68,16 @@ def parse_factory(ident: str) -> tuple[str, str]:
 def is_file(name: str) -> bool:
     """Whether a factory's module is written as the path of a file."""
     return PureWindowsPath(name).suffix == ".py" and PureWindowsPath(name).stem.isidentifier()
+
+
+def is_folder(ident: str) -> bool:
+    """Whether an architecture is written as the path of a folder: with a slash."""
+    return "/" in ident
+
+
+def show_folder(ident: str) -> str:
+    """An architecture as anyone may see it: of a folder its name."""
+    return get_base_name(ident) if is_folder(ident) else ident
 
 
 def show_factory(ident: str) -> str:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from layertap.models.errors import LoadError, escape
-from layertap.models.sources.grammar import is_file, parse_factory, unknown_name_error
+from layertap.models.sources.grammar import is_file, is_folder, parse_factory, unknown_name_error
 
 MIN_ARCHITECTURES = 10  # a library whose files name fewer has them elsewhere
 NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
@@ -82,14 +82,17 @@ def check_torchvision_architecture(ident: str, context: CheckContext) -> None:
 
 
 def check_timm_architecture(ident: str, context: CheckContext) -> None:
-    """LoadError where timm has no architecture of that name, a tag aside."""
+    """LoadError where timm has no architecture of that name, a tag aside; AbsentError where there is no such folder."""
+    if is_folder(ident):
+        check_directory(ident, context)
+        return
     names = frozenset[str]() if context.registers else list_architectures("timm")
     if names and ident.partition(".")[0] not in names:
         raise unknown_name_error("timm", ident, sorted(names))
 
 
 def check_directory(ident: str, context: CheckContext) -> None:
-    """AbsentError where there is no directory that transformers has written."""
+    """AbsentError where there is no directory as the hub lays it out."""
     if not (Path(ident) / "config.json").is_file():
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
-from layertap.models.sources.grammar import get_base_name, is_file, show_factory
+from layertap.models.sources.grammar import get_base_name, is_file, is_folder, show_factory, show_folder
 from layertap.models.sources.source_checks import (
     CheckContext,
     check_directory,
@@ -64,7 +64,13 @@ SOURCES: dict[str, ModelSource] = {
         "torchvision:ARCH", "layertap.models.sources.torchvision", check_torchvision_architecture, downloads=True
     ),
     "timm": ModelSource(
-        "timm:ARCH", "layertap.models.sources.timm", check_timm_architecture, extra="timm", downloads=True
+        "timm:ARCH",
+        "layertap.models.sources.timm",
+        check_timm_architecture,
+        extra="timm",
+        has_path=is_folder,
+        show=show_folder,
+        downloads=True,
     ),
     "transformers": ModelSource(
         "transformers:PATH",

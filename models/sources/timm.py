@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
@@ -23,7 +26,14 @@ from layertap.models.sources.build import (
     wrap_download_errors,
 )
 from layertap.models.sources.construction import isolate_construction
-from layertap.models.sources.grammar import WeightsSource, not_installed_error, parse_weights, unknown_name_error
+from layertap.models.sources.grammar import (
+    WeightsSource,
+    is_folder,
+    not_installed_error,
+    parse_weights,
+    show_folder,
+    unknown_name_error,
+)
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
 from layertap.models.weights.report import LoadReport
@@ -33,27 +43,60 @@ from layertap.models.weights.state_dict import load_state_dict
 def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """The timm model ``ARCH`` or ``ARCH.TAG``; DEFAULT is timm's own weights of that tag, or of its first.
 
-    Raises LoadError where timm is not installed, does not know the name, or its weights can't be had.
+    A folder as timm's ``save_for_hf`` writes it, with its config.json, is built as that says; DEFAULT is its weights.
+    Raises LoadError where timm is not installed, does not know the name, or the weights can't be had.
     """
     timm = _import_timm()
-    _check_name(timm, ident)
     weights = parse_weights(spec.weights)
+    saved = _read_folder(timm, Path(ident)) if is_folder(ident) else None
+    if saved is None:
+        _check_name(timm, ident)
+    elif weights.label == "DEFAULT":
+        weights = replace(weights, label="as saved", path=Path(ident))
     module, report = _create_module(timm, ident, weights, spec)
-    sizes = {name: spec.args[name] for name in ("img_size",) if name in spec.args}
-    config = timm.data.resolve_data_config(sizes, model=module)
-    shape = (spec.args.get("in_chans", CHANNELS), *config["input_size"][1:])
+    args = {**saved.args, **spec.args} if saved else spec.args
+    config = timm.data.resolve_data_config(_get_size(args), model=module)
+    shape = (args.get("in_chans", CHANNELS), *config["input_size"][1:])
     name = next(iter(inspect.signature(module.forward).parameters))
     tag = module.pretrained_cfg.get("tag") or "pretrained"
     return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
         preprocess=from_timm(config) if shape[0] == CHANNELS else None,
-        architecture=f"timm:{ident}",
+        architecture=f"timm:{saved.architecture if saved else ident}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights=tag if weights.label == "DEFAULT" else weights.label,
-        settings=describe_arguments(spec.args),
+        settings=describe_arguments(args),
         report=report,
     )
+
+
+@dataclass(frozen=True)
+class _SavedConfig:
+    """What a folder's config.json says of the module: its architecture, and its constructor's arguments."""
+
+    architecture: str
+    args: dict[str, Any]
+
+
+def _read_folder(timm: Any, folder: Path) -> _SavedConfig:
+    """LoadError where there is no config.json of timm's, or of an architecture that it does not have."""
+    shown = escape(f"timm:{folder.name}")
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        architecture, args = config.get("architecture"), dict(config.get("model_args") or {})
+        preset = config.get("pretrained_cfg") or config
+        classes = config.get("num_classes", preset.get("num_classes"))
+    except FileNotFoundError as error:
+        raise LoadError(f"there is no directory with a config.json for {shown}", hint=FOLDER_HINT) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LoadError(f"config.json of {shown} can't be read", hint=FOLDER_HINT) from error
+    if not isinstance(architecture, str):
+        other = f"type transformers:{folder.name}" if "model_type" in config else FOLDER_HINT
+        raise LoadError(f"config.json of {shown} names no architecture of timm", hint=other)
+    if not timm.is_model(architecture):
+        raise unknown_name_error("timm", architecture, timm.list_models())
+    return _SavedConfig(architecture, args if classes is None else {"num_classes": classes, **args})
 
 
 def _import_timm() -> Any:
@@ -77,8 +120,16 @@ def _check_name(timm: Any, ident: str) -> None:
         raise LoadError(f"timm:{name} has no weights tagged {escape(tag)}", hint=suggest(matches)) from error
 
 
+def _get_size(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The size of pictures that a module is constructed for, where its arguments say it, as timm's data module asks."""
+    size = args.get("img_size")
+    if isinstance(size, (list, tuple)):
+        return {"input_size": (args.get("in_chans", CHANNELS), *size)}
+    return {} if size is None else {"img_size": size}
+
+
 def _create_module(timm: Any, ident: str, weights: WeightsSource, spec: ModelSpec) -> tuple[Any, LoadReport | None]:
-    shown, args = f"timm:{ident}", spec.args
+    shown, args = f"timm:{show_folder(ident)}", spec.args
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = f"type weights: DEFAULT, and a tag after a dot in the source, or {WEIGHTS_HINT}"
@@ -107,15 +158,18 @@ def _create_released(timm: Any, ident: str, args: Mapping[str, Any]) -> Any:
 
 
 def _construct(timm: Any, ident: str, args: Mapping[str, Any], *, pretrained: bool = False) -> Any:
+    name = f"local-dir:{ident}" if is_folder(ident) else ident
     try:
-        return timm.create_model(ident, pretrained=pretrained, **args)
+        return timm.create_model(name, pretrained=pretrained, **args)
     except TypeError:
         if args:
-            plain = timm.create_model(ident, pretrained=False)
-            refuse_unknown_arguments(args, [*list_parameters(type(plain)), *OF_BUILDER], f"timm:{ident}")
+            plain = timm.create_model(name, pretrained=False)
+            known = [*list_parameters(type(plain)), *OF_BUILDER]
+            refuse_unknown_arguments(args, known, f"timm:{show_folder(ident)}")
         raise
 
 
+FOLDER_HINT = "type timm:FOLDER/ of what timm's save_for_hf wrote; a relative one is beside the configuration"
 CHANNELS = 3  # of a picture
 OF_BUILDER = ("features_only", "out_indices")  # what timm takes for every architecture
 WEIGHTS_ARGUMENT = "type weights: beside args:"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from layertap.models.errors import LoadError, escape
@@ -19,6 +17,7 @@ from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource
 from layertap.models.spec import ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.folders import FILES, find_weights
 from layertap.models.weights.report import LoadReport
 from layertap.models.weights.state_dict import (
     format_names,
@@ -28,9 +27,8 @@ from layertap.models.weights.state_dict import (
 )
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
-FILES = ("model.safetensors", "model.safetensors.index.json")
+SAFETENSORS = FILES[:2]
 FLOAT_BYTES = 4
-WEIGHTS_HINT = "save it with save_pretrained, or give weights: PATH.safetensors or random:SEED"
 FIT_HINT = "save the whole model with save_pretrained, or name the saved class in architectures of config.json"
 
 
@@ -58,12 +56,14 @@ def build_module(
 
 def _load_saved(library: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
     """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
-    if not any((folder / name).is_file() for name in FILES):
-        raise LoadError(f"{shown} holds no model.safetensors", hint=WEIGHTS_HINT)
+    file = find_weights(folder)
+    # What torch.save wrote is read here: the library is given tensors, and no pickle.
+    state = None if file.name in SAFETENSORS else read_checkpoint(file)
+    place = str(folder) if state is None else None
     architecture = _find_architecture(library, config) or library.AutoModel
     options = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with wrap_build_errors(shown), isolate_construction(None if spec.strict else 0):
-        module, info = architecture.from_pretrained(str(folder), config=config, **options, **LOCAL)
+        module, info = architecture.from_pretrained(place, config=config, state_dict=state, **options, **LOCAL)
     tied = _get_tied_weights(module)
     missing = [name for name in sorted(info["missing_keys"]) if name not in tied]
     wrong = {
@@ -75,7 +75,7 @@ def _load_saved(library: Any, folder: Path, config: Any, spec: ModelSpec, shown:
     if differences:
         raise LoadError(f"the weights of {shown} do not fit its config.json: {differences}", hint=FIT_HINT)
     _copy_mapped_weights(module)
-    raise_for_different(_list_different(module, folder), shown)
+    raise_for_different(_list_different(module, state or read_checkpoint(file)), shown)
     return module, LoadReport(missing=tuple(missing), left_over=tuple(sorted(info["unexpected_keys"])))
 
 
@@ -85,7 +85,7 @@ def _copy_mapped_weights(module: Any) -> None:
         value.data = value.data.clone()
 
 
-def _list_different(module: Any, folder: Path) -> list[str]:
+def _list_different(module: Any, tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of the directory's tensors whose values the module does not hold, as far as they are its own.
 
     They are compared as the module would be saved: some models merge, split or rename what is in the file.
@@ -95,7 +95,7 @@ def _list_different(module: Any, folder: Path) -> list[str]:
         state = importlib.import_module("transformers.core_model_loading").revert_weight_conversion(module, state)
     prefix, tied = f"{module.base_model_prefix}.", _get_tied_weights(module)
     wrong = []
-    for key, given in _read_tensors(folder):
+    for key, given in tensors.items():
         # A head's file may be read for its base, and the base's for its head.
         name = next((each for each in (key, prefix + key, key.removeprefix(prefix)) if each in state), None)
         if name is not None and name not in tied and not _is_unchanged(state[name], given, module.config.dtype):
@@ -107,14 +107,6 @@ def _is_unchanged(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> boo
     """Whether a tensor has a file's values, rounded no further than to its model's dtype."""
     rounded = held.is_floating_point() and held.dtype.itemsize < FLOAT_BYTES and held.dtype != dtype
     return not held.is_meta and not rounded and has_same_values(held, given)
-
-
-def _read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    whole, index = (folder / name for name in FILES)
-    names = {whole.name} if whole.is_file() else set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    for name in sorted(names):
-        with safe_open(folder / name, framework="pt") as file:
-            yield from ((key, file.get_tensor(key)) for key in file.keys())  # noqa: SIM118 - it is no dictionary
 
 
 def _find_architecture(library: Any, config: Any) -> Any | None:

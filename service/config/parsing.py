@@ -85,5 +85,10 @@ def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with relative paths of its source and weights taken from the file's folder."""
     kind, _, ident = spec.source.partition(":")
     if kind in SOURCES and SOURCES[kind].has_path(ident):
-        spec = replace(spec, source=f"{kind}:{folder / ident}")  # an absolute one stays as it is
-    return replace(spec, weights=str(folder / spec.weights)) if is_checkpoint(spec.weights) else spec
+        spec = replace(spec, source=f"{kind}:{_resolve(ident, folder)}")
+    return replace(spec, weights=_resolve(spec.weights, folder)) if is_checkpoint(spec.weights) else spec
+
+
+def _resolve(path: str, folder: Path) -> str:
+    """A path from a folder, unless it is absolute; a slash at its end stays."""
+    return f"{(folder / path).absolute()}{'/' if path.endswith('/') else ''}"

@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import timm
 import torch
+from huggingface_hub import save_torch_model
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torchvision.models import get_model
 
+from tests import transformers_nets
 from tests.oracle import seeded
 
+HERE = "HERE/"  # the folder of the checkpoint
 State = Mapping[str, Tensor]
 SQUEEZENET = {"source": "torchvision:squeezenet1_1", "args": {"num_classes": 5}}
 TIMM = {"source": "timm:test_resnet", "args": {"num_classes": 5}}
@@ -28,11 +31,11 @@ OWN = {"source": "python:tests.nets:Chain", "inputs": [{"name": "image", "shape"
 
 @dataclass(frozen=True)
 class Written:
-    """The fields that serve a checkpoint, the model that it was made from, and a layer to compare."""
+    """The fields that serve a checkpoint, the model that it was made from, and layers to compare."""
 
     fields: dict[str, Any]
     module: nn.Module
-    layer: str
+    layers: tuple[str, str]
 
 
 def squeezenet(seed: int = 0) -> nn.Module:
@@ -128,6 +131,12 @@ def parted(state: State, head: str) -> dict[str, Tensor]:
     return {f"head.{name}" if name.startswith(head) else f"backbone.{name}": value for name, value in state.items()}
 
 
+def vit(seed: int = 0) -> nn.Module:
+    """A small architecture of transformers with three classes."""
+    module: nn.Module = transformers_nets.net("vit", seed)
+    return module
+
+
 Write = Callable[[Path, nn.Module], Mapping[str, Any]]  # what is served beside a source
 
 
@@ -136,37 +145,37 @@ def _saved(name: str, make: Callable[[nn.Module], object], **options: Any) -> Wr
 
     def write(folder: Path, module: nn.Module) -> Mapping[str, Any]:
         torch.save(make(module), folder / name, **options)
-        return {"weights": name}
+        return {"weights": f"{HERE}{name}"}
 
     return write
 
 
 def _plain_safetensors(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     save_file(module.state_dict(), folder / "plain.safetensors")
-    return {"weights": "plain.safetensors"}
+    return {"weights": f"{HERE}plain.safetensors"}
 
 
 def _saved_model(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     save_model(nn.ModuleDict({"module": module}), str(folder / "parallel.safetensors"))
-    return {"weights": "parallel.safetensors"}
+    return {"weights": f"{HERE}parallel.safetensors"}
 
 
 def _own_prefix(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     state = before("student.", module.state_dict()) | before("teacher.", squeezenet(9).state_dict())
     torch.save({"model": state}, folder / "teacher.pth")
-    return {"weights": "teacher.pth", "prefix": "student."}
+    return {"weights": f"{HERE}teacher.pth", "prefix": "student."}
 
 
 def _own_keys(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     run = {"generation": {"best": before("core.", module.state_dict()), "last": squeezenet(9).state_dict()}}
     torch.save(run, folder / "run.pth")
-    return {"weights": "run.pth", "prefix": "generation.best.core."}
+    return {"weights": f"{HERE}run.pth", "prefix": "generation.best.core."}
 
 
 def _half(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     module.half().float()
     torch.save(copy.deepcopy(module).half().state_dict(), folder / "half.pth")
-    return {"weights": "half.pth"}
+    return {"weights": f"{HERE}half.pth"}
 
 
 def _averaged(module: nn.Module) -> object:
@@ -182,7 +191,7 @@ def _lost_head(folder: Path, module: nn.Module) -> Mapping[str, Any]:
     torch.manual_seed(0)
     drawn = get_model("squeezenet1_1", num_classes=5)
     module.classifier.load_state_dict(drawn.classifier.state_dict())  # type: ignore[union-attr, operator]
-    return {"weights": "b.pth", "strict": False}
+    return {"weights": f"{HERE}b.pth", "strict": False}
 
 
 def _left_over(module: nn.Module) -> object:
@@ -193,21 +202,23 @@ def _not_strict(write: Write) -> Write:
     return lambda folder, module: {**write(folder, module), "strict": False}
 
 
-NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "torchvision": (squeezenet, SQUEEZENET, "features.12"),
-    "timm": (small_resnet, TIMM, "layer4"),
+NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str]]] = {
+    "torchvision": (squeezenet, SQUEEZENET, ("features.12", ".")),
+    "timm": (small_resnet, TIMM, ("layer4", ".")),
+    "timm folder": (small_resnet, {}, ("layer4", ".")),
+    "transformers": (vit, {"source": ""}, ("vit.layernorm", "classifier")),
 }
 KINDS: dict[str, tuple[str, Write]] = {
     "plain.safetensors": ("torchvision", _plain_safetensors),
     "plain.pth": ("torchvision", _saved("plain.pth", nn.Module.state_dict)),
     "plain.pt of torch 1.5": (
-        "torchvision",
+        "timm",
         _saved("old.pt", nn.Module.state_dict, _use_new_zipfile_serialization=False),
     ),
-    "pytorch_model.bin": ("torchvision", _saved("pytorch_model.bin", nn.Module.state_dict)),
-    "half precision": ("torchvision", _half),
+    "pytorch_model.bin": ("timm", _saved("pytorch_model.bin", nn.Module.state_dict)),
+    "half precision": ("timm", _half),
     "state_dict, .pth.tar": (
-        "torchvision",
+        "timm",
         _saved("best.pth.tar", lambda module: {"state_dict": nn.DataParallel(module).state_dict(), "epoch": 1}),
     ),
     "model": (
@@ -215,7 +226,7 @@ KINDS: dict[str, tuple[str, Write]] = {
         _saved("model.pth", lambda module: {"model": module.state_dict(), "optimizer": train(module)}),
     ),
     "model_state_dict": (
-        "torchvision",
+        "timm",
         _saved(
             "tutorial.pt",
             lambda module: {
@@ -231,7 +242,7 @@ KINDS: dict[str, tuple[str, Write]] = {
         _saved("ema.pth", lambda module: {"ema": module.state_dict(), "model": squeezenet(9).state_dict()}),
     ),
     "ema with updates": (
-        "torchvision",
+        "timm",
         _saved("nested.pth", lambda module: {"ema": {"module": module.state_dict(), "updates": 7}, "last_epoch": 2}),
     ),
     "ema_state_dict": (
@@ -242,7 +253,7 @@ KINDS: dict[str, tuple[str, Write]] = {
     ),
     "torchvision's references": ("torchvision", _saved("checkpoint.pth", _averaged)),
     "timm's train.py": ("timm", _saved("model_best.pth.tar", lambda module: timm_trainer(small_resnet(9), module))),
-    "torch.compile": ("torchvision", _saved("c.pth", lambda module: before("_orig_mod.", module.state_dict()))),
+    "torch.compile": ("timm", _saved("c.pth", lambda module: before("_orig_mod.", module.state_dict()))),
     "torch.compile in DataParallel": (
         "timm",
         _saved("d.pth", lambda module: {"model": before("module._orig_mod.", module.state_dict())}),
@@ -274,10 +285,83 @@ KINDS: dict[str, tuple[str, Write]] = {
 }
 
 
+def _sharded(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+    """As accelerate's save_model and huggingface_hub lay out a large model."""
+    save_torch_model(module, folder, max_shard_size="200KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return {"weights": f"{HERE}model.safetensors.index.json"}
+
+
+def _sharded_pickles(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+    """As accelerate and transformers wrote large models before safetensors."""
+    save_torch_model(module, folder, max_shard_size="200KB", safe_serialization=False)
+    return {"weights": HERE}
+
+
+def _accelerate(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+    """A folder as accelerate's save_state writes it."""
+    save_file(module.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    torch.save(train(module), folder / "optimizer.bin")
+    torch.save({"step": 3}, folder / "scheduler.bin")
+    (folder / "random_states_0.pkl").write_bytes(b"code")
+    return {"weights": HERE}
+
+
+def _timm_folder(*, safe: bool) -> Write:
+    def write(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+        timm.models.save_for_hf(module, str(folder), safe_serialization=safe)
+        return {"source": f"timm:{HERE}"}
+
+    return write
+
+
+def _transformers_folder(**options: Any) -> Write:
+    def write(folder: Path, module: Any) -> Mapping[str, Any]:
+        module.save_pretrained(folder, **options)
+        return {"source": f"transformers:{HERE}"}
+
+    return write
+
+
+def _transformers_pickle(folder: Path, module: Any) -> Mapping[str, Any]:
+    """A folder of the time before safetensors."""
+    module.config.architectures = [type(module).__name__]
+    module.config.save_pretrained(folder)
+    torch.save(module.state_dict(), folder / "pytorch_model.bin")
+    return {"source": f"transformers:{HERE}"}
+
+
+def _transformers_lightning(folder: Path, module: Any) -> Mapping[str, Any]:
+    """A checkpoint of a LightningModule around a model whose config.json lies beside it."""
+    module.config.architectures = [type(module).__name__]
+    module.config.save_pretrained(folder)
+    torch.save(lightning(before("model.", module.state_dict())), folder / "last.ckpt")
+    return {"source": f"transformers:{HERE}", "weights": f"{HERE}last.ckpt"}
+
+
+FOLDERS: dict[str, tuple[str, Write]] = {
+    "sharded safetensors": ("timm", _sharded),
+    "sharded pytorch_model.bin": ("timm", _sharded_pickles),
+    "accelerate's save_state": ("torchvision", _accelerate),
+    "timm's save_for_hf": ("timm folder", _timm_folder(safe=True)),
+    "timm's save_for_hf as a pickle": ("timm folder", _timm_folder(safe=False)),
+    "save_pretrained": ("transformers", _transformers_folder()),
+    "save_pretrained in shards": ("transformers", _transformers_folder(max_shard_size="20KB")),
+    "transformers' pytorch_model.bin": ("transformers", _transformers_pickle),
+    "Lightning around transformers": ("transformers", _transformers_lightning),
+}
+KINDS |= FOLDERS
+
+
 def write(kind: str, folder: Path) -> Written:
     """One kind of checkpoint in a folder of its own."""
     net, make = KINDS[kind]
-    build, fields, layer = NETS[net]
+    build, fields, layers = NETS[net]
     module = build()
     folder.mkdir(parents=True)
-    return Written({**fields, **make(folder, module)}, module.eval(), layer)
+    entry = {**fields, **make(folder, module)}
+    moved = {
+        each: value.replace(HERE, f"{folder.name}/") if isinstance(value, str) else value
+        for each, value in entry.items()
+    }
+    return Written(moved, module.eval(), layers)

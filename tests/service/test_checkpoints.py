@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from layertap.service.config.configuration import read_configuration
 from tests.models.weights import plain_weights
@@ -33,9 +34,7 @@ def live(serve: Serve, written: dict[str, Written], tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.getbasetemp() / "checkpoints0"
     entries = []
     for kind, name in NAMES.items():
-        fields = dict(written[kind].fields)
-        fields["weights"] = f"{name}/{fields['weights']}"
-        entries.append({"name": name, "device": "cpu", "load": "lazy", **fields})
+        entries.append({"name": name, "device": "cpu", "load": "lazy", **written[kind].fields})
     (folder / "models.json").write_text(json.dumps({"models": entries}))
     configuration = read_configuration(folder / "models.json", before_loading=True)
     with serve(configuration, max_loaded_models=len(entries)) as live:
@@ -44,15 +43,16 @@ def live(serve: Serve, written: dict[str, Written], tmp_path_factory: pytest.Tem
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_served_equals_offline(live: Live, written: dict[str, Written], kind: str) -> None:
-    """A layer and the output are those of hooks on the model that the file was made from; so is the weights' digest."""
-    module, layer, name = written[kind].module, written[kind].layer, NAMES[kind]
-    row = np.random.default_rng(0).standard_normal((3, 64, 64), np.float32)
+    """A layer and the result are those of hooks on the model that the file was made from; so is the weights' digest."""
+    module, layers, name = written[kind].module, written[kind].layers, NAMES[kind]
+    side = 32 if isinstance(module, PreTrainedModel) else 64
+    row = np.random.default_rng(0).standard_normal((3, side, side), np.float32)
     expected = record(module, torch.from_numpy(row)[None])
     reply = live.client.post(
-        "/extract", **raw(npy(row), "application/x-npy", model=name, layers=f"{layer},.", format="npz")
+        "/extract", **raw(npy(row), "application/x-npy", model=name, layers=",".join(layers), format="npz")
     )
     served = arrays_of(reply)
-    for key in (layer, "."):
+    for key in layers:
         np.testing.assert_allclose(served[key], expected[key, 0, (), "output"].numpy(), rtol=1e-4, atol=1e-5)
     digest = live.client.get(f"/models/{name}").json()["weights_digest"]
     assert digest == plain_weights.digest(plain_weights.tensors(module))
