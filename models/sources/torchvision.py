@@ -44,7 +44,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     released = _find_released(ident, members, weights)
     state = _read_state(ident, released, weights, spec.prefix)
     with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(get_seed(spec, weights)):
-        module = _construct(ident, _make_options(ident, kind, state, released), spec.args)
+        module = construct(ident, state, spec.args, released)
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
     report = None if state is None else load_state_dict(module, state, label, FLOAT_BITS, strict=spec.strict)
     entry = released or members["DEFAULT"]
@@ -66,13 +66,13 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
 
 def list_classifiers() -> list[str]:
     """Architectures for image classification, sorted; those made for quantisation left out."""
-    return [name for name in _list_offered() if _get_preset_name(name) == "ImageClassification"]
+    return [name for name in list_offered() if _get_preset_name(name) == "ImageClassification"]
 
 
 def _find_kind(ident: str) -> str:
     """The class name of the architecture's preset, which says what it takes."""
     if ident not in list_models():
-        raise unknown_name_error("torchvision", ident, _list_offered())
+        raise unknown_name_error("torchvision", ident, list_offered())
     if ident.startswith(QUANTIZED):
         hint = f"type torchvision:{ident.removeprefix(QUANTIZED)}"
         raise LoadError(f"torchvision:{ident} is not offered: it is made for int8 arithmetic", hint=hint)
@@ -82,7 +82,8 @@ def _find_kind(ident: str) -> str:
     return kind
 
 
-def _list_offered() -> list[str]:
+def list_offered() -> list[str]:
+    """All architectures that can be served, sorted."""
     return [name for name in list_models() if not name.startswith(QUANTIZED) and _get_preset_name(name) in SHAPES]
 
 
@@ -138,9 +139,12 @@ def _make_options(ident: str, kind: str, state: State, released: Any | None) -> 
     return options(state, released) if options else {}
 
 
-def _construct(ident: str, options: Mapping[str, Any], args: Mapping[str, Any]) -> nn.Module:
-    """The architecture with the caller's arguments; LoadError for one that it does not take, or would ignore."""
-    shown = f"torchvision:{ident}"
+def construct(ident: str, state: State, args: Mapping[str, Any], released: Any | None = None) -> nn.Module:
+    """The architecture as a state dict has it, with the caller's arguments.
+
+    LoadError for an argument that it does not take, or would ignore.
+    """
+    shown, options = f"torchvision:{ident}", _make_options(ident, _find_kind(ident), state, released)
     refuse_reserved_arguments(args, RESERVED, shown)
     try:
         module = get_model(ident, weights=None, **{**options, **args})

@@ -1,0 +1,193 @@
+"""Architectures of torchvision and timm that a checkpoint fits, by names and shapes; no values are in memory."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from layertap.models.errors import LoadError, escape
+from layertap.models.sources import torchvision
+from layertap.models.weights.names import StateDict, fit_names
+
+MAX_DIFFERENT = 6  # parameters of other shapes: those of heads, the first convolution, positions
+Shapes = Mapping[str, tuple[int, ...]]
+Build = Callable[[Mapping[str, Any]], nn.Module]  # with a constructor's arguments
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A source whose tensors have the names and shapes of a checkpoint's, with these arguments.
+
+    ``prefix`` is what comes off names. ``has_weights``: it is the folder that the checkpoint is in, and needs no
+    ``weights``.
+    """
+
+    source: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    has_weights: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """The fields of a configuration."""
+        return {"source": self.source} | ({"args": dict(self.args)} if self.args else {})
+
+    def __str__(self) -> str:
+        return f"{self.source} with {json.dumps(self.args)}" if self.args else self.source
+
+
+class _DifferentError(Exception):
+    """A module that is being constructed is another one than is looked for."""
+
+
+def find_fits(path: Path, state: StateDict) -> list[Fit]:
+    """What a folder's config.json says, else all architectures that fit; those that a file's name has in it come first.
+
+    LoadError where there are none, and a checkpoint has what would fit under several prefixes.
+    """
+    if (path / "config.json").is_file():
+        try:
+            config = json.loads((path / "config.json").read_text("utf-8"))
+        except ValueError as error:
+            raise LoadError(f"config.json of {escape(path.name)} can't be read") from error
+        source = f"timm:{path}/" if "architecture" in config else f"transformers:{path}"
+        return [Fit(source, has_weights=True)]
+    fits, refusal = list[Fit](), None
+    for source, build in _list_architectures(state):
+        try:
+            fit = find_fit(source, build, state)
+        except LoadError as error:
+            refusal = error
+        else:
+            fits += [fit] if fit is not None else []
+    if not fits and refusal is not None:
+        raise refusal
+    return sorted(fits, key=lambda fit: _rank(fit, path))
+
+
+def _rank(fit: Fit, path: Path) -> int:
+    """Names that stand in a file's name, or the other way round, come first; all others stay as they are."""
+    name, stem = fit.source.partition(":")[2], path.name.partition(".")[0]
+    return -min(len(name), len(stem)) if name in stem or stem in name else 0
+
+
+def _list_architectures(state: StateDict) -> Iterator[tuple[str, Build]]:
+    """Everything that may fit, by its source; timm's only where timm is installed."""
+    for name in torchvision.list_offered():
+        yield f"torchvision:{name}", partial(torchvision.construct, name, state)
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError:
+        return
+    for name in timm.list_models():
+        yield f"timm:{name}", partial(_construct_timm, timm, name)
+
+
+def _construct_timm(timm: Any, name: str, args: Mapping[str, Any]) -> nn.Module:
+    return timm.create_model(name, pretrained=False, **args)  # type: ignore[no-any-return]
+
+
+def find_fit(source: str, build: Build, state: StateDict) -> Fit | None:
+    """The architecture with the arguments with which it fits; None where there are none."""
+    module = _build(build, {}, state)
+    if module is None:
+        return None
+    fitted, wanted = fit_names(state, module.state_dict()), _list_shapes(module.state_dict())
+    given = _list_shapes(fitted)
+    if given == wanted:
+        return Fit(source, prefix=fitted.prefix)
+    args = _guess_arguments(wanted, given)
+    changed = _build(build, args, state) if args else None
+    if changed is None or _list_shapes(changed.state_dict()) != _list_shapes(fit_names(state, changed.state_dict())):
+        return None
+    return Fit(source, args, fitted.prefix)
+
+
+def _build(build: Build, args: Mapping[str, Any], state: StateDict) -> nn.Module | None:
+    """A module without values; None for one that shows itself another before it is whole, or takes no such argument."""
+    with warnings.catch_warnings(action="ignore"), _stop_at_difference(state):
+        try:
+            with torch.device("meta"):
+                return build(args)
+        except NotImplementedError:  # it looks at values while it is constructed
+            try:
+                return build(args)
+            except _DifferentError:
+                return None
+        except Exception:  # of a third party's constructor, or ours: it does not fit
+            return None
+
+
+@contextmanager
+def _stop_at_difference(state: StateDict) -> Iterator[None]:
+    """Have the construction of a module end once several parameters have shapes that a checkpoint has not."""
+    shapes = {tuple(value.shape) for value in state.values()}
+    different = 0
+
+    def check(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        nonlocal different
+        different += value is not None and tuple(value.shape) not in shapes
+        if different > MAX_DIFFERENT:
+            raise _DifferentError
+
+    handle = register_module_parameter_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _list_shapes(tensors: Mapping[str, Any]) -> Shapes:
+    """Of tensors, not of what a module may keep beside them."""
+    return {name: tuple(value.shape) for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def _guess_arguments(wanted: Shapes, given: Shapes) -> dict[str, Any]:
+    """Arguments that may make up for what differs: classes, channels, the size of pictures; nothing where none does."""
+    if wanted.keys() > given.keys():
+        return {"num_classes": 0}
+    if wanted.keys() != given.keys():
+        return {}
+    args: dict[str, Any] = {}
+    for name, shape in given.items():
+        for argument, guess in GUESSES.items():
+            if shape != wanted[name] and (value := guess(wanted[name], shape, given)) is not None:
+                args[argument] = value
+                break
+    return args
+
+
+def _guess_classes(wanted: tuple[int, ...], given: tuple[int, ...], shapes: Shapes) -> int | None:
+    return given[0] if given and wanted[1:] == given[1:] else None
+
+
+def _guess_channels(wanted: tuple[int, ...], given: tuple[int, ...], shapes: Shapes) -> int | None:
+    return given[1] if len(given) == 4 and wanted[:1] + wanted[2:] == given[:1] + given[2:] else None
+
+
+def _guess_side(wanted: tuple[int, ...], given: tuple[int, ...], shapes: Shapes) -> int | None:
+    """Of square pictures, from positions of patches and of a few tokens before them."""
+    patches = shapes.get(PATCHES)
+    if patches is None or len(given) != 3 or (wanted[0], wanted[2]) != (given[0], given[2]):
+        return None
+    tokens = given[1] - (wanted[1] - math.isqrt(wanted[1]) ** 2)
+    return math.isqrt(tokens) * patches[-1] if tokens > 0 and math.isqrt(tokens) ** 2 == tokens else None
+
+
+PATCHES = "patch_embed.proj.weight"
+GUESSES: dict[str, Callable[[tuple[int, ...], tuple[int, ...], Shapes], int | None]] = {
+    "num_classes": _guess_classes,
+    "in_chans": _guess_channels,
+    "img_size": _guess_side,
+}

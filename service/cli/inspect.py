@@ -1,0 +1,82 @@
+"""``layertap inspect``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from layertap.service.cli.console import show_status, stderr, stdout
+from layertap.service.logs import escape_unprintable
+
+if TYPE_CHECKING:
+    from layertap.models.sources.architectures import Fit
+    from layertap.models.weights.names import StateDict
+
+MAX_SHOWN = 8
+OWN = {"source": "python:PATH.py:FACTORY", "inputs": [{"name": "x", "shape": [3, 224, 224]}]}
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, an index of shards, or a folder.", exists=True)],
+    prefix: Annotated[str, typer.Option(help="Of names in the checkpoint: what to look at.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the configuration alone, as JSON.")] = False,
+) -> None:
+    """Show what is in a checkpoint, which architectures fit it, and the configuration that serves it.
+
+    No code of the checkpoint is run. What is printed is a configuration, with the rest as comments. The exit status is
+    1 where no architecture fits: the lines are then for a factory of your own.
+    """
+    with show_status(f"looking for architectures that fit {path.name}"):
+        from layertap.models.sources.architectures import find_fits
+        from layertap.models.weights.checkpoints import read_checkpoint
+
+        state = read_checkpoint(path, prefix)
+        fits = find_fits(path, state)
+    document = {"models": [_make_entry(path, prefix, fits)]}
+    if as_json:
+        _print(json.dumps(document, indent=2))
+    else:
+        _print(*(f"# {escape_unprintable(line)}" for line in _describe(path, state, fits)))
+        _print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
+    if not fits:
+        stderr.print("no architecture of torchvision or timm fits: name a factory of your own")
+        raise typer.Exit(1)
+
+
+def _make_entry(path: Path, prefix: str, fits: Sequence[Fit]) -> dict[str, Any]:
+    """What serves the checkpoint, from a configuration in the working directory."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.name.partition(".")[0]).strip("-._")[:100]
+    entry: dict[str, Any] = {"name": name or "model", **(fits[0].describe() if fits else OWN)}
+    if not fits or not fits[0].has_weights:
+        entry["weights"] = f"{path}/" if path.is_dir() else str(path)
+    return entry | ({"prefix": prefix} if prefix else {})
+
+
+def _describe(path: Path, state: StateDict, fits: Sequence[Fit]) -> Iterator[str]:
+    dtypes = Counter(str(value.dtype).removeprefix("torch.") for value in state.values())
+    counts = ", ".join(f"{count} of {dtype}" for dtype, count in dtypes.most_common())
+    yield f"{path.name}: {len(state)} tensors, {sum(value.numel() for value in state.values()):,} values ({counts})"
+    prefix = fits[0].prefix if fits else state.prefix
+    facts = {"read": state.key, "taken off names": prefix, "not read": _join(state.unread)}
+    yield from (f"{name}: {value}" for name, value in facts.items() if value)
+    what = "config.json says" if fits and fits[0].has_weights else "fits"
+    yield f"{what}: {_join([str(fit) for fit in fits]) or 'nothing that is known'}"
+    if len(fits) > 1:
+        yield "the first of these is configured; others may compute or preprocess otherwise: choose what was trained"
+
+
+def _join(names: Sequence[str]) -> str:
+    more = len(names) - MAX_SHOWN
+    return ", ".join(names[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _print(*lines: str) -> None:
+    for line in lines:
+        stdout.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
