@@ -71,8 +71,8 @@ def is_file(name: str) -> bool:
 
 
 def is_folder(ident: str) -> bool:
-    """Whether an architecture is written as the path of a folder: with a slash."""
-    return "/" in ident
+    """Whether an architecture is written as the path of a folder: with a slash at its end."""
+    return ident.endswith("/")
 
 
 def show_folder(ident: str) -> str:

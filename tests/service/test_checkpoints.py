@@ -37,7 +37,7 @@ def live(serve: Serve, written: dict[str, Written], tmp_path_factory: pytest.Tem
         entries.append({"name": name, "device": "cpu", "load": "lazy", **written[kind].fields})
     (folder / "models.json").write_text(json.dumps({"models": entries}))
     configuration = read_configuration(folder / "models.json", before_loading=True)
-    with serve(configuration, max_loaded_models=len(entries)) as live:
+    with serve(configuration, max_loaded_models=len(entries), deadline_s=100) as live:
         yield live
 
 
