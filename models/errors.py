@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, Self
 
-Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "warm", "lost", "other"]
+Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "other"]
 
 MAX_COMPARED = 200  # characters: comparing takes time by their square
 IN_THE_LOG = "the server's log has the traceback"

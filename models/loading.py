@@ -21,9 +21,11 @@ from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.processor import describe_speed
 from layertap.models.devices.threads import count_cores, use_threads
 from layertap.models.errors import InputError, LoadError, RequestError, label_failures
+from layertap.models.gradients.resolve_objective import count_classes
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs, survey_configured
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
@@ -101,6 +103,7 @@ def load_model(
             _run_once(module, inputs, device)
     catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
     embedding = _find_embedding(spec, catalogs.configured)
+    labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
         replicas=_create_replicas(module, inputs, device, replicas if device.type == "cpu" else streams),
@@ -114,6 +117,7 @@ def load_model(
         catalogs=catalogs,
         embedding_selector=embedding,
         report=built.report,
+        labels=labels,
     )
 
 

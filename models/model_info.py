@@ -12,6 +12,7 @@ from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.plan_benchmark import PlanBenchmark
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
+from layertap.models.labels import Labels
 from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, Shapes
 from layertap.models.weights.report import LoadReport
@@ -25,7 +26,8 @@ class ModelInfo:
     surveys use on a CPU. ``embedding_selector`` is what a request without layers means, with its pool; None where there
     is no such tensor. ``compiled`` tells of each warm plan that graphs answer, and has None for those that run
     with hooks; ``benchmarks`` what was measured of each, None where there are no graphs. ``report`` tells what was
-    taken of a checkpoint, None where there is none.
+    taken of a checkpoint, None where there is none. ``labels`` has a name for each class of the model's scores, None
+    where nobody has named them.
     """
 
     spec: ModelSpec
@@ -41,6 +43,7 @@ class ModelInfo:
     compiled: tuple[CompiledPlan | None, ...] = ()
     benchmarks: tuple[PlanBenchmark | None, ...] = ()
     report: LoadReport | None = None
+    labels: Labels | None = None
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -124,9 +124,10 @@ class ModelSpec:
     ``required``: a server that was to load it at its start is not ready without it.
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
     a reduced scale before they are resized (``fast``), or JPEGs on the model's GPU (``device``): other numbers, sooner.
-    ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one switch
-    for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions' weights,
-    and so of what they compute with.
+    ``labels`` are the names of all classes in their order, or the path of a file with them; None: those that the source
+    knows. ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one
+    switch for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions'
+    weights, and so of what they compute with.
     """
 
     name: str
@@ -146,6 +147,7 @@ class ModelSpec:
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefix: str = ""
     strict: bool = True
+    labels: tuple[str, ...] | str | None = None
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has."""

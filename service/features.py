@@ -25,7 +25,7 @@ class Receipt:
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
-    gradient, the class of each row whose score was its highest, where the objective is of that.
+    gradient, the class of each row whose score was its highest, where the objective is of that, ``labels`` their names.
     ``rows_per_forward`` is there where rows of the model affect each other.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
@@ -47,6 +47,7 @@ class Receipt:
     resumed: str = ""
     forward: str = ""
     classes: tuple[int, ...] | None = None
+    labels: tuple[str, ...] | None = None
     rows_per_forward: int | None = None
     preprocessed: Preprocessed = ""
 
@@ -65,6 +66,7 @@ OMITTED: dict[str, object] = {
     "resumed": "",
     "forward": "",
     "classes": None,
+    "labels": None,
     "rows_per_forward": None,
     "preprocessed": "",
 }

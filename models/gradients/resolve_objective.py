@@ -25,6 +25,14 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
     return ResolvedObjective(target.point, target.tensor, objective)
 
 
+def count_classes(catalog: Catalog) -> int | None:
+    """How many classes the model's output has scores of, for each row, token or pixel; None where it has none."""
+    leaf = _choose_output(catalog, of_classes=True)
+    if leaf is None or leaf.row_axis is None or not leaf.layout or "C" not in leaf.layout:
+        return None
+    return leaf.shape[leaf.layout.index("C")]
+
+
 def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, catalog: Catalog) -> None:
     """SelectorError where there is no gradient at a point: no objective, or none that depends on it row by row."""
     if objective is None:
@@ -55,14 +63,16 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
                 f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"
             )
         return floating[0]
-    whole = catalog.layers["."]
-    of_classes = OBJECTIVES[objective.kind].of_classes
-    outputs = [leaf for leaf in whole.calls[0].output.tensors if leaf.is_floating]
-    if not outputs:
+    leaf = _choose_output(catalog, OBJECTIVES[objective.kind].of_classes)
+    if leaf is None:
         raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
-    # Logits by name, then by shape, then the first.
-    leaf = min(outputs, key=lambda leaf: (leaf.path != ("logits",), of_classes and not _is_scores(leaf)))
-    return SelectorMatch("", HookPoint(".", 0, leaf.path, "output"), leaf, whole.type)
+    return SelectorMatch("", HookPoint(".", 0, leaf.path, "output"), leaf, catalog.layers["."].type)
+
+
+def _choose_output(catalog: Catalog, of_classes: bool) -> TensorInfo | None:
+    """Of the model's floating outputs logits by name, then by shape, then the first; None where there are none."""
+    outputs = [leaf for leaf in catalog.layers["."].calls[0].output.tensors if leaf.is_floating]
+    return min(outputs, key=lambda leaf: (leaf.path != ("logits",), of_classes and not _is_scores(leaf)), default=None)
 
 
 def _is_scores(leaf: TensorInfo) -> bool:

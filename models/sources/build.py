@@ -12,6 +12,7 @@ from torch import nn
 from layertap.models.errors import LoadError, escape, label_failures
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
+from layertap.models.labels import Labels
 from layertap.models.sources.grammar import WeightsSource
 from layertap.models.sources.source_checks import list_classifiers
 from layertap.models.sources.table import parse_source
@@ -27,7 +28,7 @@ class BuiltModel:
     gradient. ``preprocess`` is None where images can't be taken. ``prefix_tokens`` counts class and register tokens
     in front of the patch tokens. ``weights`` is a label for people and holds no directory. ``settings`` are those that
     the module tree may not show, ``text`` is None where text can't be taken. ``report`` tells what was taken of a
-    checkpoint.
+    checkpoint. ``labels`` are what the source knows of the classes, for as many as the module may not have.
     """
 
     module: nn.Module
@@ -39,6 +40,7 @@ class BuiltModel:
     settings: str = ""
     text: TextSpec | None = None
     report: LoadReport | None = None
+    labels: Labels | None = None
 
 
 @label_failures("source")

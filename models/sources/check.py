@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from layertap.models.errors import LayertapError, LoadError, escape
+from layertap.models.labels import read_labels
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.grammar import not_installed_error, parse_device, parse_factory, parse_weights
 from layertap.models.sources.source_checks import AbsentError, CheckContext, is_importable
@@ -47,6 +48,8 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
     yield ("weights",), partial(_check_weights, spec)
     yield ("prefix",), partial(_check_prefix, spec)
     yield ("device",), partial(_check_device, spec)
+    if spec.labels is not None:
+        yield ("labels",), partial(read_labels, spec.labels)
     if spec.embedding is not None:
         yield ("embedding",), partial(parse_selector, spec.embedding)
     for number, warm in enumerate(spec.warm):

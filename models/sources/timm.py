@@ -11,6 +11,7 @@ from typing import Any
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.inputs.preprocess import from_timm
+from layertap.models.labels import Labels
 from layertap.models.sources.arguments import (
     describe_arguments,
     list_parameters,
@@ -68,6 +69,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         weights=tag if weights.label == "DEFAULT" else weights.label,
         settings=describe_arguments(args),
         report=report,
+        labels=_find_labels(timm, module, released=saved is None and spec.weights == "DEFAULT"),
     )
 
 
@@ -97,6 +99,19 @@ def _read_folder(timm: Any, folder: Path) -> _SavedConfig:
     if not timm.is_model(architecture):
         raise unknown_name_error("timm", architecture, timm.list_models())
     return _SavedConfig(architecture, args if classes is None else {"num_classes": classes, **args})
+
+
+def _find_labels(timm: Any, module: Any, *, released: bool) -> Labels | None:
+    """The classes that a folder's config.json names, or of timm's own weights those of their ImageNet."""
+    config = module.pretrained_cfg
+    names, subset = config.get("label_names"), timm.data.infer_imagenet_subset(config)
+    if isinstance(names, (list, tuple)):
+        shown = config.get("label_descriptions") or {}
+        return Labels(tuple(str(shown.get(name, name)) for name in names), "config.json")
+    if released and subset is not None:
+        info = timm.data.ImageNetInfo(subset)
+        return Labels(tuple(map(info.index_to_description, range(info.num_classes()))), "weights")
+    return None
 
 
 def _import_timm() -> Any:

@@ -15,6 +15,7 @@ from torchvision.models.video import MViT
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
 from layertap.models.inputs.preprocess import from_torchvision
+from layertap.models.labels import Labels
 from layertap.models.sources.arguments import (
     describe_arguments,
     list_parameters,
@@ -61,6 +62,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         weights=label,
         settings=describe_arguments(spec.args),
         report=report,
+        labels=Labels(tuple(released.meta.get("categories", ())), "weights") if released is not None else None,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from layertap.models.errors import LoadError, escape
+from layertap.models.labels import Labels
 from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import refuse_reserved_arguments, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
@@ -88,7 +89,14 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         settings=settings,
         text=text,
         report=report,
+        labels=_find_labels(config),
     )
+
+
+def _find_labels(config: Any) -> Labels | None:
+    """The classes that config.json names; None where the library only numbers them."""
+    names = [str(name) for _, name in sorted((config.id2label or {}).items())]
+    return None if names == [f"LABEL_{number}" for number in range(len(names))] else Labels(tuple(names), "config.json")
 
 
 def _import_library() -> Any:

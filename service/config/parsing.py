@@ -82,10 +82,12 @@ def _parse_entry(entry: object, refused: set[object]) -> ModelSpec | None:
 
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The spec with relative paths of its source and weights taken from the file's folder."""
+    """The spec with relative paths of its source, weights and labels taken from the file's folder."""
     kind, _, ident = spec.source.partition(":")
     if kind in SOURCES and SOURCES[kind].has_path(ident):
         spec = replace(spec, source=f"{kind}:{_resolve(ident, folder)}")
+    if isinstance(spec.labels, str):
+        spec = replace(spec, labels=_resolve(spec.labels, folder))
     return replace(spec, weights=_resolve(spec.weights, folder)) if is_checkpoint(spec.weights) else spec
 
 

@@ -59,6 +59,7 @@ def make_job(
         mask=text.mask if text else None,
         single_forward=together,
         preprocessed=planned.preprocessed,
+        labels=worker.model.labels,
         encoded=encoded,
     )
 

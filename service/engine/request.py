@@ -13,6 +13,7 @@ from torch import Tensor
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import Fault
+from layertap.models.labels import Labels
 from layertap.models.selection.hook_points import Embedding, Explanation, Intervention, Objective, Selector
 from layertap.models.spec import Preprocessed
 from layertap.service.engine.batch import QueuedRequest
@@ -91,7 +92,7 @@ class Job:
 
     ``spec`` is what its forwards are to give, ``queued`` what the batcher sees of it. ``fingerprints`` holds that of
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
-    each other, and are one batch. ``preprocessed`` tells by whom its rows were.
+    each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
 
     Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
@@ -108,6 +109,7 @@ class Job:
     mask: str | None = None
     single_forward: bool = False
     preprocessed: Preprocessed = ""
+    labels: Labels | None = None
     encoded: tuple[ImageItem, ...] = ()
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from layertap.models.capture import batch_slices
 from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
 from layertap.models.selection.plan import Result
 from layertap.models.selection.statistics import list_columns
@@ -53,6 +54,7 @@ def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
 
 def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
     point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
+    classes = classes if point.site in GRADIENTS else None
     return Receipt(
         layer=point.layer,
         call=point.call,
@@ -70,7 +72,8 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         how="unfused" if point.site == "attention_grad" else leaf.source,
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",
-        classes=classes if point.site in GRADIENTS else None,
+        classes=classes,
+        labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,
     )

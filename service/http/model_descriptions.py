@@ -35,6 +35,7 @@ def describe_model(entry: ModelEntry) -> Json:
         "weights_digest": model.digest,
         **({"checkpoint": report} if report else {}),
         "embedding": model.embedding,
+        "labels": model.labels.describe() if model.labels is not None else None,
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
         **_describe_text(model.text),

@@ -66,6 +66,7 @@ def test_shown(live: Live) -> None:
         "weights": WEIGHTS.name,
         "weights_digest": body["weights_digest"],
         "embedding": "pool",
+        "labels": None,
         "layers": 22,
         "hooks": 0,
     }

@@ -1,0 +1,85 @@
+"""Names of a model's classes, as a configuration gives them; needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.sources.source_checks import AbsentError
+
+FORMS_HINT = 'give a .txt file with a name a line, or a .json file with ["cat", …] or {"0": "cat", …}'
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The names of all classes in their order, and where they come from: a word for people, never a directory."""
+
+    names: tuple[str, ...]
+    origin: str
+
+    def describe(self) -> dict[str, object]:
+        """Plain data for JSON: how many there are, and where from."""
+        return {"count": len(self.names), "from": self.origin}
+
+
+def name_classes(labels: Labels | None, classes: tuple[int, ...]) -> tuple[str, ...] | None:
+    """The names of classes; None where they have none."""
+    return tuple(labels.names[number] for number in classes) if labels is not None else None
+
+
+@label_failures("labels")
+def read_labels(configured: tuple[str, ...] | str) -> Labels:
+    """What a configuration's ``labels`` means: the names themselves, or the path of a file.
+
+    AbsentError where there is no such file; LoadError where it holds no names, or there are none.
+    """
+    if isinstance(configured, str):
+        path = Path(configured)
+        labels = Labels(_read_file(path), path.name)
+    else:
+        labels = Labels(configured, "configuration")
+    if not labels.names:
+        raise LoadError("labels names no class", hint="leave it out, or name each class")
+    return labels
+
+
+def choose_labels(configured: tuple[str, ...] | str | None, known: Labels | None, classes: int | None) -> Labels | None:
+    """What is configured, which must name each of a model's classes, else what is known of its weights where that does.
+
+    ``classes`` is None where the model's output has none. LoadError where what is configured does not fit.
+    """
+    if configured is None:
+        return known if known is not None and len(known.names) == classes else None
+    labels = read_labels(configured)
+    if len(labels.names) != classes:
+        has = f"has {classes} classes" if classes is not None else "gives no scores of classes"
+        refusal = LoadError(f"labels has {len(labels.names)} names, and the model {has}", hint="name each class once")
+        refusal.kind = "labels"
+        raise refusal
+    return labels
+
+
+def _read_file(path: Path) -> tuple[str, ...]:
+    shown = escape(path.name)
+    if path.suffix not in (".txt", ".json"):
+        raise LoadError(f"labels {shown} are of a kind that is not read", hint=FORMS_HINT)
+    if not path.is_file():
+        raise AbsentError(f"there is no file {shown} of labels", hint="a relative path is beside the configuration")
+    try:
+        text = path.read_text("utf-8-sig")
+        names = text.splitlines() if path.suffix == ".txt" else _list_names(json.loads(text))
+    except (OSError, ValueError, KeyError) as error:
+        raise LoadError(f"labels can't be read from {shown}", hint=FORMS_HINT) from error
+    return tuple(names)
+
+
+def _list_names(value: object) -> list[str]:
+    """The names of a list, or of a mapping from each class's number; ValueError, KeyError where it is neither."""
+    if isinstance(value, Mapping):
+        value = [value[str(number)] for number in range(len(value))]
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ValueError("these are no names")
+    return value
