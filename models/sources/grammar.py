@@ -11,7 +11,7 @@ from layertap.models.errors import LoadError, escape, find_nearest, label_failur
 CHECKPOINTS = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".tar", ".index.json", "/")
 CHECKPOINT_HINT = (
     "give a .safetensors file, or a .pth, .pt, .ckpt or .bin file that torch.save(module.state_dict(), …) wrote, "
-    "an index of shards, FOLDER/, or random:SEED"
+    "an index of shards, a folder with a slash at its end, or random:SEED"
 )
 
 

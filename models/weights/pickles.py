@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -11,21 +12,22 @@ from zipfile import is_zipfile
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-DICTIONARIES = ("Dict", "dict")  # how names of classes end whose objects are filled like dictionaries
-LISTS = ("collections.deque",)
+Container = Callable[[], object]
 _lock = Lock()  # what torch takes for safe is so for the whole process
 
 
 class Placeholder:
-    """Stands for an object of a class that is not read; ``pickled_name`` is the class's, and its contents are gone."""
+    """Stands for an object of a class that is not read; ``pickled_name`` is the class's, and its contents are gone.
+
+    ``container`` makes what stands for it in place of this, where it is filled like a dictionary or a list.
+    """
 
     pickled_name = ""
+    container: Container | None = None
 
     def __new__(cls, *args: object) -> Any:
-        """An empty object, or what an object of such a name is filled like."""
-        if cls.pickled_name.endswith(DICTIONARIES):
-            return OrderedDict()
-        return [] if cls.pickled_name in LISTS else super().__new__(cls)
+        """An empty object, whatever the class would be called with."""
+        return super().__new__(cls) if cls.container is None else cls.container()
 
     def __init__(self, *args: object) -> None:
         """Take whatever the class would be called with."""
@@ -43,7 +45,29 @@ def read_pickle(path: Path) -> object:
     if not is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=True)
     with _lock:
-        # No class or function that the file names is looked up: each is one of these, which does nothing.
         names = get_unsafe_globals_in_checkpoint(path)
-        with safe_globals([(type("Placeholder", (Placeholder,), {"pickled_name": name}), name) for name in names]):
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        containers: dict[str, Container] = {}
+        while True:
+            try:
+                return _load(path, names, containers)
+            except Exception as error:
+                # A subclass of dict or list shows itself when it is filled, which torch does to no other object.
+                message = str(error)
+                name = next((each for each in names if f"<class '{each}'>" in message), None)
+                if name is None or name in containers:
+                    raise
+                containers[name] = list if "lists" in message else OrderedDict
+
+
+def _load(path: Path, names: list[str], containers: Mapping[str, Container]) -> object:
+    """No class or function that the file names is looked up: each is a placeholder, which does nothing."""
+    placeholders: list[Any] = [(_make_placeholder(name, containers.get(name)), name) for name in names]
+    with safe_globals(placeholders):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+def _make_placeholder(name: str, container: Container | None) -> type[Placeholder]:
+    """A placeholder that errors call by the class's own name."""
+    module, _, last = name.rpartition(".")
+    fields = {"pickled_name": name, "container": staticmethod(container) if container else None}
+    return type(last, (Placeholder,), {"__module__": module, "__qualname__": last, **fields})

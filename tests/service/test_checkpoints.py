@@ -58,8 +58,11 @@ def test_served_equals_offline(live: Live, written: dict[str, Written], kind: st
     assert digest == plain_weights.digest(plain_weights.tensors(module))
 
 
-def test_what_was_taken_is_told(live: Live) -> None:
-    """The model's description says which dictionary was read, what came off names, what is missing and left over."""
+def test_what_was_taken_is_told(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """The model's description says which dictionary was read, what came off names, what is missing and left over.
+
+    The log says the same when the model is loaded.
+    """
 
     def describe(kind: str) -> Json:
         response = live.client.post(f"/models/{NAMES[kind]}/load")
@@ -73,6 +76,11 @@ def test_what_was_taken_is_told(live: Live) -> None:
     assert averaged["unread"]["names"] == ["model", "args", "n_averaged"]
     assert describe("MMPretrain")["prefix"] == "backbone. and head."
     assert describe("Lightning, model.")["unread"]["names"][-1] == "criterion.weight"
-    lost = describe("without a head, not strict")
+    name = NAMES["without a head, not strict"]
+    assert live.client.post(f"/models/{name}/unload").status_code == 200
+    with caplog.at_level("INFO", "layertap"):
+        lost = describe("without a head, not strict")
+    told = [record.__dict__["fields"] for record in caplog.records if record.message == "a checkpoint was read"]
+    assert told == [{"model": name, **lost}]
     assert lost["missing"] == {"count": 2, "names": ["classifier.1.weight", "classifier.1.bias"]}
     assert describe("with more, not strict")["left_over"] == {"count": 1, "names": ["projector.weight"]}

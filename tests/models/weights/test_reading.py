@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import enum
+import functools
 import subprocess
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -121,6 +127,10 @@ def touch(name: str) -> None:
     Path(name).touch()
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
 class Trap:
     """Touches a file when it is unpickled."""
 
@@ -129,6 +139,41 @@ class Trap:
 
     def __reduce__(self) -> tuple[object, ...]:
         return touch, (self.marker,)
+
+
+class Settings(dict[str, object]):
+    """A dictionary with a class of its own, and attributes, as configurations are."""
+
+    def __init__(self, **values: object) -> None:
+        super().__init__(values)
+        self.frozen = True
+
+
+class History(list[object]):
+    """A list with a class of its own."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(lr=1, path=Path("x"), nested=argparse.Namespace(a=np.float64(1))),
+        Settings(lr=0.1, nested=Settings(a=History([Settings()]))),
+        History([1, Settings(a=1)]),
+        defaultdict(list, {"a": [1]}),
+        deque([1, 2]),
+        {"rng": np.random.default_rng(0).bit_generator.state, "array": np.arange(3), "dtype": np.dtype("float32")},
+        {torch.device("cpu"): torch.float16, "size": torch.Size([1]), "date": date(2024, 1, 1), "set": {1}},
+        [nn.Linear(1, 1), functools.partial(int, base=2), Color.RED, Decimal("1.5"), complex(1, 2), b"bytes", slice(1)],
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_object_may_stand_beside_the_tensors(tmp_path: Path, value: object) -> None:
+    """Whatever scripts keep there, the tensors are read."""
+    assert list(read_checkpoint(saved(tmp_path, {"config": value, "model": state(), "more": value}))) == [
+        "weight",
+        "bias",
+    ]
 
 
 def test_objects_beside_the_tensors_are_not_made(tmp_path: Path) -> None:
