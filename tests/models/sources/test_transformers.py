@@ -521,14 +521,14 @@ def test_class_of_a_directory(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No directory, nothing but pickled weights, an unknown name for weights, no library: each says what to do."""
+    """No directory, no weights in it, an unknown name for weights, no library: each says what to do."""
     folder = tmp_path / "net"
-    module = saved("bert", folder)
+    saved("bert", folder)
     assert "no directory" in refused(tmp_path / "nowhere")
     assert "random:SEED" in refused(folder, weights="IMAGENET1K_V1")
     assert "'file.pth'" in refused(folder, weights=str(tmp_path / "file.pth"))
     (folder / "model.safetensors").unlink()
-    torch.save(module.state_dict(), folder / "pytorch_model.bin")
+    torch.save({"step": 3}, folder / "optimizer.bin")
     assert "no model.safetensors" in refused(folder)
     (folder / "model.safetensors").write_bytes(b"nonsense")
     assert "could not be built" in refused(folder)
