@@ -10,6 +10,7 @@ from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.service.engine import array_rows, picture_rows, text_rows
+from layertap.service.engine.pixel_rows import fit_pixels, is_pixels
 from layertap.service.engine.rows import Attempt, Items, Rows
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem, TokensItem
@@ -24,6 +25,8 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     """
     if isinstance(item, ImageItem):
         return [{inputs.specs[0].name: picture_rows.decode_picture(item, inputs, settings)}]
+    if is_pixels(item, inputs):
+        return [fit_pixels(item, inputs, settings)]
     if isinstance(item, ArraysItem):
         rows = array_rows.convert_arrays(item, inputs, settings)
     else:

@@ -50,7 +50,7 @@ def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -
     """
     if inputs.decoder is None:
         return None
-    check = partial(_check_resized, get_preprocessing(inputs), settings.max_resized_pixels)
+    check = partial(check_resized, get_preprocessing(inputs), settings.max_resized_pixels)
     size = get_plain_jpeg_size(item.data, settings.max_pixels, check)
     row = None if size is None else inputs.decoder.decode_row(item.data, size)
     return None if row is None else row.unsqueeze(0)
@@ -67,14 +67,14 @@ def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
 
 
 def _decode(data: bytes, settings: Settings, spec: PreprocessSpec, decode: Decode) -> Picture:
-    check = partial(_check_resized, spec, settings.max_resized_pixels)
+    check = partial(check_resized, spec, settings.max_resized_pixels)
     if decode == "fast":
         return decode_reduced(data, settings.max_pixels, partial(compute_least_size, spec), check)
     image = decode_image(data, settings.max_pixels, check)
     return Picture(image, image.size)
 
 
-def _check_resized(spec: PreprocessSpec, limit: int, width: int, height: int) -> None:
+def check_resized(spec: PreprocessSpec, limit: int, width: int, height: int) -> None:
     """TooLargeError for a picture that would be too large once resized, whichever way up it is."""
     pixels = prod(compute_resized_size(spec, width, height))
     if pixels > limit:

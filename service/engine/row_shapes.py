@@ -11,6 +11,7 @@ from layertap.models.errors import InputError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.array_rows import fits, get_batch_shape, name_arrays
+from layertap.service.engine.pixel_rows import get_pictures, is_pixels
 from layertap.service.inputs.items import ArraysItem, TokensItem
 
 
@@ -32,7 +33,7 @@ def find_preprocessed_by(sent: Iterable[object], inputs: ModelInputs, shapes: Sh
     """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
     if not inputs.preprocesses:
         return "caller" if is_reshaped(inputs, shapes) else ""
-    kinds = {isinstance(item, (ArraysItem, TokensItem)) for item in sent}
+    kinds = {isinstance(item, (ArraysItem, TokensItem)) and not is_pixels(item, inputs) for item in sent}
     return "mixed" if len(kinds) > 1 else "caller" if True in kinds else ""
 
 
@@ -65,6 +66,8 @@ def _predict_item(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
     if not isinstance(item, ArraysItem):
         return configured
     try:
+        if is_pixels(item, inputs):
+            return inputs.shapes, len(get_pictures(item, inputs))
         by_name = name_arrays(item, inputs)
     except InputError:
         return configured

@@ -1,0 +1,185 @@
+"""Decoded pictures as arrays of bytes, and bfloat16: what plain torch makes of the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.models import SqueezeNet1_1_Weights, get_model
+
+from layertap.service.config.configuration import read_configuration
+from tests.oracle import record, seeded
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, image, npy, npz, problem, raw, same, tensor, text64
+
+LAYER = "features.3"
+QUERY = {"model": "own", "layers": LAYER, "pool": "mean", "format": "npz"}
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Module:
+    """The network that is served."""
+    return seeded(get_model("squeezenet1_1"), 0)
+
+
+@pytest.fixture(scope="module", params=[0, 2])
+def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Live]:
+    """A server of it with torchvision's preset, in its own process and in workers."""
+    folder: Path = tmp_path_factory.mktemp("pixels")
+    torch.save(module.state_dict(), folder / "own.pth")
+    entry = {"name": "own", "source": "torchvision:squeezenet1_1", "weights": "own.pth", "device": "cpu"}
+    none = {**entry, "name": "none", "preprocess": "none", "load": "lazy"}
+    (folder / "models.json").write_text(json.dumps({"models": [entry, none]}))
+    with serve(read_configuration(folder / "models.json", before_loading=True), workers=request.param) as live:
+        yield live
+
+
+def pictures(count: int = 1, height: int = 40, width: int = 56) -> Array:
+    return np.random.default_rng(height).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def png(picture: Array) -> bytes:
+    from io import BytesIO
+
+    stream = BytesIO()
+    Image.fromarray(picture).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def plain(module: nn.Module, batch: Array) -> Array:
+    """What torchvision's own preset and a hook give."""
+    transform = SqueezeNet1_1_Weights.DEFAULT.transforms()
+    rows = torch.stack([transform(Image.fromarray(picture)) for picture in batch])
+    values: Tensor = record(module, rows)[LAYER, 0, (), "output"]
+    return values.mean((2, 3)).numpy()
+
+
+def body(form: str, batch: Array) -> Json:
+    """A request with one picture or a batch, in one of the forms."""
+    one = batch[0]
+    return {
+        "npy of one": raw(npy(one), "application/x-npy", **QUERY),
+        "npy": raw(npy(batch), "application/x-npy", **QUERY),
+        "npz": raw(npz(x=batch), "application/x-npz", **QUERY),
+        "safetensors": raw(
+            safetensors.torch.save({"x": torch.from_numpy(batch.copy())}), "application/x-safetensors", **QUERY
+        ),
+        "multipart": {"files": [("x", ("x.npy", npy(batch), "application/x-npy"))], "params": QUERY},
+        "json": {
+            "json": {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [tensor(each) for each in batch]},
+            "params": {"format": "npz"},
+        },
+    }[form]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["channels last", "channels first"])
+@pytest.mark.parametrize("form", ["npy of one", "npy", "npz", "safetensors", "multipart", "json"])
+def test_equals_plain_torch(own: Live, module: nn.Module, form: str, first: bool) -> None:
+    """In each form, with the channels first or last, pixels give what torchvision's preset and the module give."""
+    batch = pictures(1 if form == "npy of one" else 3)
+    sent = np.ascontiguousarray(batch.transpose(0, 3, 1, 2)) if first else batch
+    served = arrays_of(own.client.post("/extract", **body(form, sent)))[LAYER]
+    assert served.shape == (len(batch), 128)
+    np.testing.assert_allclose(served, plain(module, batch), rtol=1e-4, atol=1e-5)
+
+
+def test_same_as_png(own: Live) -> None:
+    """The same bits, fingerprint and receipts as of the same picture in PNG."""
+    (picture,) = pictures()
+    fields = {"model": "own", "layers": [LAYER], "encoding": "base64"}
+    answers = [
+        own.client.post("/extract", json={**fields, "inputs": [each]}).json()
+        for each in (image(png(picture)), tensor(picture))
+    ]
+    assert answers[0]["fingerprint"] == answers[1]["fingerprint"]
+    assert answers[0]["receipts"] == answers[1]["receipts"]
+    assert "preprocessed" not in answers[1]["receipts"][LAYER]
+    assert (
+        answers[0]["outputs" if "outputs" in answers[0] else "features"]
+        == answers[1]["outputs" if "outputs" in answers[1] else "features"]
+    )
+
+
+def test_sizes_and_kinds_in_one_request(own: Live, module: nn.Module) -> None:
+    """Pictures of different sizes, encoded and decoded, and a row of floats share a request, in their order."""
+    first, second = pictures(height=40)[0], pictures(height=70, width=31)[0]
+    row = SqueezeNet1_1_Weights.DEFAULT.transforms()(Image.fromarray(first)).numpy()
+    inputs = [tensor(first), image(png(second)), tensor(row), tensor(second)]
+    answer = own.client.post("/extract", json={"model": "own", "layers": [LAYER], "pool": "mean", "inputs": inputs})
+    assert answer.json()["receipts"][LAYER]["preprocessed"] == "mixed"
+    expected = np.concatenate([plain(module, each[None]) for each in (first, second, first, second)])
+    np.testing.assert_allclose(arrays_of(answer)[LAYER], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((3, 40, 3), "either may be meant"),
+        ((2, 3, 40, 3), "either may be meant"),
+        ((40, 56), "are no picture"),
+        ((40, 56, 4), "are no picture"),
+        ((1, 40, 56), "are no picture"),
+        ((1, 2, 40, 56, 3), "are no picture"),
+        ((0, 56, 3), "holds no pixels"),
+        ((0, 40, 56, 3), "holds no pixels"),
+    ],
+)
+def test_refused(own: Live, shape: tuple[int, ...], said: str) -> None:
+    """What may be two pictures, or is none, is refused with what to send."""
+    answer = own.client.post("/extract", **raw(npy(np.ones(shape, np.uint8)), "application/x-npy", **QUERY))
+    fault = problem(answer, 422)["errors"][0]
+    assert said in fault["detail"]
+    assert fault.get("hint") or "no pixels" in said
+
+
+def test_batch_in_json(own: Live) -> None:
+    """An entry of JSON is one input."""
+    inputs = [tensor(pictures(2))]
+    problem(own.client.post("/extract", json={"model": "own", "layers": [LAYER], "inputs": inputs}), 422)
+
+
+def test_limits(serve: Serve) -> None:
+    """Pictures count as inputs and by their pixels, before and after they are resized."""
+    with serve(max_inputs=2, max_pixels=5000, max_resized_pixels=5000) as live:
+
+        def post(array: Array) -> Any:
+            return live.client.post("/extract", **raw(npy(array), "application/x-npy", layers="pool"))
+
+        assert post(pictures(2)).status_code == 200
+        assert "2" in problem(post(pictures(3)), 413)["detail"]
+        assert "5600 pixels" in problem(post(pictures(1, 100, 56)), 413)["detail"]
+
+
+def test_no_pictures(own: Live) -> None:
+    """A model without preprocessing takes floats alone."""
+    answer = own.client.post("/extract", **raw(npy(pictures()), "application/x-npy", **{**QUERY, "model": "none"}))
+    assert "not uint8" in problem(answer, 422)["detail"] or "does not fit" in problem(answer, 422)["detail"]
+
+
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+def test_bfloat16(own: Live, module: nn.Module, form: str) -> None:
+    """A tensor of bfloat16 is the row of the values that it holds."""
+    row = torch.randn((1, 3, 224, 224), generator=torch.Generator().manual_seed(0)).bfloat16()
+    data = row.view(torch.uint8).numpy().tobytes()
+    entry = {"tensor": {"dtype": "bfloat16", "shape": [3, 224, 224], "data": text64(data)}}
+    request = {
+        "json": {
+            "json": {"model": "own", "layers": [LAYER], "pool": "mean", "inputs": [entry]},
+            "params": {"format": "npz"},
+        },
+        "safetensors": raw(safetensors.torch.save({"x": row}), "application/x-safetensors", **QUERY),
+    }[form]
+    served = arrays_of(own.client.post("/extract", **request))
+    expected = record(module, row.float())[LAYER, 0, (), "output"].mean((2, 3)).numpy()
+    np.testing.assert_allclose(served[LAYER], expected, rtol=1e-4, atol=1e-5)
+    wide = own.client.post("/extract", **raw(npy(row.float().numpy()), "application/x-npy", **QUERY))
+    assert same(served, arrays_of(wide))
