@@ -1,6 +1,7 @@
 """What makes two vectors comparable, as one digest.
 
-Equal fingerprints mean: the same weights, architecture, model dtype, preprocessing, layer, call, path, site,
+Equal fingerprints mean: the same weights, architecture (of a library its name and arguments, of own code all that can
+be seen of it), model dtype, preprocessing, layer, call, path, site,
 narrowing, statistics, pooling, normalisation and reply dtype. Rows that came as tensors were preprocessed by the
 caller: that goes in, and their shape where it is not the configured one. Nothing of the machine, the device, the time
 or the model's configured name goes in, nor what only chooses between kernels of one precision, a memory format.
@@ -41,6 +42,15 @@ def digest_architecture(module: nn.Module, source: str, settings: str = "") -> s
         for name, part in module.named_modules(remove_duplicate=False)
     ]
     return _digest([source, tree, *([settings] if settings else [])])
+
+
+def digest_named_architecture(source: str, settings: str = "") -> str:
+    """A digest of an architecture that a library has under a name, which stands for its structure, and its settings.
+
+    Nothing of the module tree goes in: a new version of the library may print, keep or nest more and compute the same.
+    What a version computes otherwise under the same name is found by a probe, not here.
+    """
+    return _digest([source, settings])
 
 
 def digest_model(

@@ -74,12 +74,8 @@ def load_model(
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
     built = build.build_model(spec)
-    digest = digest_weights(built.module)
-    structure = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
-    tokenizer = built.text.digest if built.text else ""
-    identity = fingerprint.digest_model(
-        digest, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
-    )
+    digest, identity = identify_model(built, spec)
+    tree = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
     module = _place_module(built.module, spec, device)
     decoder = create_device_decoder(spec, built.preprocess, device)
     inputs = ModelInputs(
@@ -88,7 +84,7 @@ def load_model(
     shapes = [spec.shape for spec in built.inputs]
     history = open_history(
         costs_folder,
-        structure,
+        tree,
         spec.precision,
         spec.memory_format,
         shapes,
@@ -118,6 +114,20 @@ def load_model(
         embedding_selector=embedding,
         report=built.report,
         labels=labels,
+    )
+
+
+def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
+    """The digest of a model's weights, and its part of every fingerprint."""
+    weights = digest_weights(built.module, saved_only=built.named)
+    structure = (
+        fingerprint.digest_named_architecture(built.architecture, built.settings)
+        if built.named
+        else fingerprint.digest_architecture(built.module, built.architecture, built.settings)
+    )
+    tokenizer = built.text.digest if built.text else ""
+    return weights, fingerprint.digest_model(
+        weights, structure, spec.precision, built.preprocess, built.inputs, tokenizer, spec.decode
     )
 
 

@@ -33,6 +33,7 @@ def refuse_reserved_arguments(args: Mapping[str, Any], reserved: Mapping[str, st
             raise LoadError(f"args of {shown} can't have {escape(name)}", hint=reserved[name])
 
 
-def describe_arguments(args: Mapping[str, Any]) -> str:
-    """The arguments as text, the same in any order; empty without any."""
-    return json.dumps(args, sort_keys=True) if args else ""
+def describe_arguments(args: Mapping[str, Any], without: Collection[str] = ()) -> str:
+    """The arguments ``without`` some as text, the same in any order; empty where there are none."""
+    described = {name: value for name, value in args.items() if name not in without}
+    return json.dumps(described, sort_keys=True) if described else ""

@@ -67,6 +67,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         architecture=f"timm:{saved.architecture if saved else ident}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights=tag if weights.label == "DEFAULT" else weights.label,
+        named=True,
         settings=describe_arguments(args),
         report=report,
         labels=_find_labels(timm, module, released=saved is None and spec.weights == "DEFAULT"),

@@ -50,6 +50,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     report = None if state is None else load_state_dict(module, state, label, FLOAT_BITS, strict=spec.strict)
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
+    options = _make_options(ident, kind, state, released)
     shape, preset = _fit_image_size(
         module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms())
     )
@@ -60,7 +61,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         architecture=f"torchvision:{ident}",
         prefix_tokens=_prefix_tokens(module),
         weights=label,
-        settings=describe_arguments(spec.args),
+        named=True,
+        settings=describe_arguments({**options, **spec.args}, without=OF_CONSTRUCTION),
         report=report,
         labels=Labels(tuple(released.meta.get("categories", ())), "weights") if released is not None else None,
     )
@@ -231,6 +233,7 @@ WEIGHTS_ARGUMENT = "type weights: beside args:"
 RESERVED = dict.fromkeys(
     ("weights", "weights_backbone", "pretrained", "pretrained_backbone", "progress"), WEIGHTS_ARGUMENT
 )
+OF_CONSTRUCTION = frozenset({"weights_backbone", "init_weights"})  # nothing of these is left where weights come after
 OLD_DENSE = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 REFUSED = {
     "ObjectDetection": "detection takes a list of images with their boxes, not a batch",

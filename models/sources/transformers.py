@@ -86,6 +86,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         architecture=f"transformers:{type(module).__name__}",
         prefix_tokens=int(tokenizer is not None and tokenizer.leads) or count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
+        named=True,
         settings=settings,
         text=text,
         report=report,

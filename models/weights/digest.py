@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 
-def digest_weights(module: nn.Module) -> str:
+def digest_weights(module: nn.Module, *, saved_only: bool = False) -> str:
     """SHA-256, in hex, of all parameters and buffers: name, dtype, shape and little-endian bytes of each, by name.
 
-    Equal on every machine for equal weights, whatever device they are on and however they came there.
+    Equal on every machine for equal weights, whatever device they are on and however they came there. ``saved_only``:
+    without buffers that a checkpoint does not hold. They are no part of the state dict, but of what own code computes;
+    those of a library follow from its architecture, and come and go with its versions.
     """
     hasher = hashlib.sha256()
-    # Buffers that are not persistent are no part of the state dict, but of what the model computes.
-    tensors = {**module.state_dict(), **dict(module.named_buffers(remove_duplicate=False))}
+    made = {} if saved_only else dict(module.named_buffers(remove_duplicate=False))
+    tensors = {**module.state_dict(), **made}
     for name, value in sorted(tensors.items()):
         # A module's extra state may be any object, and only tensors have bytes that are the same everywhere.
         if isinstance(value, Tensor):

@@ -22,14 +22,17 @@ from layertap.models.fingerprint import (
     digest_changes,
     digest_explanation,
     digest_model,
+    digest_named_architecture,
     digest_reply,
     digest_result,
     digest_rows,
 )
+from layertap.models.loading import identify_model
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.selectors import parse_selector
+from layertap.models.sources.build import build_model
 from layertap.models.spec import InputSpec, PreprocessSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
@@ -204,6 +207,53 @@ class Addressed(nn.Module):
         return f"key={self.key!r}"
 
 
+def grow(module: nn.Module) -> None:
+    """Change what a library may change tomorrow and compute the same: attributes, what is printed, tensors it makes."""
+    part = next(part for part in module.modules() if isinstance(part, nn.Linear))
+    part.tomorrow = 3  # type: ignore[assignment]
+    part.extra_repr = lambda: "printed otherwise"  # type: ignore[method-assign]
+    part.register_buffer("table", torch.ones(2), persistent=False)
+    module.add_module("unused", nn.Identity())
+
+
+@pytest.mark.parametrize(
+    ("source", "lasts"),
+    [("torchvision:mnasnet0_5", True), ("timm:test_resnet", True), ("python:tests.nets:Chain", False)],
+)
+def test_a_library_that_grows(source: str, lasts: bool) -> None:
+    """A library's name stands for the structure, which may be written otherwise; of own code all of it counts."""
+    spec = replace(net_spec("Chain"), source=source, inputs=None if lasts else net_spec("Chain").inputs)
+    built = build_model(spec)
+    before = identify_model(built, spec)
+    if not lasts:
+        built.module.add_module("linear", nn.Linear(1, 1))
+    grow(built.module)
+    assert (identify_model(built, spec) == before) is lasts
+
+
+@pytest.mark.parametrize(
+    ("source", "args"),
+    [("torchvision:mnasnet0_5", {"dropout": 0.1}), ("timm:test_resnet", {"output_stride": 16})],
+)
+def test_arguments(source: str, args: dict[str, Any]) -> None:
+    """Arguments that no weight shows make another model."""
+    plain = replace(net_spec("Chain"), source=source, inputs=None)
+    other = replace(plain, args=args)
+    (weights, one), (same_weights, two) = (identify_model(build_model(spec), spec) for spec in (plain, other))
+    assert weights == same_weights
+    assert one != two
+
+
+def test_what_the_weights_decide(tmp_path: Path) -> None:
+    """GoogLeNet without its auxiliary heads scales its input: that counts though no argument says it."""
+    spec = replace(net_spec("Chain"), source="torchvision:googlenet", inputs=None)
+    state = {name: value for name, value in build_model(spec).module.state_dict().items() if "aux" not in name}
+    save_file(state, tmp_path / "g.safetensors")
+    built = build_model(replace(spec, weights=str(tmp_path / "g.safetensors")))
+    assert json.loads(built.settings) == {"aux_logits": False, "transform_input": True}
+    assert identify_model(replace(built, settings=""), spec)[1] != identify_model(built, spec)[1]
+
+
 def test_a_tied_module_is_part_of_the_architecture() -> None:
     """A module under two names is not the same as under one."""
     tied = Tied()
@@ -269,6 +319,8 @@ def test_digests_stay() -> None:
     how = Reduction(channels=(1,), tokens=(2,), pool="mean", normalize=True, dtype="float16")
     assert digest_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
     assert digest_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
+    assert digest_named_architecture("torchvision:resnet18") == "f8dd4447889ecb97996149727f93e1f7"
+    assert digest_named_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
     assert digest_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
     assert digest_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
