@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from layertap.models.fingerprint import digest_architecture
 from layertap.models.inputs.noise import make_noise_row
 from layertap.models.loading import identify_model
 from layertap.models.replica import call_module
@@ -31,7 +33,8 @@ from layertap.models.sources.build import build_model
 from layertap.models.spec import ModelSpec
 
 SAMPLES = 256  # values of an output that are kept
-MAX_PARAMETERS = 60_000_000
+MAX_PARAMETERS = 100_000_000
+MAKERS = {"timm": ("timm", "create_model"), "torchvision": ("torchvision.models", "get_model")}
 TOLERANCE = 1e-5  # of the output's norm: what kernels of two versions of torch differ by
 
 
@@ -62,12 +65,20 @@ def fill_weights(module: nn.Module) -> None:
             value.copy_(noise)
 
 
+def is_large(library: str, name: str) -> bool:
+    """Whether an architecture has more parameters than are surveyed; none is made in memory."""
+    package = importlib.import_module(MAKERS[library][0])
+    with torch.device("meta"):
+        module = getattr(package, MAKERS[library][1])(name)
+    return sum(value.numel() for value in module.parameters()) > MAX_PARAMETERS
+
+
 def survey_architecture(library: str, name: str) -> dict[str, Any]:
     """What identifies an architecture here, and what it computes."""
+    if is_large(library, name):
+        return {"skipped": "large"}
     spec = ModelSpec(name, f"{library}:{name}", weights="random:0", device="cpu")
     built = build_model(spec)
-    if sum(value.numel() for value in built.module.parameters()) > MAX_PARAMETERS:
-        return {"skipped": "large"}
     fill_weights(built.module)
     weights, identity = identify_model(built, spec)
     with torch.no_grad():
@@ -78,6 +89,7 @@ def survey_architecture(library: str, name: str) -> dict[str, Any]:
     return {
         "weights": weights,
         "identity": identity,
+        "structure": digest_architecture(built.module, built.architecture, built.settings),
         "row": [list(value.shape) for value in tensors],
         "names": zlib.crc32("\n".join(part for part, _ in built.module.named_modules()).encode()),
         "saved": {part: list(value.shape) for part, value in built.module.state_dict().items()},
@@ -94,7 +106,7 @@ def survey(library: str, file: Path, names: list[str]) -> None:
         started = time.perf_counter()
         try:
             found[name] = survey_architecture(library, name)
-        except Exception as error:  # noqa: BLE001 - whatever one of a thousand architectures raises, the others are told
+        except Exception as error:
             found[name] = {"skipped": f"{type(error).__name__}: {error}"[:200]}
         gc.collect()
         print(f"{number}/{len(names)} {name} {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
@@ -108,18 +120,20 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     pairs = {name: (old["architectures"][name], new["architectures"][name]) for name in names}
     compared = {name: pair for name, pair in pairs.items() if not any("skipped" in side for side in pair)}
     same = {name for name, pair in compared.items() if _measure_distance(*pair) <= TOLERANCE}
-    agree = {name for name in same if compared[name][0]["identity"] == compared[name][1]["identity"]}
+    agree = {name for name in same if _is_equal("identity", *compared[name])}
+    structures = {name for name in same if _is_equal("structure", *compared[name])}
     return {
         "versions": [old["versions"], new["versions"]],
         "compared": len(compared),
         "same numbers": len(same),
         "same numbers and fingerprint": len(agree),
         "share": len(agree) / max(len(same), 1),
+        "share of equal module trees": len(structures) / max(len(same), 1),
         "other fingerprint": {name: _explain(*compared[name]) for name in sorted(same - agree)},
         "other numbers": {
             name: {
                 "distance": _measure_distance(*compared[name]),
-                "same fingerprint": compared[name][0]["identity"] == compared[name][1]["identity"],
+                "same fingerprint": _is_equal("identity", *compared[name]),
             }
             for name in sorted(compared.keys() - same)
         },
@@ -137,6 +151,10 @@ def _find_tensors(value: object) -> Iterator[torch.Tensor]:
             yield from _find_tensors(part)
 
 
+def _is_equal(field: str, one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one[field] == other[field])
+
+
 def _measure_distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     if one["row"] != other["row"]:
         return math.inf
@@ -149,7 +167,9 @@ def _explain(one: dict[str, Any], other: dict[str, Any]) -> str:
     if one["preprocess"] != other["preprocess"]:
         return f"preprocessing: {one['preprocess']} and {other['preprocess']}"
     if one["saved"] != other["saved"]:
-        names = sorted(name for name in one["saved"] | other["saved"] if one["saved"].get(name) != other["saved"].get(name))
+        names = sorted(
+            name for name in one["saved"] | other["saved"] if one["saved"].get(name) != other["saved"].get(name)
+        )
         return f"saved tensors: {', '.join(names[:3])}"
     return "weights" if one["weights"] != other["weights"] else "settings"
 

@@ -15,10 +15,11 @@ from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_manager import ModelManager
+from layertap.service.engine.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
-from layertap.service.http.routes import docs, explain, extract, health, metrics, models
+from layertap.service.http.routes import docs, explain, extract, health, metrics, models, probe
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
@@ -62,7 +63,8 @@ def create_app(
         redoc_url=None,
     )
     app.state.engine = engine
-    for router in (models.router, health.router, metrics.router):
+    app.state.prober = Prober(engine)
+    for router in (models.router, probe.router, health.router, metrics.router):
         app.include_router(router)
     openapi.install(app)
     docs.install(app)

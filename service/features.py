@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from layertap.models.errors import Fault
 from layertap.models.spec import Preprocessed
+from layertap.service.probes import Probe
 
 Array = NDArray[Any]
 
@@ -27,6 +28,8 @@ class Receipt:
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
     gradient, the class of each row whose score was its highest, where the objective is of that, ``labels`` their names.
     ``rows_per_forward`` is there where rows of the model affect each other.
+    ``channels`` and ``tokens`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
+    cast to. ``probe`` is what the fixed input gives there, where it was asked for.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
@@ -50,6 +53,10 @@ class Receipt:
     labels: tuple[str, ...] | None = None
     rows_per_forward: int | None = None
     preprocessed: Preprocessed = ""
+    channels: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    reply_dtype: str = "float32"
+    probe: Probe | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -69,6 +76,10 @@ OMITTED: dict[str, object] = {
     "labels": None,
     "rows_per_forward": None,
     "preprocessed": "",
+    "channels": None,
+    "tokens": None,
+    "reply_dtype": "float32",
+    "probe": None,
 }
 
 

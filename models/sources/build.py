@@ -25,11 +25,12 @@ class BuiltModel:
     """A module with its weights in, and what is known about it.
 
     ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
-    gradient. ``named``: ``architecture`` is a library's name for the structure, which with ``settings`` stands for it in
-    fingerprints; otherwise the structure itself does. ``preprocess`` is None where images can't be taken. ``prefix_tokens`` counts class and register tokens
-    in front of the patch tokens. ``weights`` is a label for people and holds no directory. ``settings`` are those that
-    the module tree may not show, ``text`` is None where text can't be taken. ``report`` tells what was taken of a
-    checkpoint. ``labels`` are what the source knows of the classes, for as many as the module may not have.
+    gradient. ``named``: ``architecture`` is a library's name for the structure, which with ``settings`` stands for it
+    in fingerprints; otherwise the structure itself does. ``preprocess`` is None where images can't be taken.
+    ``prefix_tokens`` counts class and register tokens in front of the patch tokens. ``weights`` is a label for people
+    and holds no directory. ``settings`` are those that the module tree may not show, ``text`` is None where text can't
+    be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the source knows of the classes, for
+    as many as the module may not have.
     """
 
     module: nn.Module

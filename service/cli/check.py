@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from layertap.models.errors import LayertapError
 from layertap.service.cli.console import format_error, format_list, show_loading, stdout
 from layertap.service.cli.options import ConfigOption
-from layertap.service.cli.setup import check_setup
+from layertap.service.cli.setup import check_setup, create_configured_engine
 
 if TYPE_CHECKING:
     from layertap.models.registry import Registry
 
 
-def check(config: ConfigOption = None) -> None:
+def check(
+    index: Annotated[
+        str | None,
+        typer.Argument(
+            help="A .npz, .safetensors or .json file with receipts, or the URL of a running server: are its vectors "
+            "still like those made here? Status 1 where they are not."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Model to compare with; by its own name without.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
     """Check settings, configuration and models without serving; status 2 where something is wrong.
 
     Models are loaded one after another, but for lazy ones whose weights would be downloaded. One that is not required
-    may fail.
+    may fail. With INDEX: whether the vectors that it holds may still be compared with those that are made here.
     """
+    if index is not None:
+        _check_index(index, model, config)
+        return
     settings, configuration, fetcher = check_setup(config=config)
     from layertap.service.app import create_engine
 
@@ -40,6 +57,17 @@ def check(config: ConfigOption = None) -> None:
         _print_state(format_list(skipped, "models"), "not loaded, for weights would be downloaded")
     if failed:
         raise typer.Exit(2)
+
+
+def _check_index(index: str, model: str | None, config: Path | None) -> None:
+    from layertap.service.cli.stored_receipts import read_stored_receipts
+
+    stored = read_stored_receipts(index, model)
+    engine = create_configured_engine(config)
+    from layertap.service.cli.index_check import check_stored
+
+    if not asyncio.run(check_stored(engine, stored, model)):
+        raise typer.Exit(1)
 
 
 def _load(registry: Registry, name: str) -> str:

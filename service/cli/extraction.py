@@ -15,6 +15,7 @@ from layertap.models.selection.hook_points import Selector
 from layertap.service.cli.console import show_status, stderr
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.picture_rows import get_preprocessing
+from layertap.service.engine.prober import Prober
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.features import Features, join_features
 from layertap.service.inputs.items import ImageItem
@@ -54,6 +55,9 @@ async def extract_files(
                     name = _format_path(files[fault.input or 0])
                     stderr.print(f"{name}: {fault.detail}", markup=False, soft_wrap=True)
                 progress.advance(bar, len(places))
+        if parts:
+            probed = replace(request, items=())
+            parts[0] = await Prober(engine).add_probes(parts[0], probed, time.monotonic() + DEADLINE_S)
     finally:
         await engine.close()
     if not parts:

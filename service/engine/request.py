@@ -65,7 +65,7 @@ class ExtractRequest:
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``resume`` names
     the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for in place of
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
-    ``verify`` puts outputs back in one; ``dry_run`` runs none.
+    ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
     """
 
     model: str | None
@@ -80,6 +80,7 @@ class ExtractRequest:
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     verify: bool = False
+    probe: bool = False
     dry_run: bool = False
     priority: Priority = "interactive"
     reply: ReplyOptions = ReplyOptions()

@@ -76,4 +76,7 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,
+        channels=reduction.channels,
+        tokens=reduction.tokens,
+        reply_dtype=reduction.dtype,
     )

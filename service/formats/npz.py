@@ -6,13 +6,17 @@ import zipfile
 from io import BytesIO
 
 import numpy as np
+import orjson
 
 from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import name_arrays
 from layertap.service.formats.npy import write_npy
+from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.formats.reply_format import Encoding
 
 SKIPPED, FILES, FINGERPRINT = "skipped", "files", "fingerprint"
+MODEL, RECEIPTS = "model", "receipts"
+OF_FILES = frozenset({FILES, FINGERPRINT, MODEL, RECEIPTS})
 _ZIP64_FROM = 2**31 - 2**20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -20,8 +24,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 def encode(features: Features, encoding: Encoding) -> bytes:
     """The results as a .npz file, scales as ``KEY.scale``; ``encoding`` changes nothing.
 
-    ``skipped`` holds the places of the inputs that were left out, where some were; ``files`` and ``fingerprint`` are
-    there where the rows are of files.
+    ``skipped`` holds the places of the inputs that were left out, where some were; ``files``, ``fingerprint``,
+    ``model`` and ``receipts``, as JSON, are there where the rows are of files.
 
     The same features give the same bytes. NotAcceptableError: two arrays of the same name.
     """
@@ -39,5 +43,14 @@ def encode(features: Features, encoding: Encoding) -> bytes:
 def _make_extra_arrays(features: Features) -> dict[str, Array]:
     """What the file has beside the results: none of these has such a name."""
     skipped = {SKIPPED: np.array(features.skipped, np.int64)} if features.skipped else {}
-    files = {FILES: np.array(features.files), FINGERPRINT: np.array(features.fingerprint)} if features.files else {}
-    return {**skipped, **files}
+    return {**skipped, **(_describe_files(features) if features.files else {})}
+
+
+def _describe_files(features: Features) -> dict[str, Array]:
+    """What names the rows, and what made them, as arrays of text."""
+    return {
+        FILES: np.array(features.files),
+        FINGERPRINT: np.array(features.fingerprint),
+        MODEL: np.array(features.model),
+        RECEIPTS: np.array(orjson.dumps(describe_receipts(features)).decode()),
+    }

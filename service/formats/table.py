@@ -13,7 +13,7 @@ _TABLE = (
         "application/x-npz",
         npz.encode,
         reserved=frozenset({npz.SKIPPED}),
-        reserved_for_files=frozenset({npz.FILES, npz.FINGERPRINT}),
+        reserved_for_files=npz.OF_FILES,
     ),
     ReplyFormat("safetensors", "application/x-safetensors", safetensors.encode),
 )

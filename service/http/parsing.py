@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.datastructures import Headers
@@ -25,6 +25,7 @@ from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
 
+Body = TypeVar("Body", bound=RequestBody)
 ALWAYS = frozenset({"format", "dry_run"})
 LISTS = frozenset({"layers"})
 OBJECTIVE = {"objective": "kind", "class": "class"}  # by their names in the body's ``objective``
@@ -94,6 +95,7 @@ def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
         on_error=body.on_error,
         isolated=body.isolated,
         verify=layers.verify,
+        probe=layers.probe,
         dry_run=raw.dry_run,
         priority=body.priority,
         reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, reserved),
@@ -165,7 +167,7 @@ def _read_query(query: Query, spec: EndpointSpec) -> RequestBody:
     fields |= {name: query.get_list(name) for name in LISTS & spec.fields if name in parameters}
     if objective := {name: query.get_one(key) for key, name in OBJECTIVE.items() if key in parameters}:
         fields["objective"] = objective
-    return _validate(spec, fields)
+    return validate_body(spec.body, fields)
 
 
 _read_query_cached = lru_cache(maxsize=64)(_read_query)
@@ -174,7 +176,7 @@ _read_query_cached = lru_cache(maxsize=64)(_read_query)
 def _parse_document(raw: RawRequest, data: bytes, settings: Settings) -> RequestBody:
     value = load_json(data, settings.max_json_depth)
     _check_sizes(value, settings)
-    return _validate(raw.spec, value)
+    return validate_body(raw.spec.body, value)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
@@ -188,9 +190,10 @@ def _check_sizes(value: Any, settings: Settings) -> None:
         check_results(len({name for name in names if isinstance(name, str)}), settings.max_results)
 
 
-def _validate(spec: EndpointSpec, value: Any) -> RequestBody:
+def validate_body(kind: type[Body], value: Any) -> Body:
+    """A body of plain data; RequestError with a fault for each field that makes no sense."""
     try:
-        return spec.body.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         faults = convert_errors(error.errors(include_url=False, include_input=False, include_context=False))
         detail = f"{faults[0].pointer}: {faults[0].detail}" if faults[0].pointer else faults[0].detail

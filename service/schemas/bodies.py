@@ -32,7 +32,8 @@ from layertap.service.types import Priority
 class LayerRequest:
     """What a body asks of a model's layers: which of them, what is changed, the objective, where forwards begin.
 
-    ``verify``: outputs are put back in a second forward. ``embedding`` is there where no layers are named.
+    ``verify``: outputs are put back in a second forward. ``embedding`` is there where no layers are named. ``probe``:
+    receipts have probes.
     """
 
     selectors: tuple[Selector, ...]
@@ -41,6 +42,7 @@ class LayerRequest:
     resume: Selector | None
     verify: bool
     embedding: Embedding | None = None
+    probe: bool = False
 
 
 class RequestBody(StrictBody):
@@ -75,6 +77,7 @@ class ExtractBody(RequestBody):
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
     verify: bool = False
     resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+    probe: bool = False
 
     @cached_property
     def layer_request(self) -> LayerRequest:
@@ -86,6 +89,7 @@ class ExtractBody(RequestBody):
             self._read_resume(),
             self.verify,
             None if self.layers else self._read_embedding(),
+            self.probe,
         )
 
     def _read_resume(self) -> Selector | None:

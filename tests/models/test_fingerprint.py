@@ -320,7 +320,9 @@ def test_digests_stay() -> None:
     assert digest_model("w", "s", "float32", PREPROCESS, INPUTS) == "b0ad4e7c4c632444889eb2162adc51b4"
     assert digest_model("w", "s", "float32", None, INPUTS) == "2bd8b126866588cc028b4d8d5f2d6c3e"
     assert digest_named_architecture("torchvision:resnet18") == "f8dd4447889ecb97996149727f93e1f7"
-    assert digest_named_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
+    assert (
+        digest_named_architecture("torchvision:resnet18", '{"num_classes": 10}') == "4bc10851af509c16c556fa5096a28472"
+    )
     assert digest_result(MODEL, POINT, Reduction()) == "d04275cfe380852d69f53588db04e933"
     assert digest_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"

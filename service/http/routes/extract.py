@@ -9,6 +9,7 @@ from fastapi import Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.prober import Prober, check_probed
 from layertap.service.engine.request import Job
 from layertap.service.http.parsing import COMMON, EndpointSpec
 from layertap.service.http.plain_route import PlainRoute
@@ -18,7 +19,7 @@ from layertap.service.schemas.bodies import ExtractBody
 
 SPEC = EndpointSpec(
     ExtractBody,
-    COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume"},
+    COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume", "probe"},
     "add some, or ask for ?dry_run=true",
 )
 
@@ -29,7 +30,12 @@ async def extract(request: Request) -> Response:
     async with receive(request, engine, SPEC) as (parsed, admission):
         if parsed.dry_run:
             return _make_estimate(await engine.dry_run(parsed, admission))
+        if parsed.probe:
+            check_probed(parsed)
         features = await engine.extract(parsed, admission)
+        if parsed.probe:
+            prober: Prober = request.app.state.prober
+            features = await prober.add_probes(features, parsed, admission.deadline)
         return await encode_response(features, parsed, engine, admission.deadline)
 
 

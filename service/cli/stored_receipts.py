@@ -1,0 +1,104 @@
+"""Receipts out of what keeps vectors: a file of ours, or a running server. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from layertap.models.errors import LayertapError
+
+TIMEOUT_S = 60.0
+HINT = "give a .npz, .safetensors or .json file with receipts, or http://HOST:PORT"
+
+
+@dataclass(frozen=True)
+class StoredReceipts:
+    """The receipts of results that a model gave, by their keys."""
+
+    model: str
+    receipts: Mapping[str, Mapping[str, Any]]
+
+
+def read_stored_receipts(index: str, model: str | None) -> list[StoredReceipts]:
+    """The receipts that a file holds, or those of the embeddings of a server's models; LayertapError.
+
+    ``model``: of a server only that one is asked for.
+    """
+    if index.startswith(("http://", "https://")):
+        return _ask_server(index.rstrip("/"), model)
+    read = READERS.get(Path(index).suffix)
+    if read is None:
+        raise LayertapError(f"{index} is of a kind that is not read", hint=HINT)
+    try:
+        fields = read(Path(index))
+    except (KeyError, ValueError, SafetensorError) as error:
+        raise LayertapError(f"{index} has no receipts", hint=HINT) from error
+    return [_parse(index, fields)]
+
+
+def _read_npz(file: Path) -> Any:
+    with np.load(file, allow_pickle=False) as arrays:
+        return {"model": str(arrays["model"]), "receipts": json.loads(str(arrays["receipts"]))}
+
+
+def _read_safetensors(file: Path) -> Any:
+    with safe_open(file, "numpy") as opened:
+        metadata = opened.metadata() or {}
+    return {"model": metadata["model"], "receipts": json.loads(metadata["receipts"])}
+
+
+def _read_json(file: Path) -> Any:
+    return json.loads(file.read_bytes())
+
+
+READERS: Mapping[str, Callable[[Path], Any]] = {
+    ".npz": _read_npz,
+    ".safetensors": _read_safetensors,
+    ".json": _read_json,
+}
+
+
+def _ask_server(url: str, model: str | None) -> list[StoredReceipts]:
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        names = [model] if model is not None else _list_ready(url, _get(client, "/models"))
+        return [_parse(url, _get(client, f"/models/{name}/probe")) for name in names]
+
+
+def _list_ready(url: str, listed: Any) -> list[str]:
+    names = [
+        entry["name"] for entry in listed.get("models", ()) if entry.get("state") == "ready" and entry.get("embedding")
+    ]
+    if not names:
+        raise LayertapError(f"{url} has no model that is ready and has an embedding", hint="type --model NAME")
+    return names
+
+
+def _get(client: httpx.Client, path: str) -> Any:
+    try:
+        reply = client.get(path)
+        body = reply.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise LayertapError(f"{client.base_url} does not answer as a layertap server does") from error
+    if reply.is_error:
+        detail = body.get("detail", "") if isinstance(body, dict) else ""
+        raise LayertapError(f"{client.base_url}{path.lstrip('/')}: {reply.status_code} {detail}")
+    return body
+
+
+def _parse(source: str, fields: Any) -> StoredReceipts:
+    """What a document says; LayertapError where it says no model and no receipts."""
+    model, receipts = (fields.get(name) if isinstance(fields, dict) else None for name in ("model", "receipts"))
+    if (
+        not isinstance(model, str)
+        or not isinstance(receipts, dict)
+        or not all(isinstance(receipt, dict) for receipt in receipts.values())
+    ):
+        raise LayertapError(f"{source} has no receipts", hint=HINT)
+    return StoredReceipts(model, receipts)

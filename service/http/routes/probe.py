@@ -1,0 +1,68 @@
+"""``GET /models/NAME/probe``: what layers give for a fixed input, to be kept beside vectors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+
+from layertap.models.selection.hook_points import ReplyDType
+from layertap.models.selection.poolings import Pool
+from layertap.service.engine.prober import Prober
+from layertap.service.errors import DeadlineError
+from layertap.service.formats.plain_data import describe_receipts
+from layertap.service.http import query
+from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.model_descriptions import Json
+from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem
+from layertap.service.http.parsing import validate_body
+from layertap.service.http.timeout import Timeout
+from layertap.service.schemas.bodies import ExtractBody
+
+router = APIRouter(tags=["models"])
+OF_BODY = frozenset({"layers", "pool", "normalize", "dtype"})
+RESPONSES: dict[int | str, Json] = {
+    401: describe_problem("A key is missing or not known"),
+    404: describe_problem("Unknown model or layer"),
+    422: describe_problem("A layer, a pool or a parameter makes no sense"),
+    503: describe_problem("The model is not ready"),
+    504: describe_problem("The deadline passed"),
+    **OTHER_PROBLEMS,
+}
+
+
+@router.get("/models/{name}/probe", name="probe", responses=RESPONSES)
+async def probe_layers(
+    request: Request,
+    engine: EngineDependency,
+    name: str,
+    layers: Annotated[
+        str | None, Query(description="selectors, separated by commas; the embedding without any")
+    ] = None,
+    pool: Pool | None = None,
+    normalize: bool | None = None,
+    dtype: ReplyDType | None = None,
+    preprocessed: Literal["caller"] | None = None,
+) -> Json:
+    """What layers give for a fixed picture, text or tensor: receipts with probes, by the keys of a reply."""
+    parsed = query.Query.parse(request.scope["query_string"])
+    parsed.check_names(OF_BODY | {"preprocessed"})
+    given = {"pool": pool, "normalize": normalize, "dtype": dtype}
+    fields: Json = {key: value for key, value in given.items() if value is not None}
+    if layers is not None:
+        fields["layers"] = parsed.get_list("layers")
+    asked = validate_body(ExtractBody, fields).layer_request
+    timeout = Timeout.parse(request.headers, engine.settings)
+    prober: Prober = request.app.state.prober
+    try:
+        features = await prober.probe(
+            name, asked.selectors, asked.embedding, timeout.deadline, preprocessed=preprocessed == "caller"
+        )
+    except DeadlineError as error:
+        timeout.explain(error, otherwise="come again later")
+        raise
+    return {
+        "model": features.model,
+        "fingerprint": features.fingerprint,
+        "receipts": describe_receipts(features),
+    }

@@ -1,0 +1,91 @@
+"""Probes: what a layer gives for a fixed input, short enough to be kept beside a fingerprint.
+
+By a fingerprint vectors are known to be made alike; by a probe it is found whether a library, a kernel or a machine
+computes otherwise under the same names.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.models.errors import LayertapError
+
+ProbeInput = Literal["picture", "text", "tokens", "tensors"]
+MAX_VALUES = 64
+SCALE, VALUES = np.dtype("<f4"), np.dtype("<f2")
+MAX_BYTES = SCALE.itemsize + MAX_VALUES * VALUES.itemsize
+
+# Of a probe's length: more than numbers of threads, sizes of batches and kernels differ by in a dtype that a model
+# computes in, and less than one epsilon of a batch norm (``python -m bench.probes``). A single float16 of a probe that
+# is rounded to its neighbour is up to 1e-4 of it.
+ROUNDING = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a result is for the fixed input of a kind, as text.
+
+    ``values`` is base64 of little-endian bytes: a float32, the largest magnitude of the result, and up to MAX_VALUES
+    float16: entries at even distances of the result in C order, the first and the last among them, divided by it.
+    """
+
+    input: ProbeInput
+    values: str
+
+    @classmethod
+    def of(cls, kind: ProbeInput, result: NDArray[Any], scale: NDArray[Any] | None = None) -> Probe:
+        """The probe of a result, and the scales of its rows where it is int8."""
+        numbers = result.astype(np.float64)
+        if scale is not None:
+            numbers *= scale.reshape(-1, *(1,) * (numbers.ndim - 1))
+        flat = numbers.ravel()
+        kept = flat[np.linspace(0, flat.size - 1, min(MAX_VALUES, flat.size)).astype(np.int64)]
+        largest = np.abs(flat).max(initial=0.0)
+        shares = (kept / largest if 0 < largest < np.inf else kept).astype(VALUES)
+        return cls(kind, base64.b64encode(np.array(largest, SCALE).tobytes() + shares.tobytes()).decode())
+
+    def read_values(self) -> NDArray[np.float64]:
+        """The entries of the result that it holds; LayertapError where the text is no probe."""
+        try:
+            data = base64.b64decode(self.values, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise LayertapError("this is no probe: its values are no base64") from error
+        if not SCALE.itemsize <= len(data) <= MAX_BYTES or (len(data) - SCALE.itemsize) % VALUES.itemsize:
+            raise LayertapError(f"this is no probe: it has {len(data)} bytes")
+        largest = float(np.frombuffer(data, SCALE, 1)[0])
+        shares = np.frombuffer(data, VALUES, offset=SCALE.itemsize).astype(np.float64)
+        return shares * largest if 0 < largest < np.inf else shares
+
+
+def parse_probe(entry: object) -> Probe | None:
+    """The probe in a receipt as JSON has it, None where there is none; LayertapError where it makes no sense."""
+    if entry is None:
+        return None
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    kind, values = fields.get("input"), fields.get("values")
+    if kind not in ("picture", "text", "tokens", "tensors") or not isinstance(values, str):
+        raise LayertapError("this is no probe: it needs 'input' and 'values'")
+    return Probe(kind, values)
+
+
+def measure_change(one: Probe, other: Probe) -> float:
+    """The length of the difference of two probes as a share of the first one's length; infinite where none can be.
+
+    Where both hold a NaN or an infinity in the same place nothing differs there.
+    """
+    before, after = one.read_values(), other.read_values()
+    if before.shape != after.shape:
+        return float("inf")
+    odd = ~(np.isfinite(before) & np.isfinite(after))
+    if not np.array_equal(before[odd], after[odd], equal_nan=True):
+        return float("inf")
+    length, difference = np.linalg.norm(before[~odd]), np.linalg.norm(before[~odd] - after[~odd])
+    if difference == 0:
+        return 0.0
+    return float(difference / length) if length else float("inf")
