@@ -15,7 +15,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.prober import Prober
 from layertap.service.features import Receipt
 from layertap.service.http.parsing import validate_body
-from layertap.service.probes import ROUNDING, Probe, measure_change, parse_probe
+from layertap.service.probes import Probe, is_rounding, measure_change, parse_probe
 from layertap.service.schemas.bodies import ExtractBody
 
 DEADLINE_S = 3600
@@ -70,11 +70,18 @@ def _read_selector(receipt: Mapping[str, Any]) -> Selector:
         raise LayertapError("the receipt names no layer")
     entry = {name: receipt[name] for name in OF_ENTRY if receipt.get(name) not in (None, "")}
     entry["dtype"] = receipt.get("reply_dtype", "float32")
-    if stats := receipt.get("stats"):
-        entry["stats"] = list(dict.fromkeys(str(column).partition("[")[0] for column in stats))
+    if (stats := receipt.get("stats")) is not None:
+        entry["stats"] = _name_statistics(stats)
     body = validate_body(ExtractBody, {"layers": [entry]})
     (selector,) = body.layer_request.selectors
     return replace(selector, alias=KEY)
+
+
+def _name_statistics(columns: object) -> object:
+    """The statistics that columns are of: ``histogram`` has several."""
+    if not isinstance(columns, list):
+        return columns
+    return list(dict.fromkeys(str(column).partition("[")[0] for column in columns))
 
 
 def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Receipt) -> Verdict:
@@ -89,7 +96,7 @@ def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Receipt) -> 
     also = "" if same_name else ", under another fingerprint"
     if change == 0:
         return Verdict(f"same{also}", good=True)
-    if change <= ROUNDING.get(now.dtype, ROUNDING["float32"]):
+    if is_rounding(before, now.probe, now.dtype):
         return Verdict(f"same within rounding ({change:.1e}){also}", good=True)
     return Verdict(f"changed by {change:.2%}{also}", good=False)
 

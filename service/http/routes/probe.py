@@ -23,7 +23,7 @@ router = APIRouter(tags=["models"])
 OF_BODY = frozenset({"layers", "pool", "normalize", "dtype"})
 RESPONSES: dict[int | str, Json] = {
     401: describe_problem("A key is missing or not known"),
-    404: describe_problem("Unknown model or layer"),
+    404: describe_problem("Unknown model"),
     422: describe_problem("A layer, a pool or a parameter makes no sense"),
     503: describe_problem("The model is not ready"),
     504: describe_problem("The deadline passed"),
