@@ -61,6 +61,7 @@ def test_routes(document: Json) -> None:
             "get /models",
             "get /models/{name}",
             "get /models/{name}/layers",
+            "get /models/{name}/probe",
             "get /livez",
         ),
         *("post /models/{name}/load", "post /models/{name}/unload", "get /readyz"),
