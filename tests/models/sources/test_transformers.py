@@ -524,7 +524,7 @@ def test_class_of_a_directory(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No directory, no weights in it, an unknown name for weights, no library: each says what to do."""
     folder = tmp_path / "net"
-    saved("bert", folder)
+    module = saved("bert", folder)
     assert "no directory" in refused(tmp_path / "nowhere")
     assert "random:SEED" in refused(folder, weights="IMAGENET1K_V1")
     assert "'file.pth'" in refused(folder, weights=str(tmp_path / "file.pth"))
