@@ -111,7 +111,7 @@ def _broken_error() -> BadRequestError:
 
 def _too_many_parts_error(limit: int) -> TooLargeError:
     return TooLargeError(
-        f"a multipart body has at most {limit} pictures beside its part 'request'", hint="send them in several requests"
+        f"a multipart body has at most {limit} inputs beside its part 'request'", hint="send them in several requests"
     )
 
 

@@ -97,11 +97,13 @@ def _make_operation(
                         "properties": {
                             "request": {"type": "string", "description": "the JSON body without inputs"},
                             "images": {"type": "array", "items": {"type": "string", "format": "binary"}},
+                            "texts": {"type": "array", "items": {"type": "string"}},
+                            "tensors": {"type": "array", "items": {"type": "string", "format": "binary"}},
                         },
                         "additionalProperties": {
                             "type": "string",
                             "format": "binary",
-                            "description": "a .npy file: in place of images, an array for each of the model's inputs",
+                            "description": "a .npy file: in place of these, an array for each of the model's inputs",
                         },
                     }
                 },

@@ -132,14 +132,17 @@ def _parse_json(raw: RawRequest, settings: Settings) -> Parsed:
 
 def _parse_multipart(raw: RawRequest, settings: Settings) -> Parsed:
     parts = parse_multipart(raw.headers, raw.data, settings)
-    request, items = input_readers.read_multipart(parts, settings)
+    request, items, faults = input_readers.read_multipart(parts, settings)
     if request is None:
-        return _parse_query(raw, settings), items, ()
-    raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
-    body = _parse_document(raw, request, settings)
+        body = _parse_query(raw, settings)
+    else:
+        raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
+        body = _parse_document(raw, request, settings)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
-    return body, items, ()
+    if faults and body.on_error == "fail":
+        raise RequestError.from_faults(faults)
+    return body, items, faults
 
 
 def _parse_raw(read: Callable[[RawRequest, Settings], PlacedItems]) -> Callable[[RawRequest, Settings], Parsed]:

@@ -65,7 +65,7 @@ ARRAYS: dict[str, tuple[bytes, str]] = {
     "npy of objects": (npy(np.array([{}], object)), "npy"),
     "npy of texts": (npy(np.array(["a"])), "npy"),
     "npy of no rows": (npy(np.zeros((0, 3, 32, 32))), "npy"),
-    "npy of integers": (npy(np.zeros((3, 32, 32), np.uint8)), "npy"),
+    "npy of integers": (npy(np.zeros((3, 32, 32), np.int32)), "npy"),
     "npy of complex": (npy(np.zeros((3, 32, 32), np.complex64)), "npy"),
     "npy of another shape": (npy(noise(2, 32, 32)), "npy"),
     "npy of nine axes": (npy(np.zeros((1,) * 9)), "npy"),

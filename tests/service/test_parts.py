@@ -1,0 +1,165 @@
+"""Several inputs in one body that is no JSON: parts of each kind, in their order, and the arrays of an npz."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from layertap.models.digits import architecture
+from layertap.models.spec import ModelSpec
+from tests.oracle import record
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, image, npy, picture, problem, raw, tensor
+from tests.transformers_nets import saved, tokenizer
+
+ROWS = np.random.default_rng(0).standard_normal((3, 3, 32, 32), np.float32)
+LAYER = "block1"
+HIDDEN = ".[last_hidden_state]"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The network of ``digits``, built and loaded by hand."""
+    module = architecture.digits().eval()
+    module.load_state_dict(load_file(Path(architecture.__file__).with_name("digits.safetensors")))
+    return module
+
+
+@pytest.fixture(scope="module")
+def small(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server that takes no more than four inputs at once; one of its models takes texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    saved("bert", folder / "bert")
+    tokenizer(folder / "bert")
+    with serve(configured(ModelSpec("bert", f"transformers:{folder / 'bert'}", device="cpu")), max_inputs=4) as live:
+        yield live
+
+
+def decoded(data: bytes) -> Array:
+    """A picture as digits' preprocessing makes a row of it, by Pillow and torch."""
+    resized = Image.open(BytesIO(data)).convert("RGB")
+    width, height = resized.size
+    short = min(width, height)
+    resized = resized.resize((int(32 * width / short), int(32 * height / short)), Image.Resampling.BILINEAR)
+    left, top = round((resized.width - 32) / 2), round((resized.height - 32) / 2)
+    pixels = torch.from_numpy(np.array(resized.crop((left, top, left + 32, top + 32)))).permute(2, 0, 1)
+    row: Array = ((pixels / 255 - 0.5) / 0.5).numpy()
+    return row
+
+
+def send(live: Live, *parts: tuple[str, bytes], **query: str) -> Any:
+    files = [(name, ("file", data, "application/octet-stream")) for name, data in parts]
+    return live.client.post("/extract", files=files, params={"layers": LAYER, "format": "npz", **query})
+
+
+def savez(*arrays: Array) -> bytes:
+    stream = BytesIO()
+    np.savez(stream, *arrays)
+    return stream.getvalue()
+
+
+def test_pictures_and_tensors(small: Live, plain: Any) -> None:
+    """Pictures, pixels and floats are rows in the order of their parts: what the module itself gives."""
+    pixels = np.array(Image.open(BytesIO(picture(2))))
+    reply = send(
+        small,
+        ("tensors", npy(ROWS[0])),
+        ("images", picture(1)),
+        ("tensors", npy(pixels)),
+        ("tensors", npy(ROWS[1])),
+    )
+    batch = torch.from_numpy(np.stack([ROWS[0], decoded(picture(1)), decoded(picture(2)), ROWS[1]]))
+    expected = record(plain, batch)[LAYER, 0, (), "output"].numpy()
+    np.testing.assert_allclose(arrays_of(reply)[LAYER], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_texts(small: Live) -> None:
+    """Parts of text are what the same texts in JSON are, with a request part or a query, and beside tokens."""
+    body = {"model": "bert", "layers": [HIDDEN]}
+    sentences = ("a cat", "the cat sat on the mat")
+    inputs: list[Json] = [{"text": each} for each in sentences]
+    ids = np.array([2, 5, 6, 3])
+    wanted = small.client.post("/extract", json={**body, "inputs": inputs}).json()
+    files = [("texts", (None, each.encode(), None)) for each in sentences]
+    request = ("request", (None, json.dumps(body), "application/json"))
+    assert small.client.post("/extract", files=[request, *files]).json() == wanted
+    assert small.client.post("/extract", files=files, params={"model": "bert", "layers": HIDDEN}).json() == wanted
+    alone = small.client.post("/extract", json={**body, "inputs": [tensor(ids)]}).json()
+    assert small.client.post("/extract", files=[request, ("tensors", ("a.npy", npy(ids)))]).json() == alone
+
+
+def test_npz(small: Live, plain: Any) -> None:
+    """Arrays that numpy has numbered are inputs in that order; a single one may be a batch."""
+    expected = record(plain, torch.from_numpy(ROWS))[LAYER, 0, (), "output"].numpy()
+    query = {"layers": LAYER, "format": "npz"}
+    for data in (savez(*ROWS), savez(ROWS)):
+        reply = small.client.post("/extract", **raw(data, "application/x-npz", **query))
+        np.testing.assert_allclose(arrays_of(reply)[LAYER], expected, rtol=1e-4, atol=1e-5)
+    pixels = [np.array(Image.open(BytesIO(picture(seed, size)))) for seed, size in ((1, (40, 32)), (2, (33, 70)))]
+    reply = small.client.post("/extract", **raw(savez(*pixels), "application/x-npz", **query))
+    rows = [decoded(picture(1, (40, 32))), decoded(picture(2, (33, 70)))]
+    expected = record(plain, torch.from_numpy(np.stack(rows)))[LAYER, 0, (), "output"].numpy()
+    np.testing.assert_allclose(arrays_of(reply)[LAYER], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_many_in_an_npz(live: Live) -> None:
+    """``arr_10`` comes after ``arr_9``."""
+    batch = np.random.default_rng(1).standard_normal((12, 3, 32, 32), np.float32)
+    query = {"layers": "head", "format": "npz"}
+    numbered = arrays_of(live.client.post("/extract", **raw(savez(*batch), "application/x-npz", **query)))
+    whole = arrays_of(live.client.post("/extract", **raw(npy(batch), "application/x-npy", **query)))
+    np.testing.assert_allclose(numbered["head"], whole["head"], rtol=1e-5, atol=1e-6)
+
+
+def test_counted(small: Live) -> None:
+    """Parts and arrays count as inputs."""
+    for reply in (
+        send(small, *[("tensors", npy(ROWS[0]))] * 3, ("images", picture()), ("images", picture())),
+        small.client.post("/extract", **raw(savez(*[ROWS[0]] * 5), "application/x-npz", layers=LAYER)),
+    ):
+        assert "4" in problem(reply, 413)["detail"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([("tensors", b"no array")], "not a .npy file"),
+        ([("texts", b"\xff\xfe")], "not UTF-8"),
+        ([("tensors", npy(ROWS))], "does not fit"),
+        ([("images", picture()), ("image", npy(ROWS[0]))], "not both"),
+        ([("tensors", npy(ROWS[0])), ("image", npy(ROWS[0]))], "not both"),
+        ([("text", b"a")], "'texts' and 'tensors'"),
+        ([("texts", b"a")], "takes no text"),
+    ],
+)
+def test_refused(small: Live, parts: list[tuple[str, bytes]], said: str) -> None:
+    """What can't be read, or is named as nothing, is told."""
+    assert said in problem(send(small, *parts), 422)["detail"]
+
+
+def test_skipped(small: Live) -> None:
+    """A part that can't be read is left out where the request wants that, and named by its place."""
+    reply = send(
+        small,
+        ("images", picture()),
+        ("tensors", b"no array"),
+        ("tensors", npy(ROWS[0])),
+        format="json",
+        on_error="skip",
+    )
+    answer = reply.json()
+    assert (answer["rows"], reply.headers["X-Layertap-Skipped"]) == (2, "1")
+    assert answer["errors"][0]["input"] == 1
+    good = [image(picture()), tensor(ROWS[0])]
+    whole = small.client.post("/extract", json={"layers": [LAYER], "inputs": good}).json()
+    assert answer["features"] == whole["features"]
