@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +17,7 @@ from layertap.models.selection.hook_points import HookPoint, Intervention, Objec
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import SelectorMatch, find_matches
+from layertap.models.selection.statistics import STATISTICS
 
 CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
 MAX_FAULTS = 16  # near matches take time to find
@@ -211,6 +212,22 @@ def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction, catalog: Cat
         )
     if catalog.sizes_known and prod(leaf.shape) == 0:
         raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")
+    if reduction.by == "channel" and "C" not in (leaf.layout or ""):
+        raise SelectorError(f"{name}, shape {list(leaf.shape)}, has no channels", hint="leave 'by' out")
+    if reduction.over == "inputs":
+        _check_merged(name, leaf, reduction.stats or ())
+
+
+def _check_merged(name: str, leaf: TensorInfo, stats: Collection[str]) -> None:
+    """SelectorError where statistics over all inputs don't follow from those of each."""
+    if unmerged := [each for each in stats if STATISTICS[each].merge is None]:
+        detail = f"'{unmerged[0]}' of {name} is of each input only: its bins are other ones in each"
+        raise SelectorError(detail, hint=f"leave '{unmerged[0]}' out, or 'over'")
+    if "std" in stats and "mean" not in stats:
+        raise SelectorError(f"'std' of {name} over all inputs is made of their means too", hint="add 'mean' to 'stats'")
+    if leaf.token_axes:
+        detail = f"{name} has as many values as an input has tokens, so inputs of several lengths count differently"
+        raise SelectorError(detail, hint="leave 'over' out, and weigh the rows yourself")
 
 
 def _check_indices(

@@ -22,7 +22,8 @@ class Receipt:
 
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
     structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
-    the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics.
+    the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics,
+    ``by`` and ``over`` what they are of.
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient, without that kernel). ``resumed`` names the layer whose output was sent in
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
@@ -46,6 +47,8 @@ class Receipt:
     fingerprint: str
     row_axis: int | None = 0
     stats: tuple[str, ...] | None = None
+    by: str | None = None
+    over: str | None = None
     how: str = ""
     resumed: str = ""
     forward: str = ""
@@ -69,6 +72,8 @@ OMITTED: dict[str, object] = {
     "normalize": False,
     "row_axis": 0,
     "stats": None,
+    "by": None,
+    "over": None,
     "how": "",
     "resumed": "",
     "forward": "",

@@ -63,8 +63,9 @@ def apply_reduction(value: Tensor, leaf: TensorInfo, reduction: Reduction) -> Re
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
     value = _narrow(value, leaf.layout, reduction)
     if reduction.stats is not None:
-        rows = to_floating(move_rows_first(value, leaf).values.flatten(1))
-        return ReducedTensor(compute_statistics(rows, reduction.stats))
+        rows = move_rows_first(value, leaf)
+        groups = rows.positions(0) if reduction.by == "channel" else rows.values.flatten(1)
+        return ReducedTensor(compute_statistics(to_floating(groups), reduction.stats))
     pool = POOLINGS[reduction.pool].compute
     if pool is not None:
         value = pool(move_rows_first(value, leaf), _count_skipped(leaf, reduction))
@@ -78,10 +79,10 @@ def apply_reduction(value: Tensor, leaf: TensorInfo, reduction: Reduction) -> Re
 
 
 def compute_statistics(values: Tensor, stats: Iterable[str]) -> Tensor:
-    """Statistics of floating (rows, values of each row, at least one) as float32 (rows, columns)."""
-    values = values.contiguous()  # a sum along another axis than the innermost is rounded by how many rows there are
-    columns = [STATISTICS[name].compute(values).to(torch.float32).reshape(len(values), -1) for name in stats]
-    return torch.cat(columns, dim=1)
+    """Statistics of floating (…, values of each group, at least one) as float32 (…, columns)."""
+    groups = values.flatten(0, -2).contiguous()  # a sum along another axis than the innermost is rounded by the others
+    columns = [STATISTICS[name].compute(groups).to(torch.float32).reshape(len(groups), -1) for name in stats]
+    return torch.cat(columns, dim=1).reshape(*values.shape[:-1], -1)
 
 
 def ensure_owned(reduced: ReducedTensor, captured: Tensor) -> ReducedTensor:
@@ -97,7 +98,7 @@ def _align_channels(
 ) -> tuple[Tensor, TensorInfo, Tensor]:
     """What is reduced row by row, with as many channels in every row: where tokens are these, a pool keeps them."""
     channel = (leaf.layout or "").find("C")
-    if reduction.stats is not None or length is None or channel not in leaf.token_axes:
+    if (reduction.stats is not None and reduction.by is None) or length is None or channel not in leaf.token_axes:
         return value, leaf, real
     value, leaf = truncate(value, leaf, length, real)
     real = real[:, :length]

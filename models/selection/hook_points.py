@@ -43,12 +43,15 @@ class Reduction:
 
     ``channels`` and ``tokens`` keep those indices along their axis, in the order given. The order of steps is the
     order of fields. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are columns in the order
-    given, in place of pooling and all that follows it.
+    given, in place of pooling and all that follows it: of each row, or of each channel of it (``by``); ``over``: of all
+    rows of the request together.
     """
 
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
     stats: tuple[str, ...] | None = None
+    by: Literal["channel"] | None = None
+    over: Literal["inputs"] | None = None
     pool: str = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"

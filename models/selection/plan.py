@@ -33,6 +33,10 @@ class Capture:
         """The result's shape for so many rows."""
         return compute_reduced_shape(self.unpadded, self.reduction, rows)
 
+    def reply_shape(self, rows: int) -> tuple[int, ...]:
+        """The shape that a reply has: without rows where they are merged."""
+        return self.shape(rows)[1:] if self.reduction.over else self.shape(rows)
+
     @property
     def rows_axis(self) -> int:
         """The axis of the result that holds the rows, where one does."""
@@ -179,7 +183,8 @@ class Plan:
 def compute_reduced_shape(leaf: TensorInfo, reduction: Reduction, rows: int) -> tuple[int, ...]:
     """The shape that a reduction gives for a forward of ``rows`` rows."""
     if reduction.stats is not None:
-        return (rows, len(list_columns(reduction.stats)))
+        columns = len(list_columns(reduction.stats))
+        return (rows, columns) if reduction.by is None else (rows, _count_channels(leaf, reduction), columns)
     shape = list(leaf.shape_for(rows))
     for letter, indices in (("C", reduction.channels), ("T", reduction.tokens)):
         if indices is not None and leaf.layout is not None:
@@ -189,4 +194,11 @@ def compute_reduced_shape(leaf: TensorInfo, reduction: Reduction, rows: int) -> 
         return tuple(shape)
     if not pooling.by_channel:
         return (rows, prod(shape) // rows)
-    return (rows, shape[leaf.layout.index("C")] if leaf.layout and "C" in leaf.layout else 1)
+    return (rows, _count_channels(leaf, reduction))
+
+
+def _count_channels(leaf: TensorInfo, reduction: Reduction) -> int:
+    """Channels that a reduction keeps; 1 where the layout has none."""
+    if not leaf.layout or "C" not in leaf.layout:
+        return 1
+    return leaf.shape_for(1)[leaf.layout.index("C")] if reduction.channels is None else len(reduction.channels)

@@ -7,22 +7,32 @@ and squares are made in the dtype that is given: of float32 values above 1e19 ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BINS = 16
+Numbers = NDArray[np.float64]
+Merge = Callable[[Numbers, Numbers], Numbers]
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic; ``bins``: how many columns it has, None for one without a number."""
+    """A statistic; ``bins``: how many columns it has, None for one without a number.
+
+    ``merge`` makes that of all rows of those of each row, all of as many values, on axis 0, and of their means; None
+    where it doesn't follow from these.
+    """
 
     compute: Callable[[Tensor], Tensor]
+    merge: Merge | None
     bins: int | None = None
 
 
@@ -83,14 +93,28 @@ def _histogram(values: Tensor) -> Tensor:
     return stack([(places == place).sum(-1) for place in range(BINS)], dim=-1)
 
 
+def merge_rows(values: NDArray[np.float32], stats: Sequence[str]) -> NDArray[np.float32]:
+    """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns), of as many values each."""
+    columns = {name: values[..., place].astype(np.float64) for place, name in enumerate(stats)}
+    merges = {name: STATISTICS[name].merge for name in stats}
+    merged = [merge(columns[name], columns.get("mean", columns[name])) for name, merge in merges.items() if merge]
+    return np.stack(merged, axis=-1).astype(np.float32)
+
+
+def _merge_std(values: Numbers, means: Numbers) -> Numbers:
+    """By the variance within rows and that between them: no difference of squares, which would lose digits."""
+    merged: Numbers = np.sqrt((values**2).mean(0) + means.var(0))
+    return merged
+
+
 STATISTICS = {
-    "mean": Statistic(_mean),
-    "std": Statistic(_std),
-    "min": Statistic(_min),
-    "max": Statistic(_max),
-    "l2": Statistic(_l2),
-    "zeros": Statistic(_zeros),
-    "nonfinite": Statistic(_nonfinite),
-    "histogram": Statistic(_histogram, bins=BINS),
+    "mean": Statistic(_mean, lambda values, _: values.mean(0)),
+    "std": Statistic(_std, _merge_std),
+    "min": Statistic(_min, lambda values, _: values.min(0)),
+    "max": Statistic(_max, lambda values, _: values.max(0)),
+    "l2": Statistic(_l2, lambda values, _: np.sqrt((values**2).sum(0))),
+    "zeros": Statistic(_zeros, lambda values, _: values.mean(0)),
+    "nonfinite": Statistic(_nonfinite, lambda values, _: values.sum(0)),
+    "histogram": Statistic(_histogram, None, bins=BINS),
 }
 STATS = tuple(STATISTICS)

@@ -101,4 +101,4 @@ def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Receipt) -> 
     return Verdict(f"changed by {change:.2%}{also}", good=False)
 
 
-OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", "channels", "tokens")
+OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", "channels", "tokens", "by", "over")

@@ -9,8 +9,8 @@ from layertap.models.capture import batch_slices
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
-from layertap.models.selection.plan import Result
-from layertap.models.selection.statistics import list_columns
+from layertap.models.selection.plan import Capture, Result
+from layertap.models.selection.statistics import list_columns, merge_rows
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.request import Job
 from layertap.service.features import Array, Features, Receipt
@@ -22,7 +22,8 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
     scales: dict[str, Array] = {}
     for result in job.spec.plan.results:
         whole = batch_slices.join_parts(result.capture, [part[result.capture] for part in parts])
-        arrays[result.key] = whole.values.numpy()
+        reduction, values = result.capture.reduction, whole.values.numpy()
+        arrays[result.key] = merge_rows(values, reduction.stats or ()) if reduction.over else values
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
     classes = _find_classes(job, parts)
@@ -52,6 +53,13 @@ def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     return tuple(values.argmax(1).tolist())
 
 
+def _find_row_axis(capture: Capture) -> int | None:
+    """The axis of a result that holds the rows; None where it is the same, or one, for all of them."""
+    if capture.reduction.over:
+        return None
+    return 0 if capture.reduction.is_by_row else capture.tensor.row_axis
+
+
 def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
     point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
@@ -67,8 +75,10 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         pool=reduction.pool,
         normalize=reduction.normalize,
         fingerprint=job.fingerprints[result.key],
-        row_axis=0 if reduction.is_by_row else leaf.row_axis,
+        row_axis=_find_row_axis(result.capture),
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
+        by=reduction.by,
+        over=reduction.over,
         how="unfused" if point.site == "attention_grad" else leaf.source,
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",

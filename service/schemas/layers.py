@@ -96,6 +96,8 @@ class LayerBody(PlaceBody):
     channels: Indices | None = None
     tokens: Indices | None = None
     stats: Stats = None
+    by: Literal["channel"] | None = None
+    over: Literal["inputs"] | None = None
     alias: str | None = Field(None, alias="as", pattern=r"^[A-Za-z0-9_.\-]{1,128}$")
 
     @model_validator(mode="before")
@@ -105,6 +107,8 @@ class LayerBody(PlaceBody):
 
     def to_selector(self, pool: Pool, normalize: bool, dtype: ReplyDType) -> Selector:
         """The selector with the request's own choices filled in; SelectorError where it makes no sense."""
+        if self.stats is None and (self.by or self.over):
+            raise SelectorError("'by' and 'over' are of statistics", hint="add 'stats', or leave them out")
         reduction = self._fill_reduction(Reduction(pool=pool, normalize=normalize, dtype=dtype))
         return replace(self.parse_place(), reduction=reduction, alias=self.alias)
 
@@ -115,6 +119,8 @@ class LayerBody(PlaceBody):
             channels=tuple(self.channels) if self.channels is not None else None,
             tokens=tuple(self.tokens) if self.tokens is not None else None,
             stats=self.stats,
+            by=self.by,
+            over=self.over,
             pool=self.pool or default.pool,
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,

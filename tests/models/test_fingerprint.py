@@ -285,6 +285,8 @@ REDUCTIONS: dict[str, Any] = {
     "channels": (0, 1),
     "tokens": (0, 1),
     "stats": ("mean", "std"),
+    "by": "channel",
+    "over": "inputs",
     "pool": "mean",
     "normalize": True,
     "dtype": "float16",

@@ -135,3 +135,72 @@ def test_dry_run(live: Live) -> None:
     body = {"layers": [{"layer": "block3", "stats": True}]}
     reply = live.client.post("/extract", json=body, params={"dry_run": "true"}).json()
     assert reply["features"]["block3"] == {"shape": [1, 23], "dtype": "float32", "bytes": 92}
+
+
+MERGED = ["mean", "std", "min", "max", "l2", "zeros", "nonfinite"]
+
+
+@pytest.mark.parametrize("layer", ["block2", "head:input"])
+def test_by_channel(live: Live, layer: str) -> None:
+    """Statistics of each channel are those of its values, as a small tensor for each row."""
+    raw = arrays_of(extract(live, layer))[layer]
+    reply = extract(live, {"layer": layer, "stats": True, "by": "channel"})
+    found = arrays_of(reply)[layer]
+    rows, channels = raw.shape[:2]
+    assert (found.shape, found.dtype) == ((rows, channels, 23), np.float32)
+    expected = by_hand(raw.reshape(rows * channels, -1)).reshape(rows, channels, 7)
+    np.testing.assert_allclose(found[..., :7], expected, rtol=1e-5, atol=1e-6)
+    assert reply.json()["receipts"][layer]["by"] == "channel"
+    some = {"layer": layer, "stats": ["max", "mean"], "by": "channel", "channels": [5, 2]}
+    narrowed = arrays_of(extract(live, some))[layer]
+    assert np.array_equal(narrowed, found[:, [5, 2]][..., [3, 0]])
+
+
+@pytest.mark.parametrize("by", [None, "channel"])
+def test_over_inputs(live: Live, by: str | None) -> None:
+    """Over all inputs statistics are those of all their values together, however many forwards they came from."""
+    many = [image(picture(seed)) for seed in range(70)]
+    raw = arrays_of(extract(live, "block1", inputs=many))["block1"]
+    entry = {"layer": "block1", "stats": MERGED, "over": "inputs", **({"by": by} if by else {})}
+    reply = extract(live, entry, inputs=many)
+    found = arrays_of(reply)["block1"]
+    groups = raw.swapaxes(0, 1).reshape(raw.shape[1], -1) if by else raw.reshape(1, -1)
+    expected = by_hand(groups) if by else by_hand(groups)[0]
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    body = reply.json()
+    assert (body["rows"], body["receipts"]["block1"]["over"], body["receipts"]["block1"]["row_axis"]) == (
+        70,
+        "inputs",
+        None,
+    )
+    dry = live.client.post("/extract?dry_run=true", json={"layers": [entry], "inputs": many}).json()
+    assert dry["features"]["block1"]["shape"] == list(found.shape)
+    assert dry["features"]["block1"]["bytes"] == found.nbytes
+    assert dry["fingerprint"] == body["fingerprint"]
+
+
+def test_a_small_spread_over_inputs(live: Live) -> None:
+    """The deviation of values far from zero keeps its digits when rows are merged."""
+    far = [tensor(np.full((3, 32, 32), 1000 + value, np.float32)) for value in (0.0, 0.5, 1.0)]
+    entry = {"layer": "block1:input", "stats": ["mean", "std"], "over": "inputs"}
+    found = arrays_of(extract(live, entry, inputs=far))["block1:input"]
+    np.testing.assert_allclose(found, [1000.5, np.std([0, 0.5, 1.0])], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"layer": "block1", "by": "channel"}, "are of statistics"),
+        ({"layer": "block1", "over": "inputs"}, "are of statistics"),
+        ({"layer": "block1", "stats": True, "over": "inputs"}, "'histogram'"),
+        ({"layer": "block1", "stats": ["std"], "over": "inputs"}, "made of their means"),
+        ({"layer": "block1", "stats": ["std"], "by": "pixel"}, "channel"),
+        ({"layer": "block1", "stats": ["mean"], "over": "rows"}, "inputs"),
+    ],
+)
+def test_what_makes_no_sense(live: Live, entry: Json, says: str) -> None:
+    """What can't be had is refused, and what to type instead is said."""
+    reply = extract(live, entry)
+    assert reply.status_code == 422
+    assert says in reply.text

@@ -51,9 +51,9 @@ def _make_estimate(job: Job) -> Response:
         "rows": rows,
         "features": {
             result.key: {
-                "shape": result.capture.shape(rows),
+                "shape": result.capture.reply_shape(rows),
                 "dtype": result.capture.dtype,
-                "bytes": result.capture.nbytes(rows),
+                "bytes": result.capture.nbytes(1 if result.capture.reduction.over else rows),
             }
             for result in plan.results
         },
