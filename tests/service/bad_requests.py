@@ -147,9 +147,9 @@ BAD: dict[str, Case] = {
     "JSON inputs": Case(413, body(inputs=[image(PNG)] * 5), says="5 inputs"),
     "multipart inputs": Case(413, {"files": [("images", PNG)] * 5, "params": ONE}, says="5"),
     "10,001 inputs": Case(413, body(inputs=[{"image": ""}] * 10_001), says="10001 inputs"),
-    "1,001 parts": Case(413, text(FILE * 1001 + "--x--\r\n", FORM), says="at most 4 pictures"),
+    "1,001 parts": Case(413, text(FILE * 1001 + "--x--\r\n", FORM), says="at most 4 inputs"),
     "1,001 request parts": Case(
-        413, text(FILE.replace("images", "request") * 1001 + "--x--\r\n", FORM), says="at most 4 pictures"
+        413, text(FILE.replace("images", "request") * 1001 + "--x--\r\n", FORM), says="at most 4 inputs"
     ),
     "rows of a batch": Case(413, raw(npy(np.zeros((5, 3, 32, 32), np.float32)), "application/x-npy", **ONE), says="5"),
     "results": Case(413, body(layers=["*"]), says="8"),
