@@ -193,6 +193,8 @@ def _check_pool(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
         )
     if pooling.first_token and leaf.prefix == 0:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
+    if pooling.last_token and "T" not in (leaf.layout or ""):
+        raise SelectorError(f"{name} has no tokens", hint="use pool 'mean'")
 
 
 def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction, catalog: Catalog) -> None:
@@ -237,8 +239,12 @@ def _check_indices(
         return
     if leaf.layout is None or axis not in leaf.layout:
         raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
-    if len(set(indices)) != len(indices):
-        raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")
     size = leaf.shape[leaf.layout.index(axis)]
-    if catalog.sizes_known and not (indices and all(0 <= index < size for index in indices)):
-        raise SelectorError(f"'{option}' of {name} must be between 0 and {size - 1}")
+    if catalog.sizes_known and not (indices and all(-size <= index < size for index in indices)):
+        raise SelectorError(f"'{option}' of {name} must be between {-size} and {size - 1}")
+    if indices and min(indices) < 0 and axis == "C" and leaf.layout.index(axis) in leaf.token_axes:
+        detail = f"the channels of {name} are tokens, of which each text has its own number: none is the last of all"
+        raise SelectorError(detail, hint="count from the first, 0")
+    counted = [index + size if index < 0 and catalog.sizes_known else index for index in indices]
+    if len(set(counted)) != len(counted):
+        raise SelectorError(f"'{option}' of {name} names an index twice", hint="name each once")

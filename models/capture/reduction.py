@@ -21,6 +21,7 @@ from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
 
+NOUNS = {"C": "channels", "T": "tokens"}
 CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -44,11 +45,12 @@ def reduce(
 
     ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out, what
     is kept of each has ``length`` of them, 0 where one is no token of its row. What is named by its number is counted
-    from the row's first own token. InputError where nothing is left of a row.
+    from the row's first own token, or back from its last. InputError where nothing is left of a row, or it has no such
+    token.
     """
     part = value
     if real is not None and leaf.token_axes:
-        if reduction.tokens is None and (POOLINGS[reduction.pool].combines or reduction.stats is not None):
+        if _is_of_whole_rows(reduction):
             if is_padded(leaf, real):
                 value, leaf, real = _align_channels(value, leaf, reduction, real, length)
                 return _reduce_row_by_row(value, leaf, reduction, real)
@@ -116,6 +118,13 @@ def _reduce_row_by_row(value: Tensor, leaf: TensorInfo, reduction: Reduction, re
     return ReducedTensor(torch.cat([row.values for row in rows]), torch.cat(scales) if scales else None)
 
 
+def _is_of_whole_rows(reduction: Reduction) -> bool:
+    """Whether a reduction looks at all tokens of a row, or counts them from the end."""
+    if reduction.tokens is not None:
+        return min(reduction.tokens) < 0
+    return POOLINGS[reduction.pool].combines or reduction.stats is not None
+
+
 def _get_numbered_axes(reduction: Reduction) -> str:
     """The axes along which a reduction takes entries by their numbers, as letters of a layout."""
     takes_tokens = reduction.tokens is not None or POOLINGS[reduction.pool].first_token
@@ -130,8 +139,12 @@ def _count_skipped(leaf: TensorInfo, reduction: Reduction) -> int:
 def _narrow(value: Tensor, layout: str | None, reduction: Reduction) -> Tensor:
     for letter, indices in (("C", reduction.channels), ("T", reduction.tokens)):
         if indices is not None and layout is not None:
-            index = torch.tensor(indices, device=value.device)
-            value = value.index_select(layout.index(letter), index)
+            axis = layout.index(letter)
+            size = value.shape[axis]
+            if not all(-size <= index < size for index in indices):
+                raise InputError(f"an input has {size} {NOUNS[letter]}, and not all that are named")
+            index = torch.tensor([index % size for index in indices], device=value.device)
+            value = value.index_select(axis, index)
     return value
 
 

@@ -2,7 +2,8 @@
 
 A function gets the rows and how many prefix tokens to leave out, and uses what a tensor itself offers. ``mean``,
 ``max`` and ``gem`` reduce every axis but rows and channels to (N, C); ``mean_all`` is ``mean`` with prefix tokens.
-``cls`` is the first token as (N, C). ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw it.
+``cls`` is the first token as (N, C), ``last`` the last
+one that is no padding. ``flatten`` is (N, everything else). ``none`` keeps the tensor as the hook saw it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Pooling:
 
     ``by_channel``: the result is (N, C), so that axes must be known. ``combines``: a number is made of several, so that
     padding must be left out and neighbours in a batch kept apart. ``averages``: integers become floating numbers.
-    ``skips_prefix``: class and register tokens are left out. ``first_token``: a token is taken by its place.
+    ``skips_prefix``: class and register tokens are left out. ``first_token``, ``last_token``: a token
+    is taken by its place; the last one stands before the padding of its row.
     """
 
     compute: Callable[[RowView, int], Tensor] | None
@@ -35,6 +37,7 @@ class Pooling:
     averages: bool = False
     skips_prefix: bool = True
     first_token: bool = False
+    last_token: bool = False
 
 
 def _mean(rows: RowView, skip: int) -> Tensor:
@@ -55,6 +58,10 @@ def _cls(rows: RowView, skip: int) -> Tensor:
     return rows.positions(0)[:, :, 0]
 
 
+def _last(rows: RowView, skip: int) -> Tensor:
+    return rows.positions(0)[:, :, -1]
+
+
 def _flatten(rows: RowView, skip: int) -> Tensor:
     return rows.values.flatten(1)
 
@@ -66,6 +73,7 @@ POOLINGS = {
     "max": Pooling(_max),
     "gem": Pooling(_gem, averages=True),
     "cls": Pooling(_cls, combines=False, first_token=True),
+    "last": Pooling(_last, skips_prefix=False, last_token=True),
     "flatten": Pooling(_flatten, by_channel=False, combines=False),
 }
 

@@ -13,7 +13,7 @@ from layertap.models.selection.hook_points import Reduction, ReplyDType, Selecto
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_path, parse_selector, parse_site
 from layertap.models.selection.statistics import STATS
-from layertap.service.schemas.base import Indices, StrictBody
+from layertap.service.schemas.base import SignedIndices, StrictBody
 
 
 def _parse_call(value: object) -> int | Literal["*"]:
@@ -93,8 +93,8 @@ class LayerBody(PlaceBody):
     pool: Pool | None = None
     normalize: bool | None = None
     dtype: ReplyDType | None = None
-    channels: Indices | None = None
-    tokens: Indices | None = None
+    channels: SignedIndices | None = None
+    tokens: SignedIndices | None = None
     stats: Stats = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None

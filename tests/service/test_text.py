@@ -100,6 +100,34 @@ def test_one_text(texts: Texts, sentence: str) -> None:
     np.testing.assert_array_equal(found, texts.of({"text": sentence}))
 
 
+def test_last_tokens(texts: Texts) -> None:
+    """The last token of each text is its own, however long its neighbours are: by pool, and counted from the end."""
+    sentences = SENTENCES[:3]
+    inputs = [{"text": sentence} for sentence in sentences]
+    last = texts.of(*inputs, pool="last")
+    counted = texts.of(*inputs, layers=[{"layer": HIDDEN, "tokens": [-1, 0, -2], "channels": [-1, 3]}])
+    assert (last.shape, counted.shape) == ((3, 32), (3, 3, 2))
+    for row, sentence in enumerate(sentences):
+        expected = offline(texts.module, [ids_of(sentence)])[0]
+        np.testing.assert_allclose(last[row], expected[-1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(counted[row], expected[[-1, 0, -2]][:, [-1, 3]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        ({"layer": HIDDEN, "tokens": [-5]}, "between -4 and 3"),
+        ({"layer": HIDDEN, "tokens": [-1, 3]}, "twice"),
+        ({"layer": HIDDEN, "channels": [-33]}, "between -32 and 31"),
+        ({"layer": ".[pooler_output]", "pool": "last"}, "has no tokens"),
+    ],
+)
+def test_no_such_tokens(texts: Texts, layer: Json, says: str) -> None:
+    """Tokens that the shortest text has not, or twice, are refused before a forward."""
+    reply = texts.post({"text": "a cat"}, {"text": "the cat sat on the mat"}, layers=[layer])
+    assert says in problem(reply, 422)["detail"]
+
+
 def test_several_texts(texts: Texts) -> None:
     """All texts of a request have the length of the longest one; what lies behind a shorter one is 0."""
     sentences = SENTENCES[:3]

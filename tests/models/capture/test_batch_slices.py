@@ -151,8 +151,8 @@ def _one(row: Array, leaf: TensorInfo, pool: Pool) -> Array:
     layout = leaf.layout or ""
     channels = np.moveaxis(row, layout.index("C"), 0) if "C" in layout else row[None]
     places = channels.reshape(len(channels), -1)
-    if pool == "cls":
-        return places[:, 0]
+    if pool in ("cls", "last"):
+        return places[:, 0 if pool == "cls" else -1]
     kept = places if pool == "mean_all" else places[:, leaf.prefix :]
     if pool == "max":
         return kept.max(-1)

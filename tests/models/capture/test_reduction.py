@@ -108,6 +108,17 @@ def test_class_token(name: str) -> None:
     np.testing.assert_array_equal(found.numpy(), item.split(value.numpy(), item.rows)[:, :, 0])
 
 
+@pytest.mark.parametrize("name", ["NTC with prefix", "TNC with prefix"])
+def test_last_token(name: str) -> None:
+    """``last`` is the last token, and a negative index counts from there."""
+    item = CASES[name]
+    value = values(item.shape)
+    expected = item.split(value.numpy(), item.rows)[:, :, -1]
+    np.testing.assert_array_equal(reduce(value, item.leaf, Reduction(pool="last")).values.numpy(), expected)
+    named = reduce(value, item.leaf, Reduction(tokens=(-1,), pool="mean")).values
+    np.testing.assert_allclose(named.numpy(), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("pool", POOLS)
 def test_arithmetic_is_float32_at_least(pool: Pool, dtype: torch.dtype) -> None:

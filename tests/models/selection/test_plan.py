@@ -180,14 +180,14 @@ BAD: dict[str, tuple[Selector, str]] = {
     "mean of unknown axes": (chosen("unknown", pool="mean"), "shape [1, 8, 4, 4], are not known, so 'mean'"),
     "channels of unknown axes": (chosen("unknown", channels=(0,)), "has no axis of channels"),
     "tokens of a picture": (chosen("picture", tokens=(0,)), "has no axis of tokens"),
-    "channel too large": (chosen("tokens", channels=(0, 8)), "must be between 0 and 7"),
-    "token too large": (chosen("tokens", tokens=(5,)), "must be between 0 and 4"),
+    "channel too large": (chosen("tokens", channels=(0, 8)), "must be between -8 and 7"),
+    "token too large": (chosen("tokens", tokens=(5,)), "must be between -5 and 4"),
     "glob without that call": (chosen("tok*#7"), "none of which has such a call, path or site"),
     "glob without that path": (chosen("*[logits]"), "none of which has such a call, path or site"),
     "int8 on axis 1": (chosen("second", dtype="int8"), "'second' has its rows on axis 1"),
-    "negative": (chosen("tokens", channels=(-1,)), "must be between 0 and 7"),
+    "too negative": (chosen("tokens", channels=(-9,)), "must be between -8 and 7"),
     "channel twice": (chosen("tokens", channels=(1, 0, 1)), "'channels' of 'tokens' names an index twice"),
-    "none of them": (chosen("tokens", channels=()), "must be between 0 and 7"),
+    "none of them": (chosen("tokens", channels=()), "must be between -8 and 7"),
 }
 
 
