@@ -29,6 +29,7 @@ class Receipt:
     place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
     gradient, the class of each row whose score was its highest, where the objective is of that, ``labels`` their names.
     ``rows_per_forward`` is there where rows of the model affect each other.
+    ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
     ``channels`` and ``tokens`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
     cast to. ``probe`` is what the fixed input gives there, where it was asked for.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
@@ -58,6 +59,7 @@ class Receipt:
     preprocessed: Preprocessed = ""
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+    token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
     probe: Probe | None = None
 
@@ -83,6 +85,7 @@ OMITTED: dict[str, object] = {
     "preprocessed": "",
     "channels": None,
     "tokens": None,
+    "token_counts": None,
     "reply_dtype": "float32",
     "probe": None,
 }

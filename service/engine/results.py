@@ -53,6 +53,12 @@ def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     return tuple(values.argmax(1).tolist())
 
 
+def _count_tokens(job: Job) -> tuple[int, ...] | None:
+    """How many tokens each row has of its own; None where nothing tells them from padding."""
+    mask = job.inputs.get(job.mask) if job.mask else None
+    return None if mask is None else tuple(mask.bool().sum(1).tolist())
+
+
 def _find_row_axis(capture: Capture) -> int | None:
     """The axis of a result that holds the rows; None where it is the same, or one, for all of them."""
     if capture.reduction.over:
@@ -83,6 +89,7 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",
         classes=classes,
+        token_counts=_count_tokens(job) if leaf.token_axes else None,
         labels=name_classes(job.labels, classes) if classes is not None else None,
         rows_per_forward=job.rows_per_forward,
         preprocessed=job.preprocessed,

@@ -188,7 +188,8 @@ def test_no_token_of_padding(server: Server, names: Sequence[str]) -> None:
     for place in range(fewest, len(MASKS[names[0]])):
         edit = {"layer": BLOCK, "op": "zero", "tokens": [place]}
         assert f"between 0 and {fewest - 1}" in server.refused(names, SCORES, interventions=[edit])
-        assert f"between 0 and {fewest - 1}" in server.refused(names, {"layer": BLOCK, "tokens": [place]})
+        said = f"between {-fewest} and {fewest - 1}"
+        assert said in server.refused(names, {"layer": BLOCK, "tokens": [place]})
 
 
 CAPTURES: dict[str, tuple[Json, Change]] = {

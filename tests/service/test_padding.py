@@ -303,8 +303,8 @@ def refused(server: Server, model: str, texts: list[list[int]], layers: list[Any
 
 def test_no_position_of_padding(server: Server) -> None:
     """A position that a text does not have can't be named."""
-    assert "between 0 and 4" in refused(server, "gpt2", [TEXTS[0]], [{"layer": BLOCK["gpt2"], "tokens": [5]}])
-    assert "between 0 and 2" in refused(server, "gpt2", TEXTS, [{"layer": BLOCK["gpt2"], "tokens": [3]}])
+    assert "between -5 and 4" in refused(server, "gpt2", [TEXTS[0]], [{"layer": BLOCK["gpt2"], "tokens": [5]}])
+    assert "between -3 and 2" in refused(server, "gpt2", TEXTS, [{"layer": BLOCK["gpt2"], "tokens": [3]}])
     asked = [f"{BLOCK['answering']}:grad_output"]
     assert "use 0 to 4" in refused(server, "answering", [TEXTS[0]], asked, objective={"kind": "logit", "class": 5})
     edit = {"layer": BLOCK["gpt2"], "op": "zero", "tokens": [5]}

@@ -100,6 +100,15 @@ def test_one_text(texts: Texts, sentence: str) -> None:
     np.testing.assert_array_equal(found, texts.of({"text": sentence}))
 
 
+def test_token_counts(texts: Texts) -> None:
+    """The receipt tells how many tokens of a result are a text's own; that of a vector has none."""
+    inputs = [{"text": sentence} for sentence in SENTENCES[:3]]
+    body = {"model": "bert", "layers": [HIDDEN, ".[pooler_output]"], "inputs": inputs}
+    receipts = texts.live.client.post("/extract", json=body).json()["receipts"]
+    assert receipts[HIDDEN]["token_counts"] == [len(ids_of(sentence)) for sentence in SENTENCES[:3]]
+    assert "token_counts" not in receipts[".[pooler_output]"]
+
+
 def test_last_tokens(texts: Texts) -> None:
     """The last token of each text is its own, however long its neighbours are: by pool, and counted from the end."""
     sentences = SENTENCES[:3]
