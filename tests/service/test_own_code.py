@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
+from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.document import ConfigError
 from layertap.service.logs import JsonFormatter
 from tests.service.conftest import Serve
+from tests.service.load_server import ROOT, process
 from tests.service.support import Json, npy, problem, raw, rows
 
 NET = """
@@ -230,3 +234,21 @@ def test_no_factory(tmp_path: Path) -> None:
     written(tmp_path, "own_nameless")
     with pytest.raises(ConfigError, match="needs a module and a factory"):
         configuration(tmp_path, "python:own_nameless")
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_packages_of_every_name(tmp_path: Path, workers: str) -> None:
+    """One's own packages ``models`` and ``service`` are imported as they are, by a server and by its workers."""
+    written(tmp_path / "models", "net", built="from models.errors import NoNet; from service import WIDTH", width=7)
+    (tmp_path / "models" / "__init__.py").write_text("from models.errors import NoNet\n")
+    (tmp_path / "models" / "errors.py").write_text("class NoNet(Exception): ...\n")
+    (tmp_path / "service").mkdir()
+    (tmp_path / "service" / "__init__.py").write_text("WIDTH = 7\n")
+    spec = ModelSpec("own", "python:models.net:build", "random:0", device="cpu", inputs=(InputSpec("x", (4,)),))
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    with process([spec], tmp_path, PYTHONPATH=path, LAYERTAP_WORKERS=workers) as server:
+        told = httpx.get(f"{server.url}/models/own").json()
+        assert (told["state"], told["source"]) == ("ready", "python:models.net:build")
+        request = raw(npy(np.ones(4, np.float32)), "application/x-npy", layers="linear")
+        reply = httpx.post(f"{server.url}/extract", **request)
+        assert reply.json()["features"]["linear"]["shape"] == [1, 7]
