@@ -38,7 +38,7 @@ def own(serve: Serve, module: nn.Module, tmp_path_factory: pytest.TempPathFactor
     folder: Path = tmp_path_factory.mktemp("pixels")
     torch.save(module.state_dict(), folder / "own.pth")
     entry = {"name": "own", "source": "torchvision:squeezenet1_1", "weights": "own.pth", "device": "cpu"}
-    none = {**entry, "name": "none", "preprocess": "none", "load": "lazy"}
+    none = {**entry, "name": "none", "preprocess": "none"}
     (folder / "models.json").write_text(json.dumps({"models": [entry, none]}))
     with serve(read_configuration(folder / "models.json", before_loading=True), workers=request.param) as live:
         yield live

@@ -126,7 +126,7 @@ def test_tokens(reshaping: Live) -> None:
         found = arrays_of(post(reshaping, "patches", [x], ["norm", {"layer": "norm", "tokens": [last], "as": "last"}]))
         np.testing.assert_array_equal(found["last"], found["norm"][:, last:])
         reply = post(reshaping, "patches", [x], [{"layer": "norm", "tokens": [last + 1]}])
-        assert f"between 0 and {last}" in problem(reply, 422)["detail"]
+        assert f"between {-last - 1} and {last}" in problem(reply, 422)["detail"]
 
 
 def test_known_shape_is_judged_before_decoding(reshaping: Live) -> None:

@@ -43,6 +43,12 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
 
 
+def saved(module: nn.Module) -> dict[str, Tensor]:
+    """Those that a checkpoint holds."""
+    kept = module.state_dict()
+    return {name: value for name, value in tensors(module).items() if name in kept}
+
+
 def raw(value: Tensor) -> bytes:
     """A tensor's bytes in C order."""
     return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -83,7 +89,7 @@ def _of(folder: Path) -> dict[str, Any]:
     torch.manual_seed(SEED)
     random = kind(config)
     module = kind.from_pretrained(folder)
-    found = {"saved": facts(module), "random": facts(random), "digest": digest(tensors(module))}
+    found = {"saved": facts(module), "random": facts(random), "digest": digest(saved(module))}
     return found | {"again": facts(initialized_again(module))}
 
 
