@@ -11,9 +11,17 @@ from layertap.models.catalog.catalog import CallBoundary, Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths
 from layertap.models.errors import Fault, LayertapError, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
-from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
-from layertap.models.selection.hook_points import HookPoint, Intervention, Objective, Reduction, Selector, format_path
+from layertap.models.selection.hook_points import (
+    AXES,
+    HookPoint,
+    Intervention,
+    Objective,
+    Reduction,
+    Selector,
+    format_path,
+)
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import SelectorMatch, find_matches
@@ -169,23 +177,25 @@ def _check_reduction(
         _check_stats(name, leaf, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
         raise SelectorError("'normalize' needs a pooled result", hint="add a pool: 'mean', 'flatten', …")
-    _check_pool(name, leaf, reduction)
+    _check_pool(name, tensor, reduction)
     if reduction.dtype == "int8" and reduction.pool == "none" and leaf.row_axis not in (0, None):
         raise SelectorError(
             f"{name} has its rows on axis {leaf.row_axis}, so int8 would scale them all together",
             hint="add a pool, or ask for 'float16'",
         )
     common = leaf if lengths is None else leaf.with_length(lengths.common)
-    _check_indices(name, common, "channels", "C", reduction.channels, catalog)
-    _check_indices(name, common, "tokens", "T", reduction.tokens, catalog)
+    for option, indices in reduction.indices.items():
+        _check_indices(name, common, option, indices, catalog)
 
 
-def _check_pool(name: str, leaf: TensorInfo, reduction: Reduction) -> None:
-    pooling = POOLINGS[reduction.pool]
+def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
+    pooling, leaf = POOLINGS[reduction.pool], tensor.tensor
     if reduction.pool != "none" and (leaf.row_axis is None or leaf.mixed):
         raise SelectorError(
             f"{name} does not hold one entry for each input, so it can't be pooled", hint="use pool 'none'"
         )
+    if pooling.by_channel and tensor.point.site in ATTENTION:
+        raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
     if pooling.by_channel and leaf.layout is None:
         raise SelectorError(
             f"the axes of {name}, shape {list(leaf.shape)}, are not known, so '{reduction.pool}' is not defined",
@@ -232,11 +242,8 @@ def _check_merged(name: str, leaf: TensorInfo, stats: Collection[str]) -> None:
         raise SelectorError(detail, hint="leave 'over' out, and weigh the rows yourself")
 
 
-def _check_indices(
-    name: str, leaf: TensorInfo, option: str, axis: str, indices: tuple[int, ...] | None, catalog: Catalog
-) -> None:
-    if indices is None:
-        return
+def _check_indices(name: str, leaf: TensorInfo, option: str, indices: tuple[int, ...], catalog: Catalog) -> None:
+    axis = AXES[option]
     if leaf.layout is None or axis not in leaf.layout:
         raise SelectorError(f"{name} has no axis of {option}", hint=f"leave '{option}' out")
     size = leaf.shape[leaf.layout.index(axis)]

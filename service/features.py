@@ -30,7 +30,7 @@ class Receipt:
     gradient, the class of each row whose score was its highest, where the objective is of that, ``labels`` their names.
     ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
-    ``channels`` and ``tokens`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
+    ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
     cast to. ``probe`` is what the fixed input gives there, where it was asked for.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
@@ -59,6 +59,9 @@ class Receipt:
     preprocessed: Preprocessed = ""
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
     token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
     probe: Probe | None = None
@@ -85,6 +88,9 @@ OMITTED: dict[str, object] = {
     "preprocessed": "",
     "channels": None,
     "tokens": None,
+    "heads": None,
+    "queries": None,
+    "keys": None,
     "token_counts": None,
     "reply_dtype": "float32",
     "probe": None,

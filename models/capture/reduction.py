@@ -17,11 +17,10 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.padding import is_padded, move_padding_last, strip_padding, truncate
 from layertap.models.catalog.row_view import move_rows_first, to_floating
 from layertap.models.errors import InputError
-from layertap.models.selection.hook_points import Reduction
+from layertap.models.selection.hook_points import AXES, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
 
-NOUNS = {"C": "channels", "T": "tokens"}
 CASTS = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 
 
@@ -50,14 +49,14 @@ def reduce(
     """
     part = value
     if real is not None and leaf.token_axes:
-        if _is_of_whole_rows(reduction):
+        if _is_of_whole_rows(leaf, reduction):
             if is_padded(leaf, real):
-                value, leaf, real = _align_channels(value, leaf, reduction, real, length)
+                value, leaf, real = _align_kept(value, leaf, reduction, real, length)
                 return _reduce_row_by_row(value, leaf, reduction, real)
         else:
             if length is not None:
                 part, leaf = truncate(part, leaf, length, real)
-            part = move_padding_last(part, leaf, _get_numbered_axes(reduction), real[:, :length])
+            part = move_padding_last(part, leaf, "".join(_find_numbered_axes(leaf, reduction)), real[:, :length])
     return ensure_owned(apply_reduction(part, leaf, reduction), value)
 
 
@@ -95,18 +94,18 @@ def ensure_owned(reduced: ReducedTensor, captured: Tensor) -> ReducedTensor:
     return reduced if is_alone else replace(reduced, values=values.clone())
 
 
-def _align_channels(
+def _align_kept(
     value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor, length: int | None
 ) -> tuple[Tensor, TensorInfo, Tensor]:
-    """What is reduced row by row, with as many channels in every row: where tokens are these, a pool keeps them."""
-    channel = (leaf.layout or "").find("C")
-    if (reduction.stats is not None and reduction.by is None) or length is None or channel not in leaf.token_axes:
+    """What is reduced row by row, with as many entries in every row where a result has one for each token."""
+    kept = _find_kept_axes(leaf, reduction)
+    if length is None or not kept:
         return value, leaf, real
     value, leaf = truncate(value, leaf, length, real)
     real = real[:, :length]
-    other_axes = tuple(axis for axis in leaf.token_axes if axis != channel)
-    value = move_padding_last(value, leaf, _get_numbered_axes(reduction), real)
-    return value, replace(leaf, token_axes=other_axes), real
+    letters = "".join(letter for letter, axis in _find_numbered_axes(leaf, reduction).items() if axis in kept)
+    value = move_padding_last(value, leaf, letters, real)
+    return value, replace(leaf, token_axes=tuple(axis for axis in leaf.token_axes if axis not in kept)), real
 
 
 def _reduce_row_by_row(value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor) -> ReducedTensor:
@@ -115,20 +114,35 @@ def _reduce_row_by_row(value: Tensor, leaf: TensorInfo, reduction: Reduction, re
         raise InputError("an input has no token but its class token, so there is nothing to pool")
     rows = [reduce(row, row_leaf, reduction) for row, row_leaf in strip_padding(value, leaf, real)]
     scales = [row.scale for row in rows if row.scale is not None]
-    return ReducedTensor(torch.cat([row.values for row in rows]), torch.cat(scales) if scales else None)
+    axis = 0 if reduction.is_by_row else leaf.row_axis or 0
+    return ReducedTensor(torch.cat([row.values for row in rows], dim=axis), torch.cat(scales) if scales else None)
 
 
-def _is_of_whole_rows(reduction: Reduction) -> bool:
-    """Whether a reduction looks at all tokens of a row, or counts them from the end."""
-    if reduction.tokens is not None:
-        return min(reduction.tokens) < 0
-    return POOLINGS[reduction.pool].combines or reduction.stats is not None
+def _is_of_whole_rows(leaf: TensorInfo, reduction: Reduction) -> bool:
+    """Whether a reduction makes numbers of all tokens of a row, or counts some of them from the end."""
+    numbered = _find_numbered_axes(leaf, reduction)
+    from_end = {AXES[option] for option, indices in reduction.indices.items() if min(indices) < 0}
+    if any(axis in leaf.token_axes and letter in from_end for letter, axis in numbered.items()):
+        return True
+    combines = POOLINGS[reduction.pool].combines or reduction.stats is not None
+    return combines and not set(numbered.values()).issuperset(leaf.token_axes)
 
 
-def _get_numbered_axes(reduction: Reduction) -> str:
-    """The axes along which a reduction takes entries by their numbers, as letters of a layout."""
-    takes_tokens = reduction.tokens is not None or POOLINGS[reduction.pool].first_token
-    return ("T" if takes_tokens else "") + ("C" if reduction.channels is not None else "")
+def _find_kept_axes(leaf: TensorInfo, reduction: Reduction) -> set[int]:
+    """The axes of tokens along which a result has an entry for each of them."""
+    layout = leaf.layout or ""
+    if reduction.stats is not None or POOLINGS[reduction.pool].by_channel:
+        letters = "" if reduction.stats is not None and reduction.by is None else "C"
+    else:
+        letters = "".join(set(layout) - set(_find_numbered_axes(leaf, reduction)))
+    return {axis for axis, letter in enumerate(layout) if letter in letters and axis in leaf.token_axes}
+
+
+def _find_numbered_axes(leaf: TensorInfo, reduction: Reduction) -> dict[str, int]:
+    """The axes along which a reduction takes entries by their numbers, by their letters in the layout."""
+    first = {"T"} if POOLINGS[reduction.pool].first_token else set[str]()
+    letters = first | {AXES[option] for option in reduction.indices}
+    return {letter: axis for axis, letter in enumerate(leaf.layout or "") if letter in letters}
 
 
 def _count_skipped(leaf: TensorInfo, reduction: Reduction) -> int:
@@ -137,14 +151,13 @@ def _count_skipped(leaf: TensorInfo, reduction: Reduction) -> int:
 
 
 def _narrow(value: Tensor, layout: str | None, reduction: Reduction) -> Tensor:
-    for letter, indices in (("C", reduction.channels), ("T", reduction.tokens)):
-        if indices is not None and layout is not None:
-            axis = layout.index(letter)
-            size = value.shape[axis]
-            if not all(-size <= index < size for index in indices):
-                raise InputError(f"an input has {size} {NOUNS[letter]}, and not all that are named")
-            index = torch.tensor([index % size for index in indices], device=value.device)
-            value = value.index_select(axis, index)
+    for option, indices in reduction.indices.items():
+        axis = (layout or "").index(AXES[option])
+        size = value.shape[axis]
+        if not all(-size <= index < size for index in indices):
+            raise InputError(f"an input has {size} {option}, and not all that are named")
+        index = torch.tensor([index % size for index in indices], device=value.device)
+        value = value.index_select(axis, index)
     return value
 
 

@@ -113,7 +113,8 @@ class CallRecorder(CallObserver):
             axis = _find_grown_axis(earlier.weights.shape, shape)
             axis = axis if axis == evidence.row_axis else None
         mixed = axis is None or (earlier is not None and evidence.mixed)
-        weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, mixed)
+        axes = layout.ATTENTION if axis == 0 else None
+        weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, mixed, axes)
         observations.append(AttentionObservation(weights, evidence, event.source))
 
     def _get_earlier_call(self, module: nn.Module, number: int) -> CallObservation | None:

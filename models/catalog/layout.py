@@ -1,4 +1,7 @@
-"""Which axis of a tensor is what: rows N, channels C, tokens T, space H W (L in 1-D, T also time in video)."""
+"""Which axis of a tensor is what: rows N, channels C, tokens T, space H W (L in 1-D, T also time in video).
+
+Of attention weights: rows N, heads A, queries Q, keys K.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from torch import nn
 Shape = tuple[int, ...]
 Evidence = tuple[Shape, str | None]  # another tensor's shape and layout
 FIRST = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCTHW"}
+ATTENTION = "NAQK"
 LAST = {2: "NC", 3: "NTC", 4: "NHWC", 5: "NTHWC"}
 
 

@@ -10,6 +10,8 @@ from layertap.models.hooks.sites import SITES, Side, Site
 
 ReplyDType = Literal["float32", "float16", "int8"]
 Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout", "relevance"]
+# The options that take indices along an axis, and the letter of that axis in a layout.
+AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class HookPoint:
 class Reduction:
     """What happens to a captured tensor on its device: narrow, pool, normalise, cast.
 
-    ``channels`` and ``tokens`` keep those indices along their axis, in the order given. The order of steps is the
+    ``channels`` to ``keys`` keep those indices along their axis, in the order given, negative ones counted from the
+    end; the last three are of attention. The order of steps is the
     order of fields. ``normalize`` is L2 over the last axis of a pooled result. ``stats`` are columns in the order
     given, in place of pooling and all that follows it: of each row, or of each channel of it (``by``); ``over``: of all
     rows of the request together.
@@ -49,12 +52,20 @@ class Reduction:
 
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
     stats: tuple[str, ...] | None = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None
     pool: str = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"
+
+    @property
+    def indices(self) -> dict[str, tuple[int, ...]]:
+        """What is kept along each axis that is narrowed, by the option that says so."""
+        return {option: vars(self)[option] for option in AXES if vars(self)[option] is not None}
 
     @property
     def is_by_row(self) -> bool:

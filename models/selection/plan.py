@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from layertap.models.catalog.catalog import TensorInfo, count_item_bytes
-from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction
+from layertap.models.selection.hook_points import AXES, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import list_columns
 
@@ -186,9 +186,8 @@ def compute_reduced_shape(leaf: TensorInfo, reduction: Reduction, rows: int) -> 
         columns = len(list_columns(reduction.stats))
         return (rows, columns) if reduction.by is None else (rows, _count_channels(leaf, reduction), columns)
     shape = list(leaf.shape_for(rows))
-    for letter, indices in (("C", reduction.channels), ("T", reduction.tokens)):
-        if indices is not None and leaf.layout is not None:
-            shape[leaf.layout.index(letter)] = len(indices)
+    for option, indices in reduction.indices.items():
+        shape[(leaf.layout or "").index(AXES[option])] = len(indices)
     pooling = POOLINGS[reduction.pool]
     if pooling.compute is None:
         return tuple(shape)

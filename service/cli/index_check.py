@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layertap.models.errors import LayertapError, LoadError
-from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.hook_points import AXES, Selector
 from layertap.service.cli.console import show_status, stdout
 from layertap.service.cli.stored_receipts import StoredReceipts
 from layertap.service.engine.engine import Engine
@@ -101,4 +101,4 @@ def _compare(receipt: Mapping[str, Any], before: Probe | None, now: Receipt) -> 
     return Verdict(f"changed by {change:.2%}{also}", good=False)
 
 
-OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", "channels", "tokens", "by", "over")
+OF_ENTRY = ("layer", "call", "path", "site", "pool", "normalize", *AXES, "by", "over")

@@ -50,6 +50,6 @@ def _make_key(
 
 
 def _is_small(request: ExtractRequest) -> bool:
-    narrowed = any(selector.reduction.channels or selector.reduction.tokens for selector in request.selectors)
+    narrowed = any(selector.reduction.indices for selector in request.selectors)
     plain = not narrowed and not request.interventions and not request.objective
     return plain and len(request.selectors) <= MAX_LAYERS

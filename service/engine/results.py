@@ -95,5 +95,8 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         preprocessed=job.preprocessed,
         channels=reduction.channels,
         tokens=reduction.tokens,
+        heads=reduction.heads,
+        queries=reduction.queries,
+        keys=reduction.keys,
         reply_dtype=reduction.dtype,
     )

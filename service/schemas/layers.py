@@ -95,6 +95,9 @@ class LayerBody(PlaceBody):
     dtype: ReplyDType | None = None
     channels: SignedIndices | None = None
     tokens: SignedIndices | None = None
+    heads: SignedIndices | None = None
+    queries: SignedIndices | None = None
+    keys: SignedIndices | None = None
     stats: Stats = None
     by: Literal["channel"] | None = None
     over: Literal["inputs"] | None = None
@@ -116,8 +119,11 @@ class LayerBody(PlaceBody):
         """What the entry says, and where it says nothing what the request does: not where it is of statistics."""
         default = of_request if self.stats is None else Reduction()
         return Reduction(
-            channels=tuple(self.channels) if self.channels is not None else None,
-            tokens=tuple(self.tokens) if self.tokens is not None else None,
+            channels=_to_tuple(self.channels),
+            tokens=_to_tuple(self.tokens),
+            heads=_to_tuple(self.heads),
+            queries=_to_tuple(self.queries),
+            keys=_to_tuple(self.keys),
             stats=self.stats,
             by=self.by,
             over=self.over,
@@ -125,3 +131,7 @@ class LayerBody(PlaceBody):
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,
         )
+
+
+def _to_tuple(indices: list[int] | None) -> tuple[int, ...] | None:
+    return None if indices is None else tuple(indices)

@@ -355,3 +355,58 @@ def test_nothing_left_to_pool() -> None:
         reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean"), torch.tensor([[True, False]]))
     found = reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean_all"), torch.tensor([[True, False]]))
     assert torch.equal(found.values, torch.ones(1, 5))
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_tokens_from_the_end(name: str) -> None:
+    """Of rows of several lengths each gives its own last tokens, wherever a tensor has its rows."""
+    item = PADDED[name]
+    value = values(item.shape)
+    rows, tokens = item.leaf.row_axis or 0, (item.leaf.layout or "").index("T")
+    leaf = replace(item.leaf, token_axes=(tokens,))
+    found = reduce(value, leaf, Reduction(tokens=(-1, -3)), REAL, 6).values
+    assert found.shape == compute_reduced_shape(leaf, Reduction(tokens=(-1, -3)), 3)
+    for place, count in enumerate(REAL.sum(1).tolist()):
+        wanted = value.select(rows, place)[[count - 1, count - 3]]
+        assert torch.equal(found.movedim((rows, tokens), (0, 1))[place], wanted)
+
+
+WEIGHTS = TensorInfo((), (1, 4, 7, 7), "float32", layout="NAQK", token_axes=(2, 3))
+# A text of every position, one with padding behind it, one with a hole in it and padding on either side.
+HOLES = torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0]], dtype=torch.bool)
+PARTS: list[dict[str, Any]] = [
+    {"heads": (-1, 0)},
+    {"queries": (2, 0)},
+    {"queries": (-1,)},
+    {"heads": (1,), "queries": (0, -2)},
+    {"heads": (3, 2), "queries": (1,), "keys": (-1, 1)},
+    {"keys": (0,)},
+    {"keys": (-3,)},
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_parts_of_attention(part: dict[str, Any]) -> None:
+    """Heads, queries and keys are those named, queries and keys counted among a text's own tokens.
+
+    Of an axis that is not named positions stay, with 0 where a text has none.
+    """
+    value = values((3, 4, 7, 7))
+    length = 6
+    how = Reduction(**part)
+    found = reduce(value, WEIGHTS, how, HOLES, length).values
+    flat = reduce(value, WEIGHTS, replace(how, pool="flatten"), HOLES, length).values
+    columns = ("mean", "max", "zeros")
+    stats = reduce(value, WEIGHTS, replace(how, stats=columns), HOLES, length).values
+    assert found.shape == compute_reduced_shape(WEIGHTS.with_length(length), how, 3)
+    for place, real in enumerate(HOLES.numpy()):
+        own = np.flatnonzero(real)
+        queries, keys = (own[list(part[axis])] if axis in part else np.arange(length) for axis in ("queries", "keys"))
+        heads = list(part.get("heads", range(4)))
+        row = value[place].numpy() * (real[:, None] & real)
+        wanted = row[heads][:, queries][:, :, keys]
+        np.testing.assert_array_equal(found[place].numpy(), wanted)
+        np.testing.assert_array_equal(flat[place].numpy(), wanted.reshape(-1))
+        counted = wanted[:, real[queries]][:, :, real[keys]]
+        expected = [counted.mean(), counted.max(), (counted == 0).mean()]
+        np.testing.assert_allclose(stats[place].numpy(), expected, rtol=1e-5)

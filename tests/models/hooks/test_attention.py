@@ -288,7 +288,7 @@ def test_weights(name: str) -> None:
         assert weights.std() > 0.01
         torch.testing.assert_close(found[f"{layer}:attention"], weights)
         assert leaf.shape_for(ROWS) == weights.shape
-        assert (leaf.row_axis, leaf.mixed, leaf.layout, leaf.source) == (0, False, None, case.how)
+        assert (leaf.row_axis, leaf.mixed, leaf.layout, leaf.source) == (0, False, "NAQK", case.how)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -375,6 +375,35 @@ def test_rows_are_their_own(name: str, site: str) -> None:
         (alone,) = run(module, plan, x[row : row + 1]).values()
         (together,) = taken.select(share).values()
         torch.testing.assert_close(together.values, alone, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("site", ["attention", "attention_grad"])
+def test_parts_are_of_each_request(site: str) -> None:
+    """Requests for different heads, queries and keys in one forward: each its own, bit for bit."""
+    case = CASES["swin"]
+    module, catalog, x = prepared(case)
+    selector = parse_selector(f"{case.layers[1]}:{site}")
+    objective = Objective("sum") if site == "attention_grad" else None
+    parts: list[dict[str, tuple[int, ...]]] = [
+        {"heads": (1,), "queries": (-1, 0)},
+        {"heads": (0,), "keys": (2,)},
+        {"queries": (3,)},
+    ]
+    plans = [make_plan([_reduced(selector, **part)], catalog, objective=objective) for part in parts]
+    whole = make_plan([selector], catalog, objective=objective)
+    shares = [
+        RequestSlice(row, row + 1, plan.captures | whole.captures, (), plan.objective) for row, plan in enumerate(plans)
+    ]
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, ROWS)
+    for plan, share, part in zip(plans, shares, parts, strict=True):
+        results = taken.select(share)
+        (capture,), (everything,) = plan.captures, whole.captures
+        expected = results[everything].values
+        for axis, name in enumerate(("heads", "queries", "keys"), 1):
+            indices = part.get(name, range(expected.shape[axis]))
+            expected = torch.stack([expected.select(axis, index) for index in indices], axis)
+        assert torch.equal(results[capture].values, expected)
+        assert results[capture].values.shape == capture.shape(1)
 
 
 def test_functions_in_a_block() -> None:
