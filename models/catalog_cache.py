@@ -43,8 +43,11 @@ class CatalogCache:
         return self.configured if shapes == self._shapes else self._catalogs.get(shapes)
 
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
-        """Keep the catalogue of a shape."""
-        self._catalogs.put(shapes, catalog)
+        """Keep the catalogue of a shape, in place of one that may tell less."""
+        if shapes == self._shapes:
+            self.configured, self.unsized = catalog, replace(catalog, sizes_known=False)
+        else:
+            self._catalogs.put(shapes, catalog)
 
     def get_resumption(self, point: HookPoint, shapes: Shapes) -> Resumption | None:
         """Forwards that go on from a point; None where that was not tried lately, or where the model has none."""

@@ -26,7 +26,7 @@ from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 # Options younger than the recipe: where nobody asks for one, digests are as before it.
-LATER = frozenset({"stats", "by", "over", "heads", "queries", "keys"})
+LATER = frozenset({"stats", "by", "over", "heads", "queries", "keys", "function"})
 SURVEYED = frozenset({"values", "longest", "long_axis"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")

@@ -76,14 +76,22 @@ class ModelCatalogs(CatalogCache):
         self._prefix_tokens = prefix_tokens
         self._threads = threads
 
-    def survey(self, shapes: Shapes) -> Catalog:
-        """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it."""
+    def survey(self, shapes: Shapes, *, functions: bool = False) -> Catalog:
+        """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it.
+
+        With ``functions`` it tells what these return.
+        """
         catalog = self.get_catalog(shapes)
         if catalog is None:
             specs = self._inputs.with_shapes(shapes)
             with use_threads(self._threads):
                 catalog = self._survey(specs)
                 catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
+            self.put_catalog(shapes, catalog)
+        if functions and not catalog.has_functions:
+            with use_threads(self._threads):
+                other = self._survey(self._inputs.with_shapes(shapes), functions=True)
+            catalog = catalog.with_functions(other)
             self.put_catalog(shapes, catalog)
         return catalog
 
@@ -113,8 +121,9 @@ class ModelCatalogs(CatalogCache):
             self.put_grad_cam_layer(objective, layer)
         return layer
 
-    def _survey(self, specs: Sequence[InputSpec]) -> Catalog:
-        return survey(self._module, specs, self._forward, self._device, self._prefix_tokens, self._inputs.dtype)
+    def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
+        prefix, dtype = self._prefix_tokens, self._inputs.dtype
+        return survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
 
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
         return make_noise_row(specs, self._device, self._inputs.dtype)

@@ -13,18 +13,10 @@ from layertap.models.errors import Fault, LayertapError, RequestError, SelectorE
 from layertap.models.gradients.resolve_objective import check_gradient, resolve_objective
 from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.interventions.resolve import resolve_intervention
-from layertap.models.selection.hook_points import (
-    AXES,
-    HookPoint,
-    Intervention,
-    Objective,
-    Reduction,
-    Selector,
-    format_path,
-)
+from layertap.models.selection.hook_points import AXES, HookPoint, Intervention, Objective, Reduction, Selector
+from layertap.models.selection.matches import SelectorMatch, find_matches
 from layertap.models.selection.plan import Capture, Plan, ResolvedIntervention, ResolvedObjective, Result
 from layertap.models.selection.poolings import POOLINGS
-from layertap.models.selection.selectors import SelectorMatch, find_matches
 from layertap.models.selection.statistics import STATISTICS
 
 CARRIED = frozenset({"float32", "float16", "int8", "int64", "int32", "int16", "uint8", "bool"})  # by reply formats
@@ -170,7 +162,7 @@ def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
     """SelectorError where a tensor can't be reduced that way."""
-    name, leaf = escape(tensor.point.layer + format_path(tensor.point.path)), tensor.tensor
+    name, leaf = escape(tensor.point.format_name()), tensor.tensor
     if leaf.dtype not in CARRIED and not leaf.is_floating:
         raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
     if reduction.stats is not None:

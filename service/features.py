@@ -21,7 +21,8 @@ class Receipt:
     """Where one result came from and what was done to it.
 
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
-    structured value ("[logits]") and is empty for a single tensor. ``row_axis`` is the axis of the result that holds
+    structured value ("[logits]") and is empty for a single tensor. ``function`` ("add#0") is there where the value is
+    that of a function which the layer calls. ``row_axis`` is the axis of the result that holds
     the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics,
     ``by`` and ``over`` what they are of.
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
@@ -46,6 +47,7 @@ class Receipt:
     pool: str
     normalize: bool
     fingerprint: str
+    function: str = ""
     row_axis: int | None = 0
     stats: tuple[str, ...] | None = None
     by: str | None = None
@@ -72,6 +74,7 @@ class Receipt:
 
 
 OMITTED: dict[str, object] = {
+    "function": "",
     "path": "",
     "layout": None,
     "normalize": False,

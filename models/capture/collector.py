@@ -20,6 +20,7 @@ from layertap.models.devices.dtypes import dtype_name
 from layertap.models.errors import InputError, LayerNotReachedError
 from layertap.models.gradients.tape import Key, Tape, compute_objective
 from layertap.models.hooks.attach import Changes, OnCall, StopForward
+from layertap.models.hooks.functions import run_unseen
 from layertap.models.hooks.sites import GRADIENTS, Side
 from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, replace_tensor
 from layertap.models.interventions.apply import apply_operation
@@ -57,9 +58,14 @@ class Collector:
         return torch.enable_grad() if self._has_graph else torch.no_grad()
 
     def list_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
-        """One for each module and side, though a tied module may be asked for under several names."""
-        for (module, side), calls in self._actions.items():
-            yield module, side, partial(self._on_call, calls, self._calls_run[module, side])
+        """One for each module and side, though a tied module may be asked for under several names.
+
+        In the order in which they are to be attached.
+        """
+        has_functions = any(side == "function" for _, side in self._actions)
+        for (module, side), calls in sorted(self._actions.items(), key=lambda item: item[0][1] == "function"):
+            on_call = partial(self._on_call, calls, self._calls_run[module, side])
+            yield module, side, partial(run_unseen, on_call) if has_functions else on_call
 
     def list_recompute_callbacks(self) -> Iterator[tuple[nn.Module, Side, OnCall]]:
         """For the backward, in which a model that checkpoints computes again what it did not keep."""

@@ -29,8 +29,12 @@ class CallObserver:
             for module in self.modules:
                 ATTACH["input"](stack, module, partial(self.enter, module))
                 ATTACH["output"](stack, module, partial(self.leave, module))
+            self.attach(stack)
             self.begin()
             run(inputs)
+
+    def attach(self, stack: ExitStack) -> None:
+        """Put more hooks on the modules, which come after those around calls."""
 
     def begin(self) -> None:
         """The forward is about to begin."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -18,6 +20,8 @@ from layertap.models.catalog.observations import (
 )
 from layertap.models.catalog.sketch import Sketch
 from layertap.models.hooks import attention
+from layertap.models.hooks.attach import ATTACH
+from layertap.models.hooks.functions import may_call_functions, run_unseen
 from layertap.models.hooks.tensor_tree import Path, find_refused, iterate_tensors
 from layertap.models.inputs.noise import PLACE, ROWS
 
@@ -25,11 +29,13 @@ from layertap.models.inputs.noise import PLACE, ROWS
 class CallRecorder(CallObserver):
     """Notes order, shapes and layouts; given the recorder of one row alone, also which axis holds the rows.
 
-    Its own forward then has ROWS rows, that row in the middle: what either neighbour does to it shows.
+    Its own forward then has ROWS rows, that row in the middle: what either neighbour does to it shows. With
+    ``functions`` it notes what these take and return, too.
     """
 
-    def __init__(self, module: nn.Module, alone: CallRecorder | None = None) -> None:
+    def __init__(self, module: nn.Module, alone: CallRecorder | None = None, *, functions: bool = False) -> None:
         super().__init__(module)
+        self.has_functions = functions
         self.calls: dict[nn.Module, list[CallObservation]] = {}
         self._alone = alone
         self._order = 0
@@ -49,15 +55,20 @@ class CallRecorder(CallObserver):
         with attention.AttentionObserver(self._record_attention):
             super().watch(run, inputs)
 
+    def attach(self, stack: ExitStack) -> None:
+        """See the functions that modules call, where that is wanted."""
+        for module in filter(may_call_functions, self.modules if self.has_functions else ()):
+            ATTACH["function"](stack, module, partial(run_unseen, partial(self._record_function, module)))
+
     def enter(self, module: nn.Module, call: int, value: object) -> None:
         """Note what a call takes."""
         with attention.disable_observers():
-            self._record_inputs(module, call, value)
+            run_unseen(partial(self._record_inputs, module), call, value)
 
     def leave(self, module: nn.Module, call: int, value: object) -> None:
         """Note what a call returns."""
         with attention.disable_observers():
-            self._record_outputs(module, call, value)
+            run_unseen(partial(self._record_outputs, module), call, value)
 
     def _record_inputs(self, module: nn.Module, number: int, value: object) -> None:
         self._running.append((module, number))
@@ -81,6 +92,23 @@ class CallRecorder(CallObserver):
             observation = self._observe(self._get_earlier(module, number, "output").get(path), tensor)
             call.output[path] = observation
             self._infer_output_layout(module, tensor, observation, before)
+
+    def _record_function(self, module: nn.Module, number: int, value: object) -> None:
+        """Note what a function takes, or returns, that a call of a module calls; it may be other than that later."""
+        call = self.calls[module][number]
+        with attention.disable_observers():
+            for path, tensor in iterate_tensors(value):
+                observation = self._observe(self._get_earlier(module, number, "functions").get(path), tensor)
+                call.functions[path] = observation
+                self._infer_function_layout(tensor, observation)
+
+    def _infer_function_layout(self, tensor: Tensor, observation: TensorObservation) -> None:
+        shape = observation.shape
+        if layout.is_plain(shape, observation.row_axis):
+            observation.layout = layout.get_plain_layout(shape, observation.row_axis)
+            return
+        guess = layout.infer_from_evidence(shape, self._get_nearest(shape))
+        self._get_history(tensor).add(observation, guess)
 
     def _observe(self, earlier: TensorObservation | None, tensor: Tensor) -> TensorObservation:
         """A tensor, compared with ``earlier``: the same one in the forward of one row, None in that forward."""

@@ -92,17 +92,22 @@ class CallBoundary:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes."""
+    """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes.
+
+    ``functions`` has what the functions take and return that it calls itself, at paths (name, number, site, …); None
+    where there is none.
+    """
 
     input: CallBoundary
     output: CallBoundary
     attention: CallBoundary | None = None
+    functions: CallBoundary | None = None
 
     def get_boundary(self, site: Site) -> CallBoundary:
-        """The side that a site looks at; one of no tensor where the call computes no attention."""
-        if SITES[site].is_attention:
-            return self.attention or replace(self.output, tensors=(), refused=())
-        return self.input if SITES[site].side == "input" else self.output
+        """The side that a site looks at; one of no tensor where the call computes no attention, or calls nothing."""
+        boundaries = {"input": self.input, "output": self.output, "function": self.functions}
+        boundary = self.attention if SITES[site].is_attention else boundaries[SITES[site].side]
+        return boundary or replace(self.output, tensors=(), refused=())
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ class Catalog:
     ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
     has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
     they may have another, sizes are an example.
+    ``has_functions``: whether it tells what functions take and return.
     """
 
     layers: Mapping[str, Layer]
@@ -158,6 +164,20 @@ class Catalog:
     start: str = ""
     batches: bool = True
     sizes_known: bool = True
+    has_functions: bool = False
+
+    def with_functions(self, other: Catalog) -> Catalog:
+        """The same with what another survey of that shape tells of functions."""
+
+        def add_functions(layer: Layer) -> Layer:
+            calls = other.layers[layer.name].calls
+            if len(calls) != len(layer.calls):  # of a model that runs otherwise each time
+                return layer
+            pairs = zip(layer.calls, calls, strict=True)
+            return replace(layer, calls=tuple(replace(call, functions=same.functions) for call, same in pairs))
+
+        layers = {name: add_functions(layer) for name, layer in self.layers.items()}
+        return replace(self, layers=layers, has_functions=True)
 
     @property
     def graph_costs(self) -> Costs:

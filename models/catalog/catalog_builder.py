@@ -72,7 +72,8 @@ class CatalogBuilder:
         layers = [self._build_layer(name or ".", part) for name, part in names]
         layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
         by_name = {layer.name: layer for layer in layers}
-        return Catalog(by_name, self._timer.total, self._rowwise, batches=self._batches)
+        has_functions = self._alone.has_functions
+        return Catalog(by_name, self._timer.total, self._rowwise, batches=self._batches, has_functions=has_functions)
 
     def _build_layer(self, name: str, module: nn.Module) -> Layer:
         pairs = zip(self._alone.calls.get(module, []), self._several.calls.get(module, []), strict=True)
@@ -96,10 +97,17 @@ class CatalogBuilder:
 
         before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)
         weights = tuple(build_attention())
+        # Functions that a forward of several rows calls otherwise can't be told apart by their numbers.
+        functions = build_tensors("functions") if alone.functions.keys() == several.functions.keys() else ()
+        returning = {info.path[:2] for info in functions if info.path[2] == "output"}
+        functions = tuple(
+            info for info in functions if info.path[:2] in returning
+        )  # len() and its kind compute nothing
         return Call(
             CallBoundary(alone.start, before, build_tensors("input"), alone.inputs_refused),
             CallBoundary(alone.end, after, build_tensors("output"), alone.outputs_refused),
             CallBoundary(alone.end, after, weights) if weights else None,
+            CallBoundary(alone.end, after, functions) if functions else None,
         )
 
     def _add_token_axes(self, module: nn.Module, number: int, info: TensorInfo, find: FindTensor) -> TensorInfo:

@@ -12,7 +12,7 @@ from torch import Tensor
 from layertap.models.catalog.sketch import Sketch
 from layertap.models.hooks.tensor_tree import Path
 
-Boundary = Literal["input", "output"]  # of a call
+Boundary = Literal["input", "output", "functions"]  # of a call
 
 
 @dataclass
@@ -50,10 +50,11 @@ class CallObservation:
     inputs_refused: tuple[tuple[Path, str], ...] = ()
     outputs_refused: tuple[tuple[Path, str], ...] = ()
     attention: list[AttentionObservation] = field(default_factory=list)
+    functions: dict[Path, TensorObservation] = field(default_factory=dict)
 
     def at(self, boundary: Boundary) -> dict[Path, TensorObservation]:
-        """The tensors that it took or returned."""
-        return self.input if boundary == "input" else self.output
+        """The tensors that it took or returned, or that the functions did that it called."""
+        return {"input": self.input, "output": self.output, "functions": self.functions}[boundary]
 
 
 @dataclass

@@ -27,29 +27,36 @@ SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
 
 def survey(
-    module: nn.Module, inputs: Sequence[InputSpec], run: Run, device: torch.device, prefix: int, dtype: torch.dtype
+    module: nn.Module,
+    inputs: Sequence[InputSpec],
+    run: Run,
+    device: torch.device,
+    prefix: int,
+    dtype: torch.dtype,
+    *,
+    functions: bool = False,
 ) -> Catalog:
     """The catalogue of a module for one shape of input.
 
     ``inputs`` gives the shapes of one row; ``run`` calls the module with a batch of such rows; ``prefix`` is the
-    number of tokens that stand before the patches; floating inputs come in ``dtype``. InputError where the module
-    can't take that shape.
+    number of tokens that stand before the patches; floating inputs come in ``dtype``. With ``functions`` it tells
+    what these return. InputError where the module can't take that shape.
     """
     rows = make_noise(inputs, device, dtype)
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
-        alone = CallRecorder(module)
+        alone = CallRecorder(module, functions=functions)
         try:
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
         except Exception as error:
             raise _input_error(error, inputs) from error
-        several = CallRecorder(module, alone=alone)
+        several = CallRecorder(module, alone=alone, functions=functions)
         try:
             several.watch(run, rows)
         except Exception:  # whatever a model raises, it means the same: not several rows at once
             several = alone
-        length_probe = _probe_length(module, inputs, run, device, dtype)
+        length_probe = _probe_length(CallRecorder(module, functions=functions), inputs, run, device, dtype)
     if several.summarize_calls() != alone.summarize_calls():
         several = alone
     return CatalogBuilder(module, alone, several, timer, prefix, length_probe).build()
@@ -65,7 +72,7 @@ def _time_calls(module: nn.Module, run: Run, row: Mapping[str, Tensor], device: 
 
 
 def _probe_length(
-    module: nn.Module, inputs: Sequence[InputSpec], run: Run, device: torch.device, dtype: torch.dtype
+    recorder: CallRecorder, inputs: Sequence[InputSpec], run: Run, device: torch.device, dtype: torch.dtype
 ) -> LengthProbe | None:
     """A forward of a text one token longer or shorter; None where all rows have one length, or the model takes one."""
     text = next((spec for spec in inputs if spec.longest is not None), None)
@@ -74,7 +81,6 @@ def _probe_length(
     length = text.shape[0]
     other = length - 1 if length == text.longest else length + 1
     specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec.longest else spec for spec in inputs]
-    recorder = CallRecorder(module)
     try:
         recorder.watch(run, copy_row(make_noise(specs, device, dtype)))
     except Exception:  # whatever a model raises, it means the same

@@ -9,9 +9,9 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
-from layertap.models.selection.hook_points import HookPoint, Objective, format_path
+from layertap.models.selection.hook_points import HookPoint, Objective
+from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.models.selection.selectors import SelectorMatch, find_matches
 
 SPREAD = 1e-3  # how far from 1 a target's probabilities may add up
 
@@ -40,7 +40,7 @@ def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, c
             f"site {escape(tensor.point.site)} needs an objective to differentiate",
             hint='add "objective": {"kind": "logit", "class": "top"}',
         )
-    name = escape(tensor.point.layer + format_path(tensor.point.path))
+    name = escape(tensor.point.format_name())
     if not tensor.tensor.is_floating:
         raise SelectorError(f"{name} is of dtype {tensor.tensor.dtype}, which has no gradient")
     if tensor.tensor.row_axis is None:
@@ -56,6 +56,8 @@ def check_gradient(tensor: SelectorMatch, objective: ResolvedObjective | None, c
 def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
     """The tensor that an objective looks at: a layer's only output, or of the model's outputs the one that suits."""
     if objective.selector is not None:
+        if prefer_layer(objective.selector, catalog).function is not None:
+            raise SelectorError("the objective is of layers, not of functions", hint="name a layer without a function")
         matches, _ = find_matches(objective.selector, catalog)
         floating = [match for match in matches if match.tensor.is_floating and match.point.site == "output"]
         if len(floating) != 1:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from layertap.models.errors import InputError
 from layertap.models.hooks import attention
+from layertap.models.hooks.functions import attach_functions
 from layertap.models.hooks.sites import Side
 from layertap.models.hooks.tensor_tree import (
     Path,
@@ -216,4 +217,5 @@ ATTACH: Mapping[Side, Attach] = {
     "input": _attach_input,
     "attention": _attach_attention,
     "unfused": _attach_unfused,
+    "function": attach_functions,
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Site = str  # a key of SITES
-Side = Literal["output", "input", "attention", "unfused"]  # a kind of hook: ``attach.py`` has a function for each
+Side = Literal["output", "input", "attention", "unfused", "function"]  # kinds of hook: ``attach.py`` has a row for each
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,16 @@ SITES: dict[Site, SiteSpec] = {
     "grad_input": SiteSpec("input", is_gradient=True),
     "attention": SiteSpec("attention", is_attention=True),
     "attention_grad": SiteSpec("unfused", is_gradient=True, is_attention=True),
+    "function": SiteSpec("function"),  # of a hook point whose tensor a function takes or returns
 }
 GRADIENTS = frozenset(name for name, site in SITES.items() if site.is_gradient)
+REQUESTED = tuple(name for name in SITES if name != "function")  # a request names the function itself, and its site
+OF_FUNCTIONS = ("output", "input")
 ATTENTION = frozenset(name for name, site in SITES.items() if site.is_attention)
 EDITABLE = frozenset(name for name, site in SITES.items() if site.is_editable)
+
+
+def split_function(path: tuple[str, ...]) -> tuple[str, Site, tuple[str, ...]]:
+    """The parts of a path at the site ``function``: ``add#0``, the side of it, the path within the value there."""
+    name, number, site, *rest = path
+    return f"{name}#{number}", site, tuple(rest)

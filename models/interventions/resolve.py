@@ -15,9 +15,9 @@ from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import EDITABLE, GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.operations import OPERATIONS
-from layertap.models.selection.hook_points import Intervention, Operation, format_path
+from layertap.models.selection.hook_points import Intervention, Operation
+from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
-from layertap.models.selection.selectors import SelectorMatch, find_matches
 
 PARAMETERS = ("by", "value", "min", "max", "std", "seed", "tensor")
 NUMBERS = ("by", "value", "min", "max", "std")
@@ -40,6 +40,8 @@ def resolve_intervention(
         raise SelectorError(
             f"an intervention at {escape(selector.site)} is not possible", hint=f"use {_join_names(sorted(EDITABLE))}"
         )
+    if prefer_layer(selector, catalog).function is not None:
+        raise SelectorError("interventions are at layers, not at functions", hint="name a layer without a function")
     _check_parameters(operation)
     every_call = selector.call is None
     matches, _ = find_matches(replace(selector, call="*") if every_call else selector, catalog)
@@ -48,7 +50,7 @@ def resolve_intervention(
         floating = _select_differentiable(floating, objective, catalog)
     if not floating:
         point, dtype = matches[0].point, matches[0].tensor.dtype
-        name = escape(point.layer + format_path(point.path))
+        name = escape(point.format_name())
         raise SelectorError(f"{name} is of dtype {dtype}; only floating values are changed")
     for match in floating:
         error = _find_error(match, operation, catalog, lengths)
@@ -88,7 +90,7 @@ def _find_error(
     """Why a tensor is not changed that way."""
     several = len(catalog.layers[match.point.layer].calls) > 1
     call = f"#{match.point.call}" if several else ""
-    name = escape(f"{match.point.layer}{call}{format_path(match.point.path)}")
+    name = escape(match.point.format_name(call))
     try:
         _check_numbers(name, match.tensor, operation)
         _check_part(name, match.tensor, operation, catalog, lengths)

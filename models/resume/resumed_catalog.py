@@ -34,7 +34,8 @@ class Trial:
         costs = replace(catalog.costs, base=catalog.costs.base * rest, per_row=catalog.costs.per_row * rest)
         layers = {name: self._build_layer(layer, catalog) for name, layer in catalog.layers.items()}
         start = format_point(self.point)
-        return replace(catalog, layers=layers, seconds=catalog.seconds * rest, costs=costs, start=start)
+        seconds = catalog.seconds * rest
+        return replace(catalog, layers=layers, seconds=seconds, costs=costs, start=start, has_functions=False)
 
     def _get_skipped_cost(self, catalog: Catalog) -> float:
         """The share of a whole forward's cost up to the point."""

@@ -21,7 +21,7 @@ from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.tensor_tree import iterate_tensors, replace_tensor
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path
-from layertap.models.selection.selectors import find_matches
+from layertap.models.selection.matches import find_matches
 from layertap.models.spec import InputDType, InputSpec
 
 Inputs = Mapping[str, Tensor]

@@ -8,8 +8,9 @@ from dataclasses import replace
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
 from layertap.models.selection.hook_points import Embedding, Reduction, Selector, format_path
+from layertap.models.selection.matches import find_matches
 from layertap.models.selection.poolings import Pool
-from layertap.models.selection.selectors import find_matches, parse_selector
+from layertap.models.selection.selectors import parse_selector
 
 ALLOWED_SITES = ("output", "input")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from layertap.models.errors import escape
-from layertap.models.hooks.sites import SITES, Side, Site
+from layertap.models.hooks.sites import SITES, Side, Site, split_function
 
 ReplyDType = Literal["float32", "float16", "int8"]
 Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout", "relevance"]
@@ -16,7 +16,11 @@ AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K
 
 @dataclass(frozen=True)
 class HookPoint:
-    """One tensor of one call of one layer: ``layer3.0.relu``, call 2, path ``()``, site ``output``."""
+    """One tensor of one call of one layer: ``layer3.0.relu``, call 2, path ``()``, site ``output``.
+
+    One of a function that the layer's forward calls: ``layer1.0``, call 0, path ``("add", "0", "output")``, site
+    ``function``.
+    """
 
     layer: str
     call: int
@@ -26,7 +30,17 @@ class HookPoint:
     @property
     def text(self) -> str:
         """The selector that names this and nothing else."""
-        return f"{self.layer}#{self.call}{format_path(self.path)}:{self.site}"
+        return f"{self.format_name(f'#{self.call}')}:{self.place[1]}"
+
+    @property
+    def place(self) -> tuple[str, Site, tuple[str, ...]]:
+        """As requests and replies put it: the function, such as ``add#0`` (else ""), the site, the path there."""
+        return split_function(self.path) if self.site == "function" else ("", self.site, self.path)
+
+    def format_name(self, call: str = "") -> str:
+        """Layer, function and path, with the layer's call as it is to be written."""
+        function, _, path = self.place
+        return f"{self.layer}{call}{'/' if function else ''}{function}{format_path(path)}"
 
     @property
     def escaped_text(self) -> str:
@@ -74,11 +88,20 @@ class Reduction:
 
 
 @dataclass(frozen=True)
+class FunctionCall:
+    """A function that a layer's own forward calls, and which of its calls; ``number`` None or "*": every one."""
+
+    name: str
+    number: int | Literal["*"] | None = None
+
+
+@dataclass(frozen=True)
 class Selector:
     """One entry of a request's ``layers``, parsed but not yet looked up.
 
     ``text`` is the request's own spelling; ``call`` None means the last one, "*" every one; ``path`` None means every
     tensor; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
+    ``function`` None means the layer itself.
     """
 
     text: str
@@ -89,6 +112,7 @@ class Selector:
     type: str | None = None
     reduction: Reduction = Reduction()
     alias: str | None = None
+    function: FunctionCall | None = None
 
     @property
     def is_glob(self) -> bool:

@@ -69,6 +69,8 @@ def _read_selector(receipt: Mapping[str, Any]) -> Selector:
     if "layer" not in receipt:
         raise LayertapError("the receipt names no layer")
     entry = {name: receipt[name] for name in OF_ENTRY if receipt.get(name) not in (None, "")}
+    if function := receipt.get("function"):
+        entry["layer"] = f"{entry['layer']}/{function}"
     entry["dtype"] = receipt.get("reply_dtype", "float32")
     if (stats := receipt.get("stats")) is not None:
         entry["stats"] = _name_statistics(stats)

@@ -23,6 +23,11 @@ def choose_catalog(
     return (model.catalogs.unsized, None) if cached is None else (cached, rows.shapes)
 
 
+def names_functions(request: ExtractRequest) -> bool:
+    """Whether a request wants what functions take or return, which only a survey for that tells."""
+    return any(selector.function is not None for selector in request.selectors)
+
+
 def names_unseen_calls(request: ExtractRequest, catalog: Catalog) -> bool:
     """Whether a request names a layer that does not run for the configured shape, or not so often.
 

@@ -15,7 +15,7 @@ from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.hooks.sites import GRADIENTS, Site
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, HookPoint, Method, Objective, Selector
-from layertap.models.selection.selectors import find_matches
+from layertap.models.selection.matches import find_matches
 from layertap.service.engine.admission import Admission
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_worker import ModelWorker

@@ -11,9 +11,9 @@ from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import Shapes
 
 
-def survey(model: LoadedModel, shapes: Shapes) -> Catalog:
-    """What the model does with rows of a shape; InputError where it does not take them."""
-    return model.catalogs.survey(shapes)
+def survey(model: LoadedModel, shapes: Shapes, *, functions: bool = False) -> Catalog:
+    """What the model does with rows of a shape, and which functions; InputError where it does not take them."""
+    return model.catalogs.survey(shapes, functions=functions)
 
 
 def verify_resumption(model: LoadedModel, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:

@@ -117,10 +117,14 @@ class ModelWorker:
         """Whether none of its threads has anything to do; under the scheduler's lock."""
         return len(self.idle_replicas) == len(self._threads) and not self.calls
 
-    async def survey(self, shapes: Shapes, deadline: float) -> Catalog:
-        """What the model does with rows of a shape; InputError where it does not take them, DeadlineError."""
+    async def survey(self, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
+        """What the model does with rows of a shape; InputError where it does not take them, DeadlineError.
+
+        With ``functions`` it tells what these return.
+        """
         keep = partial(self.model.catalogs.put_catalog, shapes)
-        catalog: Catalog = await self._call(partial(model_functions.survey, shapes=shapes), keep, deadline)
+        survey = partial(model_functions.survey, shapes=shapes, functions=functions)
+        catalog: Catalog = await self._call(survey, keep, deadline)
         return catalog
 
     async def verify_resumption(

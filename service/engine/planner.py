@@ -22,7 +22,7 @@ from layertap.models.selection.embedding import reduce_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Capture, Plan
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.catalog_choice import choose_catalog, names_unseen_calls
+from layertap.service.engine.catalog_choice import choose_catalog, names_functions, names_unseen_calls
 from layertap.service.engine.limits import (
     check_count,
     check_reply_size,
@@ -98,6 +98,9 @@ class Planner:
         check_count(rows.count, self._settings)
         if catalog_shapes is None and rows.uniform and names_unseen_calls(request, catalog):
             catalog, catalog_shapes = await self._survey(worker, rows.shapes, deadline), rows.shapes
+        if names_functions(request) and resumption is None:
+            catalog = await self._survey(worker, catalog_shapes or model.shapes, deadline, functions=True)
+            catalog = catalog if catalog_shapes else model.catalogs.unsized
         fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(fingerprinted.plan, catalog)
@@ -138,7 +141,7 @@ class Planner:
                 if lengths is not None:
                     plan = (await self._make_plan(request, worker, catalog, identity, lengths, deadline)).plan
                 check_reply_size(await self._scale(plan, shapes, inputs, deadline), count, request.reply)
-            catalog = await self._survey(worker, model_shapes, deadline)
+            catalog = await self._survey(worker, model_shapes, deadline, functions=names_functions(request))
             resumption = await self._resume(request, worker, model_shapes, catalog, deadline)
             catalog = catalog if resumption is None else resumption.catalog
         fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
@@ -188,14 +191,16 @@ class Planner:
         short = sum(value.numel() for value in rows.values()) <= SHORT_NUMBERS
         return measure() if short else await self._run_in_thread(measure, deadline)
 
-    async def _survey(self, worker: ModelWorker, shapes: Shapes, deadline: float) -> Catalog:
-        """What the model does with rows of a shape."""
+    async def _survey(
+        self, worker: ModelWorker, shapes: Shapes, deadline: float, *, functions: bool = False
+    ) -> Catalog:
+        """What the model does with rows of a shape; with ``functions`` also what these return."""
         cached = worker.model.catalogs.get_catalog(shapes)
-        if cached is not None:
+        if cached is not None and (cached.has_functions or not functions):
             return cached
         check_survey(worker.model, shapes, self._settings)
         try:
-            return await worker.survey(shapes, deadline)
+            return await worker.survey(shapes, deadline, functions=functions)
         except InputError as error:
             fields = {"model": worker.name, "shape": show_shapes(shapes)}
             log.info("a model's forward raised", exc_info=error, extra={"fields": fields})

@@ -69,12 +69,14 @@ def _find_row_axis(capture: Capture) -> int | None:
 def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
     point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
+    function, site, path = point.place
     return Receipt(
         layer=point.layer,
         call=point.call,
         module=result.module,
-        site=point.site,
-        path=format_path(point.path),
+        function=function,
+        site=site,
+        path=format_path(path),
         layout=leaf.layout,
         captured=result.capture.unpadded.shape_for(job.rows),
         dtype=leaf.dtype,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
+from layertap.models.hooks.sites import split_function
 from layertap.models.inputs.text import TextSpec
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
@@ -42,12 +43,12 @@ def describe_model(entry: ModelEntry) -> Json:
     }
 
 
-def describe_layers(model: ModelInfo, layers: list[Layer]) -> Json:
-    """Some layers of a model, and what holds for a forward of it as a whole."""
+def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = False) -> Json:
+    """Some layers of a model, and what holds for a forward of it as a whole; with what ``functions`` return."""
     catalog = model.catalog
     return {
         "model": model.spec.name,
-        "layers": [_describe_layer(layer) for layer in layers],
+        "layers": [_describe_layer(layer) | (_describe_functions(layer) if functions else {}) for layer in layers],
         "seconds": round(catalog.seconds, 6),
         "rowwise": catalog.rowwise,
         "embedding": model.embedding,
@@ -94,6 +95,17 @@ def _describe_layer(layer: Layer) -> Json:
         "cost": last.cost if last else None,
         "hazards": layer.hazards,
     }
+
+
+def _describe_functions(layer: Layer) -> Json:
+    """The functions that a layer's own forward calls, each by the part of a selector that names it."""
+    functions: dict[tuple[int, str], Json] = {}
+    for number, call in enumerate(layer.calls):
+        for tensor in call.get_boundary("function").tensors:
+            name, site, path = split_function(tensor.path)
+            function = functions.setdefault((number, name), {"call": number, "name": name, "outputs": [], "inputs": []})
+            function[f"{site}s"].append(_describe_tensor(replace(tensor, path=path)))
+    return {"functions": list(functions.values())}
 
 
 def _describe_tensor(tensor: TensorInfo) -> Json:

@@ -271,6 +271,21 @@ def test_changed_gradients(server: Server, model: str, how: Json) -> None:
         close(own(server.of(model, [tokens, TEXTS[3]], at, **asked), 0, len(tokens)), torch.from_numpy(alone[0]))
 
 
+def test_functions(server: Server) -> None:
+    """What a function returns for a text has its own tokens and no others: a sum, as the next layer takes it."""
+    block = server.modules["gpt2"].transformer.h[0]
+    wanted: list[Tensor] = []
+    handle = block.ln_2.register_forward_pre_hook(lambda part, args: wanted.append(args[0].detach().clone()[0]))
+    for tokens in TEXTS:
+        server.modules["gpt2"](input_ids=torch.tensor([tokens]))
+    handle.remove()
+    beside = server.of("gpt2", TEXTS, "transformer.h.0/add#0")
+    means = server.of("gpt2", TEXTS, "transformer.h.0/add#0", pool="mean")
+    for row, (tokens, value) in enumerate(zip(TEXTS, wanted, strict=True)):
+        close(own(beside, row, len(tokens)), value)
+        close(means[row], value.mean(0))
+
+
 def test_beside_other_requests(server: Server) -> None:
     """Texts of other requests share forwards and change nothing."""
     at = f"{BLOCK['gpt2']}:grad_output"

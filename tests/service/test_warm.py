@@ -86,6 +86,7 @@ def test_answers(live_warm: Live) -> None:
     "body",
     [
         {"layers": ["."]},
+        {"layers": ["conv", "./sub#0"]},
         {"pool": "mean"},
         {"dtype": "float16"},
         {"verify": True},

@@ -14,7 +14,7 @@ from layertap.models.catalog.catalog import Catalog, Layer
 from layertap.models.catalog.layer_tree import format_tree
 from layertap.models.errors import UnknownLayerError, escape
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.selectors import matches_glob, suggest_type
+from layertap.models.selection.matches import matches_glob, suggest_type
 from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.http import query
@@ -26,7 +26,7 @@ from layertap.service.http.timeout import Timeout
 from layertap.service.settings import LIMITS, Settings
 
 router = APIRouter(tags=["models"])
-FILTERS = frozenset({"match", "type", "leaf"})
+FILTERS = frozenset({"match", "type", "leaf", "functions"})
 
 
 def _object_schema(properties: Json) -> Json:
@@ -60,10 +60,10 @@ LAYERS_RESPONSES: dict[int | str, Json] = {
 
 @dataclass(frozen=True)
 class ListingFormat:
-    """One way to list layers: its media type, and layers of a model to bytes."""
+    """One way to list layers: its media type, and layers of a model to bytes, with their functions or without."""
 
     media_type: str
-    encode: Callable[[ModelInfo, list[Layer]], bytes]
+    encode: Callable[[ModelInfo, list[Layer], bool], bytes]
 
 
 @router.get(
@@ -92,15 +92,22 @@ async def list_layers(
     match: Annotated[str | None, Query(max_length=512)] = None,
     type: Annotated[str | None, Query(max_length=128)] = None,  # noqa: A002
     leaf: bool | None = None,
+    functions: bool = False,
 ) -> Response:
-    """Every layer in execution order; shapes are those of one row."""
+    """Every layer in execution order; shapes are those of one row.
+
+    With ``functions`` each has those that its own forward calls.
+    """
     listing_format = negotiate(request.headers.get("accept"), None, LISTING_FORMATS)
     query.Query.parse(request.scope["query_string"]).check(FILTERS)
     timeout = Timeout.from_settings(engine.settings)
-    model = (await engine.manager.get_worker(name, timeout.deadline)).model
+    worker = await engine.manager.get_worker(name, timeout.deadline)
+    model = worker.model
     try:
+        if functions and not model.catalog.has_functions:
+            await worker.survey(model.shapes, timeout.deadline, functions=True)
         data = await engine.run_in_thread(
-            lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf)),
+            lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf), functions),
             timeout.deadline,
         )
     except DeadlineError as error:
@@ -136,12 +143,12 @@ def _filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: 
     ]
 
 
-def _encode_json(model: ModelInfo, layers: list[Layer]) -> bytes:
-    return orjson.dumps(describe_layers(model, layers))
+def _encode_json(model: ModelInfo, layers: list[Layer], functions: bool) -> bytes:
+    return orjson.dumps(describe_layers(model, layers, functions=functions))
 
 
-def _encode_text(model: ModelInfo, layers: list[Layer]) -> bytes:
-    return format_tree(model.spec.name, layers).encode()
+def _encode_text(model: ModelInfo, layers: list[Layer], functions: bool) -> bytes:
+    return format_tree(model.spec.name, layers, functions=functions).encode()
 
 
 LISTING_FORMATS = {

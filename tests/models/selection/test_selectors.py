@@ -15,16 +15,8 @@ from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, 
 from layertap.models.errors import SelectorError, UnknownLayerError
 from layertap.models.hooks.sites import SITES
 from layertap.models.selection.hook_points import Selector, format_path
-from layertap.models.selection.selectors import (
-    MAX_TEXT,
-    SelectorMatch,
-    find_matches,
-    matches_glob,
-    parse_call,
-    parse_path,
-    parse_selector,
-    parse_site,
-)
+from layertap.models.selection.matches import SelectorMatch, find_matches, matches_glob
+from layertap.models.selection.selectors import MAX_TEXT, parse_call, parse_path, parse_selector, parse_site
 
 GOOD = {
     "layer4": ("layer4", None, None, "output"),
@@ -51,6 +43,15 @@ GOOD = {
     "__class__": ("__class__", None, None, "output"),
     "(?!x)|.^$\\": ("(?!x)|.^$\\", None, None, "output"),
 }
+FUNCTIONS = {
+    "layer1.0/add#0": ("layer1.0", None, "add", 0, None, "output"),
+    "layer1.0#1/add#-1[0]:input": ("layer1.0", 1, "add", -1, ("0",), "input"),
+    "./cat": (".", None, "cat", None, None, "output"),
+    "*#*/relu#*": ("*", "*", "relu", "*", None, "output"),
+    "a/b/c": ("a/b", None, "c", None, None, "output"),
+    "a/__class__#0": ("a", None, "__class__", 0, None, "output"),
+}
+NO_FUNCTIONS = ("/", "/add", "a/", "a/b.c", "a/b c", "a/*", "a/1", "a[b/c]", "a[/add#0]")
 BAD = {
     "": "1 to 512 characters",
     "x" * (MAX_TEXT + 1): "this one has 513",
@@ -80,6 +81,11 @@ BAD = {
     "a:outputs": "is no site",
     "a:input:input": None,
     "a:attentions": "is no site",
+    "a:function": "is no site",
+    "a/b#": "is no call number",
+    "a/b#x": "is no call number",
+    "a/b#0#1": "is no call number",
+    "#0/b": "names no layer",
 }
 
 
@@ -90,6 +96,21 @@ def test_good_texts(text: str) -> None:
     assert (selector.pattern, selector.call, selector.path, selector.site) == GOOD[text]
     assert selector.text == text
     assert selector.type is None
+
+
+@pytest.mark.parametrize("text", FUNCTIONS)
+def test_functions(text: str) -> None:
+    """A function stands behind the layer that calls it, before path and site; it has a number as the layer has."""
+    selector = parse_selector(text)
+    assert selector.function is not None
+    parts = (selector.pattern, selector.call, *vars(selector.function).values(), selector.path, selector.site)
+    assert parts == FUNCTIONS[text]
+
+
+@pytest.mark.parametrize("text", NO_FUNCTIONS)
+def test_slashes(text: str) -> None:
+    """A slash that no name follows, or no layer precedes, is a part of a layer's name, or of a key."""
+    assert parse_selector(text).function is None
 
 
 @pytest.mark.parametrize("text", [text for text in BAD if BAD[text]])
@@ -124,7 +145,7 @@ def test_parts_alone() -> None:
             parse_path(text)
 
 
-names = st.text(st.characters(exclude_characters="#[]:*?", exclude_categories=["Cs"]), min_size=1, max_size=20)
+names = st.text(st.characters(exclude_characters="#[]:*?/", exclude_categories=["Cs"]), min_size=1, max_size=20)
 keys = st.text(st.characters(exclude_characters="[]", exclude_categories=["Cs"]), min_size=1, max_size=8)
 calls = st.none() | st.just("*") | st.integers(-99999, 999999)
 paths = st.none() | st.lists(keys, min_size=1, max_size=3).map(tuple)

@@ -57,13 +57,14 @@ def test_everything_of_a_receipt(command: Command, live: Live, tmp_path: Path) -
         {"layer": "block2.relu#0", "channels": [3, 1], "pool": "max", "dtype": "float16"},
         {"layer": "block2", "stats": ["histogram", "mean"]},
         {"layer": "head:input", "dtype": "int8", "pool": "flatten", "normalize": True},
+        {"layer": "block2/add#0[1]:input", "pool": "mean"},
     ]
     body: Json = {"layers": layers, "inputs": [{"image": picture_text()}], "probe": True, "model": "digits"}
     file = tmp_path / "index.json"
     file.write_bytes(live.client.post("/extract", json=body).content)
     done = command("check", file)
     assert done.status == 0
-    assert [line.partition(": ")[2] for line in done.out.splitlines()] == ["same"] * 3
+    assert [line.partition(": ")[2] for line in done.out.splitlines()] == ["same"] * 4
 
 
 def picture_text() -> str:

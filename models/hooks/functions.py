@@ -1,0 +1,169 @@
+"""Functions that a module's own forward calls, ``torch.cat`` or ``+=``: their names, and what sees them called.
+
+Named as torch names them, one name for a function, its method, its operator and what these do in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from layertap.models.hooks.tensor_tree import Path, TensorsByPath, iterate_tensors, pack_arguments
+
+T = TypeVar("T")
+OnCall = Callable[[int, TensorsByPath], object]
+OnValue = Callable[[Path, object], None]
+# Layers of torch's own whose parts may be anybody's.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Reading or writing an attribute, and what only asks for a class: nothing is computed.
+LEFT_OUT = frozenset({"__get__", "__set__", "__delete__", "__setitem__", "__instancecheck__"})
+# Operators by the name that their function has in torch; each also in place and reflected.
+OPERATORS = {
+    f"__{kind}{operator}__": name
+    for operator, name in {
+        **{name: name for name in ("add", "sub", "mul", "div", "matmul", "pow")},
+        "truediv": "div",
+        "floordiv": "floor_divide",
+        "mod": "remainder",
+        "and": "bitwise_and",
+        "or": "bitwise_or",
+        "xor": "bitwise_xor",
+        "invert": "bitwise_not",
+        "lshift": "bitwise_left_shift",
+        "rshift": "bitwise_right_shift",
+    }.items()
+    for kind in ("", "i", "r")
+} | {"rsub": "sub"}
+
+
+def get_function_name(function: object) -> str | None:
+    """``add`` of ``torch.add``, ``Tensor.add_`` and ``Tensor.__iadd__``; None where it is no function of torch's."""
+    name = getattr(function, "__name__", None)
+    if not isinstance(name, str) or name in LEFT_OUT:
+        return None
+    return OPERATORS.get(name) or name.strip("_") or None
+
+
+def may_call_functions(module: nn.Module) -> bool:
+    """Whether functions in a module's forward count: a layer of torch's own is one with its output."""
+    scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
+    kind = type_before_parametrizations(module)
+    return not isinstance(module, scripted) and not kind.__module__.startswith("torch.nn.")
+
+
+class FunctionMode(TorchFunctionMode):
+    """Gives what each function takes to ``on_value``, then what it returns, by name, number of that name and side.
+
+    Nothing happens while ``is_paused`` says so.
+    """
+
+    def __init__(self, on_value: OnValue, is_paused: Callable[[], bool]) -> None:
+        super().__init__()
+        self._on_value = on_value
+        self._is_paused = is_paused
+        self._numbers = Counter[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options, name = kwargs or {}, get_function_name(func)
+        if name is None or self._is_paused():
+            return func(*args, **options)
+        number = str(self._numbers[name])
+        self._numbers[name] += 1
+        # Before it runs, which may be in place.
+        self._on_value((name, number, "input"), pack_arguments(tuple(args), options))
+        out = func(*args, **options)
+        self._on_value((name, number, "output"), out)
+        return out
+
+
+class _RunningCall:
+    """A call of a module whose functions are wanted; its mode rests while parts run, which have their own."""
+
+    def __init__(self, on_value: OnValue) -> None:
+        self._mode = FunctionMode(on_value, lambda: self._depth > 0)
+        self._depth = 0
+        self._is_entered = False
+
+    def enter(self) -> None:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._is_entered = True
+
+    # In a part it must be gone, not only silent: some of torch's layers compute otherwise where there is any mode.
+    def pause(self) -> None:
+        self._depth += 1
+        current = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        if self._depth == 1 and current is self._mode:
+            self.exit()
+
+    def resume(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not self._is_entered:
+            self.enter()
+
+    def exit(self) -> None:
+        if self._is_entered:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_entered = False
+
+
+def run_unseen(on_call: Callable[[int, object], T], number: int, value: object) -> T:
+    """Run a hook so that no mode sees it: its module may run within one of a module that it is no part of."""
+    with torch._C.DisableTorchFunction():
+        return on_call(number, value)
+
+
+def attach_functions(stack: ExitStack, module: nn.Module, on_call: OnCall) -> None:
+    """Call back before and after each function that a module calls itself, with the number of the module's call.
+
+    A tensor's path begins with the function's name, its number, and "input" or "output". To be attached after all other
+    hooks: these would be taken for what the module does.
+    """
+    calls, running = count(), list[_RunningCall]()
+
+    def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+        number = next(calls)
+
+        def pass_on(path: Path, value: object) -> None:
+            on_call(number, TensorsByPath(iterate_tensors(value, path)))
+
+        call = _RunningCall(pass_on)
+        stack.callback(call.exit)  # where the forward is left midway
+        running.append(call)
+        call.enter()
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if running:
+            running.pop().exit()
+
+    def enter_part(part: nn.Module, args: tuple[Any, ...]) -> None:
+        for call in running[-1:]:
+            call.pause()
+
+    def leave_part(part: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        for call in running[-1:]:
+            call.resume()
+
+    stack.callback(module.register_forward_pre_hook(begin).remove)
+    stack.callback(module.register_forward_hook(end, always_call=True, prepend=True).remove)
+    for part in dict.fromkeys(_list_parts(module)):
+        stack.callback(part.register_forward_pre_hook(enter_part, prepend=True).remove)
+        stack.callback(part.register_forward_hook(leave_part, always_call=True).remove)
+
+
+def _list_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """What a module may call: all within it, but nothing within a layer of torch's own."""
+    for part in module.children():
+        if not isinstance(part, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]
+            yield part
+        if may_call_functions(part) or isinstance(part, CONTAINERS):
+            yield from _list_parts(part)

@@ -1,0 +1,281 @@
+"""Selectors looked up in a catalogue: the hook points that they name; names are keys there, never attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
+from layertap.models.errors import SelectorError, UnknownLayerError, escape, suggest
+from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES, split_function
+from layertap.models.selection.hook_points import HookPoint, Selector, format_path
+
+MAX_SHOWN = 5  # names in a hint
+
+
+@dataclass(frozen=True)
+class SelectorMatch:
+    """A hook point that a selector named: its tensor in the catalogue and the key it gets in the reply."""
+
+    key: str
+    point: HookPoint
+    tensor: TensorInfo
+    module: str
+
+
+def find_matches(selector: Selector, catalog: Catalog) -> tuple[list[SelectorMatch], list[str]]:
+    """The hook points that a selector names, in execution order, and the names a glob passed over.
+
+    A glob passes over layers that never run, and over what has no plain memory. Where nothing is left: SelectorError if
+    that is a sparse or nested tensor, else UnknownLayerError, with near matches.
+    """
+    selector = prefer_layer(selector, catalog)
+    if selector.function is not None:
+        _check_function(selector, catalog)
+    layers, skipped = _find_layers(selector, catalog)
+    if selector.site in ATTENTION and not any(layer.has_attention for layer in layers):
+        raise _no_attention_error(selector, catalog)
+    matches = [match for layer in layers for match in _find_in_layer(selector, layer, catalog)]
+    if not matches:
+        errors = (_refused_error(selector, layer, call) for layer in layers for call in _find_calls(selector, layer))
+        raise next(filter(None, errors), None) or _no_place_error(selector, len(layers))
+    if selector.alias is not None:
+        matches = _apply_alias(selector.alias, matches)
+    return matches, skipped
+
+
+def suggest_type(kind: str | None, catalog: Catalog) -> str:
+    """What types there are, those first that look like this one; nothing where a layer has it, or none is asked for."""
+    types = catalog.types
+    if kind is None or kind in types:
+        return ""
+    return " ".join(filter(None, (suggest(catalog.suggest_types(kind)), f"types here: {', '.join(types[:20])}")))
+
+
+def prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
+    """The selector as of a layer whose name has a slash, where there is one, though it reads like a function's."""
+    function = selector.function
+    if function is None or f"{selector.pattern}/{function.name}" not in catalog.layers:
+        return selector
+    call = function.number if selector.call is None else selector.call
+    return replace(selector, pattern=f"{selector.pattern}/{function.name}", call=call, function=None)
+
+
+def matches_glob(pattern: str, name: str) -> bool:
+    """Whether a name fits a glob in which only ``*`` and ``?`` are special; time at most len(pattern) × len(name)."""
+    place, star, resume = 0, -1, 0
+    index = 0
+    while index < len(name):
+        if place < len(pattern) and pattern[place] == "*":
+            star, resume, place = place, index, place + 1
+        elif place < len(pattern) and pattern[place] in ("?", name[index]):
+            place, index = place + 1, index + 1
+        elif star >= 0:
+            resume, place = resume + 1, star + 1
+            index = resume
+        else:
+            return False
+    return all(char == "*" for char in pattern[place:])
+
+
+def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], list[str]]:
+    if not selector.is_glob:
+        return [_get_layer(selector.pattern, catalog)], []
+    matches = [
+        layer
+        for name, layer in catalog.layers.items()
+        if name != "." and selector.type in (None, layer.type) and matches_glob(selector.pattern, name)
+    ]
+    running = [layer for layer in matches if layer.calls]
+    if not running:
+        raise _no_match_error(selector, catalog, len(matches))
+    return running, [layer.name for layer in matches if not layer.calls]
+
+
+def _get_layer(name: str, catalog: Catalog) -> Layer:
+    layer = catalog.layers.get(name)
+    if layer is None:
+        hint = suggest(catalog.suggest_layers(name)) or "GET /models/{model}/layers lists every layer"
+        raise UnknownLayerError(f"there is no layer {escape(name)}", hint=hint)
+    if not layer.calls:
+        raise UnknownLayerError(
+            f"layer {escape(name)} never runs in a forward of this model (its parent uses it without calling it)",
+            hint=f"ask for its parent {escape(name.rpartition('.')[0] or '.')}",
+        )
+    return layer
+
+
+def _no_attention_error(selector: Selector, catalog: Catalog) -> UnknownLayerError:
+    names = [escape(name) for name, layer in catalog.layers.items() if layer.has_attention]
+    subject = _describe_pattern(selector) if selector.is_glob else f"layer {escape(selector.pattern)}"
+    return UnknownLayerError(
+        f"{subject} computes no attention weights of its own",
+        hint=f"layers that do: {', '.join(names[:MAX_SHOWN])}" if names else "no layer of this model does",
+    )
+
+
+def _describe_pattern(selector: Selector) -> str:
+    kind = f" with type {escape(selector.type)}" if selector.type is not None else ""
+    return f"the pattern {escape(selector.pattern)}{kind}"
+
+
+def _no_match_error(selector: Selector, catalog: Catalog, not_run: int) -> UnknownLayerError:
+    pattern = _describe_pattern(selector)
+    if not_run:
+        return UnknownLayerError(f"{pattern} matches {not_run} layers, none of which runs in a forward")
+    hint = suggest_type(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
+    return UnknownLayerError(f"{pattern} matches no layer", hint=hint)
+
+
+def _no_place_error(selector: Selector, layers: int) -> UnknownLayerError:
+    what = "calls such a function" if selector.function is not None else "has such a call, path or site"
+    listing = "?functions=true lists functions" if selector.function is not None else " lists calls and paths"
+    return UnknownLayerError(
+        f"{_describe_pattern(selector)} matches {layers} layers, none of which {what}",
+        hint=f"GET /models/{{model}}/layers{listing}",
+    )
+
+
+def _find_in_layer(selector: Selector, layer: Layer, catalog: Catalog) -> Iterator[SelectorMatch]:
+    site = "function" if selector.function is not None else selector.site
+    for call in _find_calls(selector, layer):
+        leaves = layer.calls[call].get_boundary(site).tensors
+        starts = _find_starts(selector, leaves)
+        named = [leaf for leaf in leaves if any(leaf.path[: len(start)] == start for start in starts)]
+        if not named:
+            if selector.is_glob:
+                continue
+            raise _refused_error(selector, layer, call) or _no_tensor_error(selector, layer, leaves, catalog)
+        for leaf in named:
+            point = HookPoint(layer.name, call, leaf.path, site)
+            yield SelectorMatch(_make_key(selector, layer, point, len(named) > 1), point, leaf, layer.type)
+
+
+def _find_starts(selector: Selector, leaves: Sequence[TensorInfo]) -> list[tuple[str, ...]]:
+    """With what the paths begin that a selector names, of those that a call has."""
+    function, path = selector.function, selector.path or ()
+    if function is None:
+        return [path]
+    numbers = list(dict.fromkeys(leaf.path[1] for leaf in leaves if leaf.path[0] == function.name))
+    if isinstance(function.number, int):
+        from_end = numbers[function.number] if -len(numbers) <= function.number < 0 else ""
+        numbers = [each for each in numbers if each in (str(function.number), from_end)]
+    return [(function.name, number, selector.site, *path) for number in numbers]
+
+
+def _find_calls(selector: Selector, layer: Layer) -> range | tuple[int, ...]:
+    count = len(layer.calls)
+    if selector.call == "*":
+        return range(count)
+    call = -1 if selector.call is None else selector.call
+    if not -count <= call < count:
+        if selector.is_glob:
+            return ()
+        times = "once" if count == 1 else f"{count} times"
+        raise UnknownLayerError(
+            f"layer {escape(layer.name)} runs {times} in a forward, there is no call {call}",
+            hint=f"use #0 to #{count - 1}, or #* for all",
+        )
+    return (call % count,)
+
+
+def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError | None:
+    """Why a call has nothing to give at a path, where that is for want of plain memory."""
+    boundary, wanted = layer.calls[call].get_boundary(selector.site), selector.path or ()
+    # Within what is wanted, or around it.
+    refused = (each for each in boundary.refused if all(a == b for a, b in zip(each[0], wanted, strict=False)))
+    path, kind = next(refused, ((), None))
+    if kind is None:
+        return None
+    where = (
+        f"{_describe_side(selector, layer)} at {escape(format_path(path))}" if path else _describe_side(selector, layer)
+    )
+    others = [format_path(leaf.path) for leaf in boundary.tensors]
+    return SelectorError(
+        f"{where} is {kind}: only dense tensors can be had",
+        hint=f"paths here: {', '.join(others[:20])}" if any(others) else "ask for a layer before it or after it",
+    )
+
+
+def _describe_side(selector: Selector, layer: Layer) -> str:
+    side = "attention" if selector.site in ATTENTION else SITES[selector.site].side
+    return f"the {side} of layer {escape(layer.name)}"
+
+
+def _no_tensor_error(
+    selector: Selector, layer: Layer, leaves: tuple[TensorInfo, ...], catalog: Catalog
+) -> UnknownLayerError:
+    if selector.function is not None:
+        return _no_function_error(selector, layer, leaves)
+    side = _describe_side(selector, layer)
+    paths = [format_path(leaf.path) for leaf in leaves]
+    if not paths and catalog.start:
+        return UnknownLayerError(
+            f"{side} does not follow from the output of {escape(catalog.start)} alone",
+            hint="ask for a layer that runs later, or send the model's own inputs",
+        )
+    if not paths:
+        return UnknownLayerError(f"{side} holds no tensor")
+    if paths == [""]:
+        return UnknownLayerError(f"{side} is a single tensor", hint="leave the path out")
+    wrong = format_path(selector.path or ())
+    return UnknownLayerError(f"{side} has nothing at {escape(wrong)}", hint=f"paths here: {', '.join(paths[:20])}")
+
+
+def _check_function(selector: Selector, catalog: Catalog) -> None:
+    if selector.site not in OF_FUNCTIONS:
+        raise SelectorError(
+            f"the site {escape(selector.site)} is one of layers, not of functions",
+            hint=f"use {' or '.join(map(repr, OF_FUNCTIONS))}, or name a layer without a function",
+        )
+    if not catalog.has_functions:
+        raise SelectorError(
+            f"{escape(selector.text)} names a function, and none can be had here",
+            hint="functions are for 'layers' of /extract, without 'resume'; name a layer",
+        )
+
+
+def _no_function_error(selector: Selector, layer: Layer, leaves: Sequence[TensorInfo]) -> UnknownLayerError:
+    if not leaves:
+        return UnknownLayerError(
+            f"layer {escape(layer.name)} calls no functions of its own",
+            hint="GET /models/{model}/layers?functions=true lists those that do",
+        )
+    starts = _find_starts(replace(selector, path=None), leaves)
+    if not starts:
+        functions = list(dict.fromkeys(split_function(leaf.path)[0] for leaf in leaves))
+        return UnknownLayerError(
+            f"layer {escape(layer.name)} calls no such function", hint=f"functions here: {', '.join(functions[:20])}"
+        )
+    paths = [format_path(leaf.path[3:]) for leaf in leaves if leaf.path[:3] in starts]
+    return UnknownLayerError(
+        f"the {selector.site} of {escape('/'.join((layer.name, split_function(starts[0])[0])))} has nothing at "
+        f"{escape(format_path(selector.path or ()))}",
+        hint=f"paths here: {', '.join(paths[:20])}" if any(paths) else "leave the path out",
+    )
+
+
+def _make_key(selector: Selector, layer: Layer, point: HookPoint, several: bool) -> str:
+    """Literals keep the request's spelling where it names one tensor; everything else gets its canonical name."""
+    number = selector.function.number if selector.function is not None else None
+    if not selector.is_glob and not several and "*" not in (selector.call, number):
+        return selector.text
+    if selector.is_glob:
+        call = f"#{point.call}" if len(layer.calls) > 1 else ""
+    else:
+        call = "" if selector.call is None else f"#{point.call if selector.call == '*' else selector.call}"
+    return point.format_name(call) + (f":{selector.site}" if selector.site != "output" else "")
+
+
+def _apply_alias(alias: str, matches: list[SelectorMatch]) -> list[SelectorMatch]:
+    """A name of the client's own: of the only result, of the only layer, or before the names of several layers."""
+    if len(matches) == 1:
+        return [replace(matches[0], key=alias)]
+    if len({match.point.layer for match in matches}) > 1:
+        return [replace(match, key=f"{alias}.{match.key}") for match in matches]
+    several_calls = len({match.point.call for match in matches}) > 1
+    calls = [f"#{match.point.call}" if several_calls else "" for match in matches]
+    return [
+        replace(match, key=alias + match.point.format_name(call).removeprefix(match.point.layer))
+        for match, call in zip(matches, calls, strict=True)
+    ]

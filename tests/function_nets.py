@@ -1,0 +1,175 @@
+"""Networks that compute by functions between calls of their parts, and what these give in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.service.nets_http import Gated
+
+
+def count_modes() -> int:
+    """How many function modes are on in this thread."""
+    return torch._C._len_torch_function_stack()
+
+
+class Halves(nn.Module):
+    """Adds to a row what it is from the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(count_modes())
+        return x + x.flip(1)
+
+
+class Mixer(nn.Module):
+    """In place, several at once, of several tensors, by keyword, under two names; notes which modes are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.halves = Halves()
+        self.last = nn.Linear(8, 3)
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h += 1
+        h = self.halves(h)
+        h = functional.relu(h, inplace=True)
+        left, right = self.halves(2 * h).split(4, dim=1)
+        h = torch.cat([right, left], dim=1)
+        h.mul_(0.5)
+        h = torch.add(h, h.sigmoid(), alpha=2)
+        self.modes.append(count_modes())
+        out: Tensor = self.last(h)
+        return out
+
+
+def mix(module: Mixer, x: Tensor) -> dict[str, Tensor]:
+    """What the functions of a ``Mixer`` take and return, by selectors of it as the part ``mixer``."""
+    with torch.no_grad():
+        first = module.first(x)
+        added = first + 1
+        halved = added + added.flip(1)
+        rectified = halved.clamp(min=0)
+        again = 2 * rectified + 2 * rectified.flip(1)
+        joined = torch.cat([again[:, 4:], again[:, :4]], dim=1)
+        return {
+            "mixer/add#0": added,
+            "mixer/add#0:input": first,
+            "mixer.halves#0/add#0": halved,
+            "mixer.halves#0/add[1]:input": added.flip(1),
+            "mixer/relu#0": rectified,
+            "mixer/relu:input": halved,
+            "mixer/mul#0": 2 * rectified,
+            "mixer.halves/flip": 2 * rectified.flip(1),
+            "mixer.halves#1/add#-1": again,
+            "mixer/split#0[0]": again[:, :4],
+            "mixer/split#0[1]": again[:, 4:],
+            "mixer/cat#0": joined,
+            "mixer/cat#0[1]:input": again[:, :4],
+            "mixer/mul#1": joined * 0.5,
+            "mixer/mul#1:input": joined,
+            "mixer/sigmoid:output": (joined * 0.5).sigmoid(),
+            "mixer/add#1": joined * 0.5 + 2 * (joined * 0.5).sigmoid(),
+        }
+
+
+class Outer(nn.Module):
+    """A ``Mixer`` and what goes before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = Mixer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mixer(x - 1)
+        return out
+
+
+class Borrows(nn.Module):
+    """Its part ``block`` calls ``head``, of which it is given no more than the reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Halves()
+        self.block = _Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x, self.head)
+        return out
+
+
+class _Block(nn.Module):
+    def forward(self, x: Tensor, head: nn.Module) -> Tensor:
+        y = (x * 2).clone()  # as captures are
+        y = head(y)
+        return y.clone() * 3
+
+
+class OnDevice(nn.Module):
+    """Calls its part within a mode of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = Halves()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.ones(4)
+        with torch.device("cpu"):
+            x = self.halves(x)
+        return x + torch.ones(4) * 2
+
+
+class Fails(nn.Module):
+    """Catches what its part raises between two functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = _Raises()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        try:
+            x = self.raises(x)
+        except ValueError:
+            x = x + 2
+        return x + 4
+
+
+class _Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(str(x.mul(8).sum().item()))
+
+
+class Branches(nn.Module):
+    """Adds a second time for rows of large numbers, and multiplies a third time for batches of several."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        x = x + 1
+        if bool(x.amax() > 100):
+            x = x + 2
+        for _ in range(len(x)):
+            x = x * 0.5
+        return x
+
+
+class GatedMixer(Gated):
+    """Computes by functions when its gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        h += 1
+        h = h * 3
+        self.modes.append(count_modes())
+        return torch.cat([h, h.tanh()], dim=1)

@@ -1,0 +1,282 @@
+"""Functions inside a forward: what they take and return, by name and number, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.catalog.survey import survey
+from layertap.models.errors import LayerNotReachedError, RequestError
+from layertap.models.hooks.attach import count_hooks
+from layertap.models.hooks.functions import get_function_name
+from layertap.models.planner import make_plan
+from layertap.models.selection.hook_points import Intervention, Objective, Operation, Reduction, Selector
+from layertap.models.selection.selectors import parse_selector
+from layertap.models.spec import InputSpec
+from tests.function_nets import Borrows, Branches, Fails, Halves, OnDevice, Outer, count_modes, mix
+from tests.oracle import seeded
+
+
+def survey_functions(module: nn.Module, *, functions: bool = True) -> Catalog:
+    specs, cpu = (InputSpec("x", (4,)),), torch.device("cpu")
+    return survey(module, specs, lambda rows: module(*rows.values()), cpu, 0, torch.float32, functions=functions)
+
+
+def extract(module: nn.Module, selectors: Iterable[str | Selector], x: Tensor) -> dict[str, Tensor]:
+    """What selectors give of one forward."""
+    parsed = [parse_selector(each) if isinstance(each, str) else each for each in selectors]
+    plan = make_plan(parsed, survey_functions(module))
+    results = FeatureExtractor(module)(lambda: module(x.clone()), plan.captures, len(x))
+    assert (count_hooks(module), count_modes()) == (0, 0)
+    return {result.key: results[result.capture].values for result in plan.results}
+
+
+def rows(count: int = 3) -> Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def outer() -> Outer:
+    return seeded(Outer(), 1).eval()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_values(outer: Outer, together: bool) -> None:
+    """Each is what it was then, whatever was written to it later; also where the forward ends there."""
+    x = rows()
+    expected = mix(outer.mixer, x - 1)
+    asked = [list(expected)] if together else [[text] for text in expected]
+    found = {key: value for texts in asked for key, value in extract(outer, texts, x).items()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_names(outer: Outer) -> None:
+    """Several of a name, or of a layer, have canonical keys, in the order in which they are called."""
+    many = [
+        *outer_keys("mixer/mul#*"),
+        *outer_keys("mixer#0/mul"),
+        *outer_keys("*/add#0"),
+        *outer_keys("mixer.*#*/add"),
+    ]
+    assert many == [
+        *("mixer/mul#0", "mixer/mul#1"),
+        *("mixer#0/mul#0", "mixer#0/mul#1"),
+        *("mixer/add#0", "mixer.halves#1/add#0"),
+        *("mixer.halves#0/add#0", "mixer.halves#1/add#0"),
+    ]
+    assert outer_keys("mixer/split") == ["mixer/split#0[0]", "mixer/split#0[1]"]
+    assert outer_keys("mixer/add#0", alias="a") == ["a"]
+    assert outer_keys("mixer/mul", alias="a") == ["a/mul#0", "a/mul#1"]
+    assert outer_keys("*/add#0:input", alias="a") == [
+        "a.mixer/add#0:input",
+        "a.mixer.halves#1/add#0[0]:input",
+        "a.mixer.halves#1/add#0[1]:input",
+    ]
+    assert outer_keys("*/add:input", path=("1",)) == ["mixer/add#1[1]:input", "mixer.halves#1/add#0[1]:input"]
+
+
+def outer_keys(text: str, alias: str | None = None, path: tuple[str, ...] | None = None) -> list[str]:
+    selector = parse_selector(text)
+    parts = {"alias": alias} | ({"path": path} if path else {})
+    return [result.key for result in make_plan([Selector(**vars(selector) | parts)], survey_functions(Outer())).results]
+
+
+def test_pools(outer: Outer) -> None:
+    """What functions give is narrowed, pooled and normalised as what layers give."""
+    x = rows()
+    expected = mix(outer.mixer, x - 1)["mixer/cat#0"]
+    reduction = Reduction(channels=(6, 1), pool="mean", normalize=True)
+    selector = Selector(**vars(parse_selector("mixer/cat#0")) | {"reduction": reduction})
+    found = extract(outer, [selector], x)["mixer/cat#0"]
+    torch.testing.assert_close(found, nn.functional.normalize(expected[:, [6, 1]], dim=1))
+
+
+def test_no_mode_where_nobody_asks(outer: Outer) -> None:
+    """A mode is on only in the layer whose functions are wanted, and not in its parts."""
+
+    def count_in(*selectors: str) -> tuple[list[int], list[int]]:
+        outer.mixer.modes, outer.mixer.halves.modes = [], []
+        plan = make_plan(list(map(parse_selector, selectors)), catalog)
+        FeatureExtractor(outer)(lambda: outer(rows()), plan.captures, 3)
+        return outer.mixer.modes, outer.mixer.halves.modes
+
+    catalog = survey_functions(outer)
+    assert count_in("mixer", "mixer.halves:input", ".") == ([0], [0, 0])
+    assert count_in("mixer", "./sub") == ([0], [0, 0])
+    assert count_in("mixer", "mixer/add#0") == ([1], [0, 0])
+    assert count_in("mixer", "mixer.halves#0/add", ".") == ([0], [1, 1])
+    assert count_in("mixer", "mixer.halves#0/add", "mixer/add#0", "./sub") == ([1], [1, 1])
+    outer.mixer.modes.clear()
+    survey_functions(outer, functions=False)
+    assert set(outer.mixer.modes) == {0}
+
+
+def test_a_borrowed_part() -> None:
+    """Hooks on what a layer calls without owning it are not taken for the layer's functions."""
+    module, x = Borrows(), rows()
+    found = extract(module, ["block/mul#0", "block/clone#1", "block/mul#1", "head", "head:input"], x)
+    assert torch.equal(found["block/mul#0"], x * 2)
+    assert torch.equal(found["head"], x * 2 + x.flip(1) * 2)
+    assert torch.equal(found["block/clone#1"], found["head"])
+    assert torch.equal(found["block/mul#1"], found["head"] * 3)
+    names = {path[0] for path in (leaf.path for leaf in function_tensors(survey_functions(module), "block"))}
+    assert names == {"mul", "clone", "add", "flip"}  # those of the borrowed part count as its own
+
+
+def function_tensors(catalog: Catalog, layer: str) -> tuple[object, ...]:
+    return catalog.layers[layer].calls[0].get_boundary("function").tensors
+
+
+def test_a_mode_of_the_models_own() -> None:
+    """A part within a mode of the model's own is still no part of what its layer calls."""
+    module, x = OnDevice(), rows()
+    found = extract(module, ["./add#0", "./add#1", "./ones#1", "halves/add#0"], x)
+    assert torch.equal(found["./add#0"], x + 1)
+    torch.testing.assert_close(found["halves/add#0"], x + x.flip(1) + 2)
+    torch.testing.assert_close(found["./add#1"], x + x.flip(1) + 4)
+    assert torch.equal(found["./ones#1"], torch.ones(4))
+
+
+def test_after_a_part_that_raised() -> None:
+    """Functions are counted on where a layer catches what its part raises."""
+    found = extract(Fails(), ["./add#0", "./add#1", "./add#2", "raises/mul"], torch.zeros(2, 4))
+    assert {key: value.unique().tolist() for key, value in found.items()} == {
+        "./add#0": [1],
+        "./add#1": [3],
+        "./add#2": [7],
+        "raises/mul": [8],
+    }
+
+
+def test_numbers_that_depend_on_the_input() -> None:
+    """A forward that calls fewer of a name than its survey is told; those that depend on the batch are not offered."""
+    module = Branches()
+    assert function_tensors(survey_functions(module), ".") == ()
+
+    class ByRow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 + 1 if bool(x.amax() < 100) else x * 2
+
+    plan = make_plan([parse_selector("./add#0")], survey_functions(ByRow()))
+    extractor = FeatureExtractor(ByRow())
+    with pytest.raises(LayerNotReachedError, match=r"never reached"):
+        extractor(lambda: ByRow()(torch.full((1, 4), 200.0)), plan.captures, 1)
+
+
+def test_a_forward_that_raises_leaves_nothing(outer: Outer) -> None:
+    """However a forward ends, no mode is on and no hook is left."""
+    plan = make_plan([parse_selector("mixer/add#1"), parse_selector("mixer.halves/add")], survey_functions(outer))
+    extractor = FeatureExtractor(outer)
+
+    def forward() -> object:
+        return outer(torch.ones(2, 5))
+
+    with pytest.raises(RuntimeError):
+        extractor(forward, plan.captures, 2)
+    assert (count_hooks(outer), count_modes()) == (0, 0)
+
+
+REFUSED = {
+    "mixer/mul#2": ("calls no such function", "functions here: add#0, relu#0, mul#0, split#0, cat#0, mul#1"),
+    "mixer/matmul": ("calls no such function", "functions here: add#0"),
+    "mixer/add#-3": ("calls no such function", "functions here: add#0"),
+    "mixer/add#x": ("is no call number", "write '#0'"),
+    "mixer/__class__": ("calls no such function", "functions here"),
+    "mixer/split#0[2]": ("the output of 'mixer/split#0' has nothing at '[2]'", "paths here: [0], [1]"),
+    "mixer/add#0[0]": ("the output of 'mixer/add#0' has nothing at '[0]'", "leave the path out"),
+    "mixer.first/linear": ("calls no functions of its own", "?functions=true"),
+    "mixer/add#0:grad_output": ("the site 'grad_output' is one of layers", "use 'output' or 'input'"),
+    "mixer/add#0:attention": ("the site 'attention' is one of layers", "use 'output' or 'input'"),
+    "mixer#1/add#0": ("runs once in a forward", "use #0"),
+    "mixxer/add#0": ("there is no layer 'mixxer'", "mixer"),
+    "mixer:function": ("'function' is no site", "use 'output'"),
+    "mixer[add][0][output]": ("is a single tensor", "leave the path out"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refusals(text: str) -> None:
+    """What is wrong, and what to write instead."""
+    with pytest.raises(RequestError) as caught:
+        make_plan([parse_selector(text)], survey_functions(Outer()))
+    fault = (caught.value.faults or (caught.value.to_fault("/"),))[0]
+    assert REFUSED[text][0] in fault.detail
+    assert REFUSED[text][1] in (fault.hint or "")
+
+
+def test_only_captures() -> None:
+    """Functions are neither changed nor differentiated, and not looked up where a catalogue tells none."""
+    catalog, function = survey_functions(Outer()), parse_selector("mixer/add#0")
+    with pytest.raises(RequestError, match="at layers, not at functions"):
+        make_plan([parse_selector(".")], catalog, [Intervention(function, Operation("zero"))])
+    with pytest.raises(RequestError, match="of layers, not of functions"):
+        make_plan([parse_selector(".:grad_input")], catalog, objective=Objective("layer", selector=function))
+    with pytest.raises(RequestError, match="names a function, and none can be had here"):
+        make_plan([function], survey_functions(Outer(), functions=False))
+
+
+def test_layers_whose_names_have_slashes() -> None:
+    """A layer's own name comes first, as it did before functions could be named."""
+    module = nn.Sequential()
+    module.add_module("a", Halves())
+    module.add_module("a/add", Halves())
+    module.add_module("/", nn.ReLU())
+    catalog = survey_functions(module)
+    points = {
+        text: make_plan([parse_selector(text)], catalog).results[0].capture.point
+        for text in ("a/add", "a/add#-1:input", "a/add/flip", "a/flip#0", "/")
+    }
+    assert {text: (point.layer, point.call, *point.place) for text, point in points.items()} == {
+        "a/add": ("a/add", 0, "", "output", ()),
+        "a/add#-1:input": ("a/add", 0, "", "input", ()),
+        "a/add/flip": ("a/add", 0, "flip#0", "output", ()),
+        "a/flip#0": ("a", 0, "flip#0", "output", ()),
+        "/": ("/", 0, "", "output", ()),
+    }
+
+
+def test_names_of_functions() -> None:
+    """A function, its method, its operator, reflected and in place, have the name that the function has."""
+    x = torch.ones(2)
+    names: list[str | None] = []
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            names.append(get_function_name(func))
+            return func(*args, **(kwargs or {}))
+
+    def listed(function: object) -> set[str | None]:
+        names.clear()
+        with Names():
+            function()  # type: ignore[operator]
+        return set(names)
+
+    def add() -> None:
+        y = 1 + x
+        y += x
+        y.add_(x + y.add(x) + torch.add(x, x))
+
+    def divide() -> None:
+        y = 1 / x
+        y /= x
+        y.div_(x / torch.div(x, x))
+
+    def combine() -> None:
+        y = (1 & x.int()) & x.int()
+        y &= y
+
+    assert listed(add) == {"add"}
+    assert listed(divide) == {"div"}
+    assert listed(combine) == {"bitwise_and", "int"}
+    assert listed(lambda: (1 - x) - torch.rsub(x, 1)) == {"sub"}
+    assert listed(lambda: torch.rand(2) @ x) == {"rand", "matmul"}
+    assert listed(lambda: 7 // x % 2) == {"floor_divide", "remainder"}
+    assert listed(lambda: x[0]) == {"getitem"}
+    assert listed(lambda: x.shape) == {None}
