@@ -284,6 +284,9 @@ POINTS: dict[str, Any] = {"layer": "layer2", "call": 1, "path": ("0",), "site": 
 REDUCTIONS: dict[str, Any] = {
     "channels": (0, 1),
     "tokens": (0, 1),
+    "heads": (0, 1),
+    "queries": (0, 1),
+    "keys": (0, 1),
     "stats": ("mean", "std"),
     "by": "channel",
     "over": "inputs",
