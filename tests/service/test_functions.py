@@ -107,6 +107,8 @@ def test_values(mixers: Live) -> None:
         query = {"layers": "block2/add#0,block2/add#0[0]:input", "format": name}
         found = arrays_of(mixers.client.post("/extract", **raw(npy(IMAGES), "application/x-npy", **query)))
         close(found, {key: wanted[key] for key in query["layers"].split(",")})
+    of_type = {"layer": "*/add#-1", "type": "Residual", "as": "sums"}
+    assert list(arrays_of(extract(mixers, of_type))) == ["sums.block2/add#0", "sums.block3/add#0"]
     matches = arrays_of(extract(mixers, "*/add:input"))
     assert list(matches) == [f"block{block}/add#0[{place}]:input" for block in (2, 3) for place in (0, 1)]
 

@@ -15,6 +15,7 @@ from layertap.models.errors import LayerNotReachedError, RequestError
 from layertap.models.hooks.attach import count_hooks
 from layertap.models.hooks.functions import get_function_name
 from layertap.models.planner import make_plan
+from layertap.models.selection.embedding import find_embedding
 from layertap.models.selection.hook_points import Intervention, Objective, Operation, Reduction, Selector
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec
@@ -220,6 +221,8 @@ def test_only_captures() -> None:
         make_plan([parse_selector(".:grad_input")], catalog, objective=Objective("layer", selector=function))
     with pytest.raises(RequestError, match="names a function, and none can be had here"):
         make_plan([function], survey_functions(Outer(), functions=False))
+    with pytest.raises(RequestError, match="names a function, and none can be had here"):
+        find_embedding("mixer/add#0", survey_functions(Outer(), functions=False))
 
 
 def test_layers_whose_names_have_slashes() -> None:
