@@ -10,7 +10,7 @@ from torch import nn
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.hooks.sites import GRADIENTS, Side
+from layertap.models.hooks.sites import ATTENTION, GRADIENTS, Side
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import Capture, ResolvedIntervention
@@ -48,9 +48,14 @@ def group_actions(
 ) -> Mapping[tuple[nn.Module, Side], Mapping[int, CallActions]]:
     """The actions by module and side, then by call."""
     groups: dict[tuple[nn.Module, Side], dict[int, CallActions]] = defaultdict(lambda: defaultdict(CallActions))
+    changes = [change for request_slice in slices for change in request_slice.interventions]
+    # Weights that are changed are seen where that is done, and nowhere else.
+    unfused = {modules[change.point.layer] for change in changes if change.point.site in ATTENTION}
 
     def get_actions(point: HookPoint) -> CallActions:
-        return groups[modules[point.layer], point.side][point.call]
+        module = modules[point.layer]
+        side: Side = "unfused" if point.site in ATTENTION and module in unfused else point.side
+        return groups[module, side][point.call]
 
     def get_anchor(item: ResolvedIntervention | Capture) -> GradientAnchor:
         return get_actions(item.point).anchors.setdefault(item.point.path, GradientAnchor(item.point, item.tensor))

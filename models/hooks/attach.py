@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from layertap.models.errors import InputError
+from layertap.models.errors import InputError, escape
 from layertap.models.hooks import attention
 from layertap.models.hooks.functions import attach_functions
 from layertap.models.hooks.sites import Side
@@ -140,7 +140,7 @@ def _attach_attention(stack: ExitStack, module: nn.Module, on_call: OnCall) -> N
 
 
 def _attach_unfused(stack: ExitStack, module: nn.Module, on_call: OnCall) -> None:
-    def make_mode(call: _RunningCall) -> attention.UnfusedAttention:
+    def make_mode(call: _RunningCall) -> AbstractContextManager[object]:
         def anchor(weights: Tensor) -> Tensor:
             shape = attention.unfold_weights(tuple(weights.shape), module)
             if shape is None:
@@ -149,7 +149,24 @@ def _attach_unfused(stack: ExitStack, module: nn.Module, on_call: OnCall) -> Non
             changes = on_call(call.number, _label_weights(len(call.weights) - 1, call.weights[-1]))
             return next(iter(changes.values())).reshape(weights.shape) if changes else weights
 
-        return attention.UnfusedAttention(anchor, lambda: call.depth > 0)
+        def observe(event: attention.AttentionEvent) -> None:
+            if not (mode.is_running or call.depth) and attention.unfold_weights(event.shape, module) is not None:
+                kind = escape(type(module).__name__)
+                call.error = InputError(
+                    f"the attention of this {kind} is computed where its weights can't be reached",
+                    hint="ask for the layer's output, or change that",
+                )
+
+        def check() -> None:  # also where the forward is left midway: nothing of it is what was asked for
+            if call.error is not None:
+                raise call.error
+
+        mode = attention.UnfusedAttention(anchor, lambda: call.depth > 0)
+        stack.callback(check)
+        modes = ExitStack()
+        modes.enter_context(attention.AttentionObserver(observe))
+        modes.enter_context(mode)
+        return modes
 
     _attach_mode(stack, module, make_mode, lambda call: None)
 

@@ -1,4 +1,4 @@
-"""Attention weights: which operations compute them, how those are observed, how weights come into a graph.
+"""Attention weights: which operations compute them, how those are observed, how weights are replaced or differentiated.
 
 Weights are what softmax gives for each query over its keys. A kernel that fuses softmax with what stands around it
 shows none: they are computed beside it, and must explain what the kernel returned.
@@ -72,29 +72,34 @@ def disable_observers() -> AbstractContextManager[object]:
 class UnfusedAttention(TorchFunctionMode):
     """Runs attention by its plain formula; ``anchor`` gets the weights and gives what goes on in their place.
 
-    Weights in the shape in which the module has them. Nothing happens while ``is_paused`` says so.
+    Weights in the shape in which the module has them. Nothing happens while ``is_paused`` says so. ``is_running``:
+    whether it computes weights just now; what an observer sees at other times is out of its reach.
     """
 
     def __init__(self, anchor: Callable[[Tensor], Tensor], is_paused: Callable[[], bool]) -> None:
         super().__init__()
         self._anchor = anchor
         self._is_paused = is_paused
+        self.is_running = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
     ) -> Any:
         options = kwargs or {}
-        if self._is_paused():
+        if self._is_paused() or func not in ATTENDING:
             return func(*args, **options)
         if func is functional.multi_head_attention_forward:
             with self:
                 return _multi_head_attention(*args, **options)
-        if func is functional.scaled_dot_product_attention:
-            return self._attend(*args, **options)
-        out = func(*args, **options)
-        if func in SOFTMAXES and _is_over_keys(out, options.get("dim", args[1] if len(args) > 1 else None)):
-            return self._anchor(out)
-        return out
+        self.is_running = True
+        try:
+            if func is functional.scaled_dot_product_attention:
+                return self._attend(*args, **options)
+            out = func(*args, **options)
+            is_weights = _is_over_keys(out, options.get("dim", args[1] if len(args) > 1 else None))
+            return self._anchor(out) if is_weights else out
+        finally:
+            self.is_running = False
 
     def _attend(
         self,
@@ -231,6 +236,7 @@ def _reveal_to_modes(function: Any) -> Any:
 _multi_head_attention = _reveal_to_modes(functional.multi_head_attention_forward)
 
 SOFTMAXES = frozenset({functional.softmax, torch.softmax, torch.special.softmax, Tensor.softmax})
+ATTENDING = SOFTMAXES | {functional.multi_head_attention_forward, functional.scaled_dot_product_attention}
 
 # In inference mode operations come whole, elsewhere as the kernels that they are made of.
 READERS: Mapping[str, Callable[[Any, Arguments, Any], AttentionEvent | None]] = {

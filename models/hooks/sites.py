@@ -24,7 +24,7 @@ SITES: dict[Site, SiteSpec] = {
     "input": SiteSpec("input", is_editable=True),
     "grad_output": SiteSpec("output", is_gradient=True, is_editable=True),
     "grad_input": SiteSpec("input", is_gradient=True),
-    "attention": SiteSpec("attention", is_attention=True),
+    "attention": SiteSpec("attention", is_attention=True, is_editable=True),
     "attention_grad": SiteSpec("unfused", is_gradient=True, is_attention=True),
     "function": SiteSpec("function"),  # of a hook point whose tensor a function takes or returns
 }

@@ -13,7 +13,7 @@ from layertap.models.catalog.padding import find_own_positions, is_padded
 from layertap.models.catalog.row_view import count_rows, select_rows
 from layertap.models.interventions.operations import OPERATIONS
 from layertap.models.interventions.row_range import RowRange
-from layertap.models.selection.hook_points import Operation
+from layertap.models.selection.hook_points import AXES, Operation
 
 
 def apply_operation(
@@ -47,12 +47,13 @@ def compute_part_shape(leaf: TensorInfo, operation: Operation) -> tuple[int, ...
 
 
 def _find_indices(leaf: TensorInfo, operation: Operation) -> Iterator[tuple[int, Sequence[int]]]:
-    """The axes that are narrowed, and to which indices."""
+    """The axes that are narrowed, and to which indices: those below 0 count from the end."""
     top, left, bottom, right = operation.region or (0, 0, 0, 0)
     ranges = {"H": range(top, bottom), "W": range(left, right)} if operation.region is not None else {}
-    for letter, indices in ({"C": operation.channels, "T": operation.tokens} | ranges).items():
-        if indices is not None:
-            yield (leaf.layout or "").index(letter), indices
+    named = {AXES[option]: indices for option, indices in operation.indices.items()}
+    for letter, indices in (named | ranges).items():
+        axis = (leaf.layout or "").index(letter)
+        yield axis, [index + leaf.shape[axis] if index < 0 else index for index in indices]
 
 
 def _change_part(

@@ -15,7 +15,7 @@ from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import EDITABLE, GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.operations import OPERATIONS
-from layertap.models.selection.hook_points import Intervention, Operation
+from layertap.models.selection.hook_points import AXES, Intervention, Operation
 from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 
@@ -146,10 +146,8 @@ def _check_part(
             f"the rows of {name} do not stand one after the other, so none gets a tensor or noise of its own",
             hint="change another layer",
         )
-    for option, letter, indices in (("channels", "C", operation.channels), ("tokens", "T", operation.tokens)):
-        if indices is None:
-            continue
-        size = _get_size(name, with_common_length(leaf, lengths), option, letter)
+    for option, indices in operation.indices.items():
+        size = _get_size(name, with_common_length(leaf, lengths), option, AXES[option])
         distinct = indices and len(set(indices)) == len(indices)
         if catalog.sizes_known and not (distinct and all(0 <= index < size for index in indices)):
             raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")

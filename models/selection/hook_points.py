@@ -79,7 +79,7 @@ class Reduction:
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:
         """What is kept along each axis that is narrowed, by the option that says so."""
-        return {option: vars(self)[option] for option in AXES if vars(self)[option] is not None}
+        return _get_indices(self)
 
     @property
     def is_by_row(self) -> bool:
@@ -141,8 +141,8 @@ class TensorData:
 class Operation:
     """How a value in flight is changed: ``op`` with its own parameters, on the part of it that is named.
 
-    ``channels`` and ``tokens`` are indices along their axis; ``region`` is top, left, bottom, right in the layer's own
-    pixels, the last two not included. Each is everything where None.
+    ``channels`` to ``keys`` are indices along their axis, the last three of attention; ``region`` is top, left, bottom,
+    right in the layer's own pixels, the last two not included. Each is everything where None.
     """
 
     op: str
@@ -155,7 +155,15 @@ class Operation:
     tensor: TensorData | None = None
     channels: tuple[int, ...] | None = None
     tokens: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    queries: tuple[int, ...] | None = None
+    keys: tuple[int, ...] | None = None
     region: tuple[int, int, int, int] | None = None
+
+    @property
+    def indices(self) -> dict[str, tuple[int, ...]]:
+        """What is changed along each axis that is narrowed, by the option that says so."""
+        return _get_indices(self)
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,10 @@ class Explanation:
     method: Method
     selector: Selector | None = None
     discard: float | None = None
+
+
+def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:
+    return {option: vars(part)[option] for option in AXES if vars(part)[option] is not None}
 
 
 def format_path(path: tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ from functools import cached_property
 from math import prod
 
 from layertap.models.catalog.catalog import TensorInfo, count_item_bytes
+from layertap.models.hooks.sites import ATTENTION, GRADIENTS
 from layertap.models.selection.hook_points import AXES, HookPoint, Objective, Operation, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import list_columns
@@ -145,15 +146,21 @@ class Plan:
         return self.objective is not None
 
     @cached_property
+    def unfused_layers(self) -> frozenset[str]:
+        """The layers whose attention is changed or differentiated, and runs by its plain formula."""
+        points = [capture.point for capture in self.captures if capture.point.site in GRADIENTS]
+        points += [change.point for change in self.resolved_interventions]
+        return frozenset(point.layer for point in points if point.site in ATTENTION)
+
+    @cached_property
     def may_share(self) -> bool:
         """Whether its rows may run beside others': nothing that it changes belongs to more rows than its own.
 
-        Where attention is differentiated it runs unfused, and is rounded otherwise for every row.
+        Attention that runs unfused is rounded otherwise for every row.
         """
-        unfuses = any(capture.point.site == "attention_grad" for capture in self.captures)
         return (
             self.may_split
-            and not unfuses
+            and not self.unfused_layers
             and all(change.tensor.row_axis is not None for change in self.resolved_interventions)
         )
 

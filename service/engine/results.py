@@ -87,7 +87,7 @@ def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> 
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         by=reduction.by,
         over=reduction.over,
-        how="unfused" if point.site == "attention_grad" else leaf.source,
+        how="unfused" if leaf.source and point.layer in job.spec.plan.unfused_layers else leaf.source,
         resumed=job.catalog.start,
         forward="compiled" if job.spec.compiled else "",
         classes=classes,

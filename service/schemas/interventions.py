@@ -29,6 +29,9 @@ class InterventionBody(PlaceBody):
     tensor: TensorBody | None = None
     channels: Indices | None = None
     tokens: Indices | None = None
+    heads: Indices | None = None
+    queries: Indices | None = None
+    keys: Indices | None = None
     region: Annotated[list[Index], Field(min_length=4, max_length=4)] | None = None
 
     def to_intervention(self) -> Intervention:
@@ -46,6 +49,9 @@ class InterventionBody(PlaceBody):
                 tensor=_read_finite(self.tensor) if self.tensor is not None else None,
                 channels=tuple(self.channels) if self.channels is not None else None,
                 tokens=tuple(self.tokens) if self.tokens is not None else None,
+                heads=tuple(self.heads) if self.heads is not None else None,
+                queries=tuple(self.queries) if self.queries is not None else None,
+                keys=tuple(self.keys) if self.keys is not None else None,
                 region=_to_box(self.region) if self.region is not None else None,
             ),
         )

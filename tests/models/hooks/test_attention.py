@@ -31,7 +31,14 @@ from tests.nets import Chain, Encoder, swin, vit
 from tests.oracle import record, seeded
 
 ROWS = 3
-Hand = Callable[[Any, Tensor], tuple[Tensor, Tensor]]  # a module and its input: weights (N, heads, T, T), output
+Change = Callable[[Tensor], Tensor]
+# A module, its input, a change of the weights: weights (N, heads, T, T) as they were changed, output.
+Hand = Callable[[Any, Tensor, Change], tuple[Tensor, Tensor]]
+
+
+def unchanged(weights: Tensor) -> Tensor:
+    """The same."""
+    return weights
 
 
 def heads_of(x: Tensor, heads: int) -> Tensor:
@@ -44,29 +51,29 @@ def softmax(scores: Tensor) -> Tensor:
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
-def multi_head(module: nn.MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+def multi_head(module: nn.MultiheadAttention, x: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
     """nn.MultiheadAttention of x with itself."""
     assert module.in_proj_weight is not None
     query, key, value = (
         heads_of(x @ weight.T + bias, module.num_heads)
         for weight, bias in zip(module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3), strict=True)
     )
-    weights = softmax(torch.einsum("nhqd,nhkd->nhqk", query, key) / math.sqrt(query.shape[-1]))
+    weights = change(softmax(torch.einsum("nhqd,nhkd->nhqk", query, key) / math.sqrt(query.shape[-1])))
     joined = torch.einsum("nhqk,nhkd->nqhd", weights, value).flatten(2)
     return weights, joined @ module.out_proj.weight.T + module.out_proj.bias
 
 
-def timm_vit(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def timm_vit(module: Any, x: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
     """The ViT attention of timm: one projection, heads within each third."""
     query, key, value = (
         heads_of(part, module.num_heads) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1)
     )
-    weights = softmax(torch.einsum("nhqd,nhkd->nhqk", query, key) * query.shape[-1] ** -0.5)
+    weights = change(softmax(torch.einsum("nhqd,nhkd->nhqk", query, key) * query.shape[-1] ** -0.5))
     joined = torch.einsum("nhqk,nhkd->nqhd", weights, value).flatten(2)
     return weights, joined @ module.proj.weight.T + module.proj.bias
 
 
-def windowed(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def windowed(module: Any, x: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
     """Swin: windows of a rolled map, a bias for each relative position, no look across the seam."""
     side = module.window_size[0]
     tall, wide = x.shape[1:3]
@@ -97,7 +104,7 @@ def windowed(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         scores = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
         found.append(softmax(scores + bias - 100.0 * apart))
         values.append(value)
-    weights = torch.stack(found)
+    weights = change(torch.stack(found))
     out = torch.zeros_like(rolled)
     joined = (weights @ torch.stack(values)).transpose(1, 2).flatten(2) @ module.proj.weight.T + module.proj.bias
     for (row, top, left), window in zip(corners, joined, strict=True):
@@ -156,9 +163,9 @@ class Folded(nn.Module):
         return out
 
 
-def folded(module: FoldedAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+def folded(module: FoldedAttention, x: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
     query, key, value = (heads_of(part, 2) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1))
-    weights = softmax(query @ key.transpose(2, 3))
+    weights = change(softmax(query @ key.transpose(2, 3)))
     return weights, (weights @ value).transpose(1, 2).flatten(2)
 
 
@@ -249,14 +256,17 @@ def entered(module: nn.Module, layer: str, x: Tensor) -> Tensor:
 
 
 @contextmanager
-def by_hand(module: nn.Module, case: Case, kept: dict[str, Tensor]) -> Iterator[None]:
-    """Every attention of a model replaced by the one written here, its weights kept in the graph."""
+def by_hand(
+    module: nn.Module, case: Case, kept: dict[str, Tensor], change: Change = unchanged, changed: str = ""
+) -> Iterator[None]:
+    """Every attention of a model replaced by the one written here, weights kept in the graph; one may be changed."""
 
     def replaced(layer: str) -> Callable[..., Any]:
         def after(part: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-            weights, result = case.hand(part, args[0])
+            weights, result = case.hand(part, args[0], change if layer == changed else unchanged)
             kept[layer] = weights
-            torch.testing.assert_close(result, out[0] if isinstance(out, tuple) else out)
+            if layer != changed:
+                torch.testing.assert_close(result, out[0] if isinstance(out, tuple) else out)
             return (result, None) if isinstance(out, tuple) else result
 
         return after
@@ -492,12 +502,13 @@ def test_models_without_attention() -> None:
     assert caught.value.hint == "no layer of this model does"
 
 
-def test_attention_is_not_changed() -> None:
-    """Weights are looked at, not intervened on."""
+def test_gradients_of_attention_are_not_changed() -> None:
+    """They are looked at, not intervened on."""
     _, catalog, _ = prepared(CASES["timm"])
-    change = Intervention(parse_selector("blocks.0.attn:attention"), Operation("zero"))
-    with pytest.raises(RequestError, match="not possible"):
+    change = Intervention(parse_selector("blocks.0.attn:attention_grad"), Operation("zero"))
+    with pytest.raises(RequestError, match="not possible") as caught:
         make_plan([parse_selector(".")], catalog, [change])
+    assert "'attention'" in caught.value.hint
 
 
 def test_unexplained_outputs_are_refused() -> None:

@@ -1,0 +1,235 @@
+"""Weights of attention changed on their way, against attention written by hand with the same change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.catalog.catalog import Catalog
+from layertap.models.errors import InputError, RequestError
+from layertap.models.planner import make_plan
+from layertap.models.selection.hook_points import Intervention, Objective, Operation, TensorData
+from layertap.models.selection.plan import Plan
+from layertap.models.selection.selectors import parse_selector
+from tests.models.hooks.test_attention import (
+    CASES,
+    ROWS,
+    Change,
+    Functional,
+    by_hand,
+    heads_of,
+    prepared,
+    run,
+    same_state,
+    softmax,
+    surveyed,
+)
+from tests.oracle import seeded
+
+REPLACEMENT = torch.rand(1, 2, 3, generator=torch.Generator().manual_seed(4))  # heads, queries, keys
+
+
+def at(weights: Tensor, heads: list[int], queries: list[int], keys: list[int], values: Any) -> Tensor:
+    """The weights with other values at the crossings."""
+    mask = torch.zeros(weights.shape[1:], dtype=torch.bool)
+    for head in heads:
+        for query in queries:
+            mask[head, query, keys] = True
+    other = torch.zeros_like(weights)
+    other[:, torch.tensor(heads)[:, None, None], torch.tensor(queries)[:, None], torch.tensor(keys)] = values
+    return torch.where(mask, other, weights)
+
+
+def everywhere(weights: Tensor, axis: int) -> list[int]:
+    return list(range(weights.shape[axis]))
+
+
+OPERATIONS: dict[str, tuple[Callable[[int], Operation], Change]] = {
+    "a head without attention": (
+        lambda windows: Operation("zero", heads=(1,)),
+        lambda w: at(w, [1], everywhere(w, 2), everywhere(w, 3), 0.0),
+    ),
+    "queries": (
+        lambda windows: Operation("scale", by=0.5, queries=(3, 0)),
+        lambda w: at(w, everywhere(w, 1), [3, 0], everywhere(w, 3), 0.5 * w[:, :, [3, 0]]),
+    ),
+    "a key that nobody looks at": (
+        lambda windows: Operation("zero", keys=(2,)),
+        lambda w: at(w, everywhere(w, 1), everywhere(w, 2), [2], 0.0),
+    ),
+    "a few weights of one's own": (
+        lambda windows: Operation("replace", tensor=own(windows), heads=(0,), queries=(1, 3), keys=(0, 2, 3)),
+        lambda w: at(w, [0], [1, 3], [0, 2, 3], REPLACEMENT),
+    ),
+    "all of them": (lambda windows: Operation("clamp", max=0.15), lambda w: w.clamp(max=0.15)),
+}
+
+
+def own(windows: int) -> TensorData:
+    """The replacement as a request has it, for each window of a row."""
+    values = REPLACEMENT.numpy() if windows == 1 else np.stack([REPLACEMENT.numpy()] * windows)
+    return TensorData(values.shape, values.astype("<f4").tobytes())
+
+
+def planned(
+    catalog: Catalog, layer: str, operation: Operation, *texts: str, objective: Objective | None = None
+) -> Plan:
+    change = Intervention(parse_selector(f"{layer}:attention"), operation)
+    return make_plan([parse_selector(text) for text in texts], catalog, [change], objective)
+
+
+def count_windows(catalog: Catalog, layer: str) -> int:
+    (leaf,) = catalog.layers[layer].calls[0].get_boundary("attention").tensors
+    return leaf.entries_per_row
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("what", OPERATIONS)
+def test_changes(name: str, what: str) -> None:
+    """The forward goes on with the changed weights, a capture there shows them, and the model is left as it was."""
+    case, (make, change) = CASES[name], OPERATIONS[what]
+    module, catalog, x = prepared(case)
+    layer, later = case.layers[:2] if len(case.layers) > 1 else (case.layers[0], case.layers[0])
+    kept: dict[str, Tensor] = {}
+    with by_hand(module, case, kept, change, layer):
+        expected = module(x)
+    before = same_state(module)
+    operation = make(count_windows(catalog, layer))
+    texts = [".", *dict.fromkeys((f"{layer}:attention", f"{later}:attention"))]
+    found = run(module, planned(catalog, layer, operation, *texts), x)
+    assert same_state(module) == before
+    assert (expected - module(x)).abs().max() > 1e-4
+    torch.testing.assert_close(found["."], expected, rtol=1e-4, atol=1e-5)
+    for each in (layer, later):
+        torch.testing.assert_close(found[f"{each}:attention"], kept[each], rtol=1e-4, atol=1e-5)
+    (alone,) = run(module, planned(catalog, layer, operation, f"{layer}:attention"), x).values()
+    assert torch.equal(alone, found[f"{layer}:attention"])
+    assert same_state(module) == before
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name: str) -> None:
+    """Gradients are those of the model with the changed attention, at the changed weights those of what goes on."""
+    case, (make, change) = CASES[name], OPERATIONS["queries"]
+    module, catalog, x = prepared(case, torch.float64)
+    layer = case.layers[0]
+    kept: dict[str, Tensor] = {}
+    source = x.clone().requires_grad_()
+    with by_hand(module, case, kept, change, layer):
+        score = module(source)[:, 1].sum()
+    truth = torch.autograd.grad(score, [*(kept[each] for each in case.layers), source])
+    texts = [*(f"{each}:attention_grad" for each in case.layers), ".:grad_input", f"{layer}:attention"]
+    plan = planned(catalog, layer, make(1), *texts, objective=Objective("logit", 1))
+    found = run(module, plan, x)
+    for text, gradient in zip(texts, truth, strict=False):
+        assert gradient.abs().max() > 1e-7
+        torch.testing.assert_close(found[text], gradient.float(), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found[f"{layer}:attention"], kept[layer].detach().float())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_others(name: str) -> None:
+    """In a forward of several requests only the rows of the one that asked are changed, and none of its numbers."""
+    case, (make, _) = CASES[name], OPERATIONS["a head without attention"]
+    module, catalog, x = prepared(case)
+    layer = case.layers[0]
+    plan = planned(catalog, layer, make(1), ".", f"{layer}:attention")
+    plain = make_plan([parse_selector("."), parse_selector(f"{layer}:attention")], catalog)
+    shares = [
+        RequestSlice(0, 1, plain.captures),
+        RequestSlice(1, 2, plan.captures, plan.resolved_interventions),
+        RequestSlice(2, ROWS, plain.captures),
+    ]
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x), shares, ROWS)
+    for share, wanted in zip(shares, (plain, plan, plain), strict=True):
+        alone = run(module, wanted, x[share.start : share.stop])
+        together = taken.select(share)
+        for result in wanted.results:
+            values = together[result.capture].values
+            torch.testing.assert_close(values, alone[result.key], rtol=1e-4, atol=1e-5)
+    assert plain.may_share
+    assert not plan.may_share
+
+
+def test_one_of_two_in_a_call() -> None:
+    """Of two attentions of one call that is changed which is named, though another mask and other heads are there."""
+    module = seeded(Functional(), 8).eval()
+    catalog = surveyed(module, 5, 8)
+    x = torch.randn(ROWS, 5, 8, generator=torch.Generator().manual_seed(1))
+    query, key, value = (heads_of(part, 4) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1))
+    causal = softmax((query @ key.transpose(2, 3) * 0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf))
+    masked = query @ key[:, [0, 0, 1, 1]].transpose(2, 3) / 2**0.5
+    masked[:, :, 2, 1] = -torch.inf
+    masked = softmax(masked)
+    masked[:, :, 0] = 0.0
+    masked[:, 2] = 0.25
+    joined = causal @ value + masked @ value[:, [0, 0, 1, 1]]
+    expected = joined.transpose(1, 2).flatten(2).mean(1) @ module.head.weight.T + module.head.bias
+    change = Intervention(parse_selector(".[1]:attention"), Operation("replace", value=0.25, heads=(2,)))
+    plan = make_plan([parse_selector(text) for text in (".", ".:attention")], catalog, [change])
+    found = run(module, plan, x)
+    torch.testing.assert_close(found["."], expected.detach())
+    torch.testing.assert_close(found[".[0]:attention"], causal.detach())
+    torch.testing.assert_close(found[".[1]:attention"], masked.detach())
+
+
+class HiddenAttention(nn.Module):
+    """Attention whose softmax is the kernel itself, by no function of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = heads_of(self.linear(x), 2)
+        out: Tensor = self.proj(
+            (torch.ops.aten._softmax(y @ y.transpose(2, 3), -1, False) @ y).transpose(1, 2).flatten(2)
+        )
+        return out
+
+
+@pytest.mark.parametrize("texts", [(".",), ("proj",), (".:attention",), ("linear",)])
+def test_out_of_reach(texts: tuple[str, ...]) -> None:
+    """Weights that can be seen and not replaced are not changed: that is said, wherever the forward ends.
+
+    A forward that ends before them has nothing to do with it.
+    """
+    module = seeded(HiddenAttention(), 1).eval()
+    catalog = surveyed(module, 5, 8)
+    x, before = torch.randn(ROWS, 5, 8), same_state(module)
+    (plain,) = run(module, make_plan([parse_selector(texts[0])], catalog), x).values()
+    plan = planned(catalog, ".", Operation("zero", heads=(0,)), *texts)
+    if texts == ("linear",):
+        assert torch.equal(run(module, plan, x)["linear"], plain)
+    else:
+        with pytest.raises(InputError, match="this 'HiddenAttention' is computed where its weights can't be reached"):
+            run(module, plan, x)
+    assert same_state(module) == before
+
+
+@pytest.mark.parametrize(
+    ("layer", "operation", "says"),
+    [
+        ("blocks.0.attn", Operation("zero", heads=(3,)), "'heads' of 'blocks.0.attn'"),
+        ("blocks.0.attn", Operation("zero", queries=(0, 0)), "'queries' of 'blocks.0.attn'"),
+        ("blocks.0.attn", Operation("zero", tokens=(0,)), "no axis for 'tokens'"),
+        ("blocks.0.attn", Operation("zero", channels=(0,)), "no axis for 'channels'"),
+        ("blocks.0.attn", Operation("zero", region=(0, 0, 1, 1)), "no axis for 'region'"),
+        ("blocks.0.attn", Operation("replace", tensor=own(1), heads=(0,)), "has shape [1, 2, 3]"),
+        ("blocks.0.mlp", Operation("zero"), "computes no attention weights of its own"),
+    ],
+)
+def test_refused(layer: str, operation: Operation, says: str) -> None:
+    """What attention does not have is refused before any forward."""
+    _, catalog, _ = prepared(CASES["timm fused"])
+    with pytest.raises(RequestError) as caught:
+        planned(catalog, layer, operation, ".")
+    assert says in caught.value.detail

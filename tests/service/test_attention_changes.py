@@ -1,0 +1,281 @@
+"""Interventions at attention over HTTP, against the same models with attention written by hand and changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_model
+from torch import Tensor, nn
+
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.models.hooks.test_attention import Change, heads_of, multi_head, softmax, unchanged
+from tests.nets import Encoder, vit
+from tests.oracle import seeded
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, problem, tensor
+from tests.transformers_nets import VOCABULARY, EagerGPT2, saved
+
+TEXTS = [
+    torch.randint(4, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (5, 3, 8, 13)  # in buckets of 8, 8, 8 and 16 tokens
+]
+PICTURES = np.random.default_rng(2).normal(size=(4, 3, 32, 32)).astype(np.float32)
+SEQUENCES = np.random.default_rng(3).normal(size=(4, 5, 8)).astype(np.float32)
+
+IDS = np.random.default_rng(4).integers(4, VOCABULARY, (4, 7))
+ARRAYS = {"vit": PICTURES, "encoder": SEQUENCES, "eager": IDS}  # of models that take no texts
+
+
+def bert(module: Any, x: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+    """The attention of BERT, of a text without padding."""
+    query, key, value = (heads_of(part(x), 4) for part in (module.query, module.key, module.value))
+    weights = change(softmax(query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])))
+    return weights, (weights @ value).transpose(1, 2).flatten(2)
+
+
+def gpt2(module: Any, x: Tensor, change: Change) -> tuple[Tensor, Tensor]:
+    """The attention of GPT-2, which looks at no later token."""
+    projected = x @ module.c_attn.weight + module.c_attn.bias
+    query, key, value = (heads_of(part, 4) for part in projected.chunk(3, -1))
+    scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = change(softmax(scores.masked_fill(later, -torch.inf)))
+    joined = (weights @ value).transpose(1, 2).flatten(2)
+    return weights, joined @ module.c_proj.weight + module.c_proj.bias
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: its layers with attention, their attention by hand, its output, its inputs as a request has them."""
+
+    layers: tuple[str, str]
+    hand: Callable[[Any, Tensor, Change], tuple[Tensor, Tensor]]
+    output: str
+    inputs: list[Json]
+
+
+def texts() -> list[Json]:
+    return [{"tokens": each} for each in TEXTS]
+
+
+SELF = "encoder.layers.encoder_layer_{}.self_attention"
+CASES = {
+    "gpt2": Case(("transformer.h.0.attn", "transformer.h.1.attn"), gpt2, ".[logits]", texts()),
+    "eager": Case(
+        ("inner.transformer.h.0.attn", "inner.transformer.h.1.attn"), gpt2, ".", [tensor(each) for each in IDS]
+    ),
+    "bert": Case(
+        ("encoder.layer.0.attention.self", "encoder.layer.1.attention.self"), bert, ".[last_hidden_state]", texts()
+    ),
+    "vit": Case((SELF.format(0), SELF.format(1)), multi_head, ".", [tensor(each) for each in PICTURES]),
+    "encoder": Case(
+        ("layers.layers.0.self_attn", "layers.layers.1.self_attn"),
+        multi_head,
+        ".",
+        [tensor(each) for each in SEQUENCES],
+    ),
+}
+CHANGES: dict[str, tuple[Json, Change]] = {
+    "zero": ({"op": "zero", "heads": [1]}, lambda w: w * (torch.arange(w.shape[1]) != 1)[:, None, None]),
+    "scale": (
+        {"op": "scale", "by": 0.5, "queries": [2, 0]},
+        lambda w: w * torch.ones(w.shape[2]).index_fill(0, torch.tensor([0, 2]), 0.5)[:, None],
+    ),
+    "a key": ({"op": "zero", "keys": [0]}, lambda w: w * (torch.arange(w.shape[3]) != 0)),
+    "add": ({"op": "add", "value": 0.1}, lambda w: w + 0.1),
+    "replace": (
+        {"op": "replace", "heads": [0], "queries": [1], "keys": [0, 1], **tensor(np.array([[[0.9, 0.3]]], np.float32))},
+        lambda w: put(w, 0, 1, torch.tensor([0.9, 0.3])),
+    ),
+}
+
+
+def put(weights: Tensor, head: int, query: int, values: Tensor) -> Tensor:
+    """The weights with others for the first keys of one query."""
+    mask = torch.zeros(weights.shape[1:])
+    mask[head, query, : len(values)] = 1
+    other = torch.zeros(weights.shape[1:])
+    other[head, query, : len(values)] = values
+    return weights * (1 - mask) + other
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server, and its models offline."""
+
+    live: Live
+    modules: dict[str, Any]
+
+    def post(self, model: str, layers: list[Any], rows: list[int] | None = None, **fields: Any) -> Any:
+        inputs = [CASES[model].inputs[row] for row in rows or range(4)]
+        body = {"model": model, "inputs": inputs, "layers": layers, "encoding": "base64", **fields}
+        return self.live.client.post("/extract", json=body)
+
+    def of(self, model: str, layer: Any, rows: list[int] | None = None, **fields: Any) -> Array:
+        (found,) = arrays_of(self.post(model, [layer], rows, **fields)).values()
+        return found
+
+    def run(self, model: str, row: int) -> Any:
+        """One row through a model alone and unpadded."""
+        if model in ARRAYS:
+            return self.modules[model](torch.from_numpy(ARRAYS[model][row])[None])
+        out = self.modules[model](input_ids=torch.tensor([TEXTS[row]]))
+        return out[CASES[model].output[2:-1]]
+
+    @contextmanager
+    def changed(self, model: str, change: Change) -> Iterator[list[Tensor]]:
+        """The model with its attention by hand, that of the first layer changed; the weights are kept."""
+        case, kept = CASES[model], list[Tensor]()
+
+        def hook(part: nn.Module, args: Any, kwargs: Any, out: Any, how: Change) -> Any:
+            source = args[0] if args else kwargs["hidden_states"]
+            weights, value = case.hand(part, source, how)
+            kept.append(weights)
+            return (value, *out[1:])
+
+        handles = [
+            self.modules[model]
+            .get_submodule(layer)
+            .register_forward_hook(
+                lambda part, args, kwargs, out, how=how: hook(part, args, kwargs, out, how), with_kwargs=True
+            )
+            for layer, how in zip(case.layers, (change, unchanged), strict=True)
+        ]
+        yield kept
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("models")
+    modules: dict[str, Any] = {name: saved(name, folder / name).requires_grad_() for name in ("gpt2", "bert")}
+    modules |= {"vit": vit(), "encoder": seeded(Encoder(), 6), "eager": seeded(EagerGPT2(), 7)}
+    specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("gpt2", "bert")]
+    for name, source, spec in (
+        ("vit", "tests.nets:vit", InputSpec("x", (3, 32, 32))),
+        ("encoder", "tests.nets:Encoder", InputSpec("x", (5, 8))),
+        ("eager", "tests.transformers_nets:EagerGPT2", InputSpec("ids", (7,), "int64", (4, VOCABULARY))),
+    ):
+        save_model(modules[name].eval(), str(folder / f"{name}.safetensors"))
+        weights = str(folder / f"{name}.safetensors")
+        specs.append(ModelSpec(name, f"python:{source}", device="cpu", weights=weights, inputs=(spec,)))
+    with serve(configured(*specs)) as live:
+        yield Server(live, modules)
+
+
+def check(found: Array, expected: Tensor) -> None:
+    """Equal where a text has positions, 0 at those of longer ones."""
+    wanted = expected.detach().numpy()
+    inside = tuple(map(slice, wanted.shape))
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(found[inside] / scale, wanted / scale, rtol=1e-3, atol=1e-4)
+    outside = found.copy()
+    outside[inside] = 0
+    assert not outside.any()
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("model", CASES)
+def test_changes(server: Server, model: str, what: str) -> None:
+    """The model goes on with the changed weights, each row as if it were alone; a capture there shows them."""
+    (how, change), case = CHANGES[what], CASES[model]
+    asked = {"interventions": [{"layer": f"{case.layers[0]}:attention", **how}]}
+    layers = [case.output, f"{case.layers[0]}:attention", {"layer": f"{case.layers[1]}:attention", "heads": [-1]}]
+    reply = server.post(model, layers, **asked)
+    output, first, second = arrays_of(reply).values()
+    plain = server.of(model, case.output)
+    assert np.abs(output - plain).max() > 1e-4
+    assert reply.json()["interventions"] == [[f"{case.layers[0]}#0:attention"]]
+    receipts = reply.json()["receipts"]
+    assert receipts[f"{case.layers[0]}:attention"]["how"] == "unfused"
+    for row in range(4):
+        with server.changed(model, change) as kept:
+            expected = server.run(model, row)[0]
+        check(output[row], expected)
+        check(server.of(model, case.output, [row], **asked)[0], expected)
+        check(first[row], kept[0][0])
+        check(second[row], kept[1][0][-1:])
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_gradients(server: Server, model: str) -> None:
+    """Gradients of attention, changed and not, are those of the changed model."""
+    (how, change), case = CHANGES["scale"], CASES[model]
+    asked = {
+        "interventions": [{"layer": case.layers[0], "site": "attention", **how}],
+        "objective": {"kind": "sum"},
+    }
+    layers = [f"{layer}:attention_grad" for layer in case.layers]
+    found = list(arrays_of(server.post(model, layers, **asked)).values())
+    for row in range(4):
+        with server.changed(model, change) as kept:
+            score = server.run(model, row).sum()
+        for values, gradient in zip(found, torch.autograd.grad(score, kept), strict=True):
+            assert gradient.abs().max() > 1e-6
+            check(values[row], gradient[0])
+
+
+def test_noise(server: Server) -> None:
+    """Noise is drawn by the row's number in its request, over a text's own tokens."""
+    case = CASES["gpt2"]
+    change = {"layer": f"{case.layers[0]}:attention", "op": "noise", "std": 0.2, "seed": 7, "heads": [2]}
+    found = server.of("gpt2", case.output, interventions=[change])
+
+    def draw(weights: Tensor, row: int) -> Tensor:
+        noise = torch.randn((1, 1, *weights.shape[2:]), generator=torch.Generator().manual_seed(7 + row))
+        return torch.cat([weights[:, :2], weights[:, 2:3] + 0.2 * noise, weights[:, 3:]], 1)
+
+    for row in range(4):
+        with server.changed("gpt2", lambda weights, row=row: draw(weights, row)):
+            check(found[row], server.run("gpt2", row)[0])
+
+
+def test_beside_other_requests(server: Server) -> None:
+    """Whoever asks at the same time for outputs, attention or another head's ablation gets what it gets alone."""
+    case = CASES["bert"]
+    heads = [[{"layer": f"{case.layers[0]}:attention", "op": "zero", "heads": [head]}] for head in range(4)]
+    asked: list[tuple[Any, Json]] = [(case.output, {}), (f"{case.layers[0]}:attention", {})]
+    asked += [(case.output, {"interventions": each}) for each in heads]
+    alone = [server.of("bert", layer, **fields) for layer, fields in asked]
+    assert len({each.tobytes() for each in alone}) == len(asked)
+    with ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(lambda each: server.of("bert", each[0], **each[1]), asked * 8))
+    for place, value in enumerate(found):
+        np.testing.assert_allclose(value, alone[place % len(asked)], rtol=1e-4, atol=1e-5)
+
+
+def test_fingerprints(server: Server) -> None:
+    """Each head's ablation has a fingerprint of its own."""
+    case, prints = CASES["vit"], set()
+    for change in ({"heads": [0]}, {"heads": [1]}, {"queries": [0]}, {"keys": [0]}, {}, None):
+        entry = {"layer": case.layers[0], "site": "attention", "op": "zero", **(change or {})}
+        body = {"interventions": [entry] if change is not None else []}
+        prints.add(server.post("vit", [case.output], [0], **body).json()["fingerprint"])
+    assert len(prints) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"heads": [4]}, "'heads' of 'encoder.layer.0.attention.self'"),
+        ({"queries": [3]}, "'queries' of 'encoder.layer.0.attention.self'"),
+        ({"tokens": [0]}, "has no axis for 'tokens'"),
+        ({"layer": "encoder.layer.0.output", "heads": [0]}, "computes no attention weights of its own"),
+        ({"site": "output", "path": "[0]", "heads": [0]}, "has no axis for 'heads'"),
+        ({"site": "attention_grad", "heads": [0]}, "is not possible"),
+    ],
+)
+def test_refused(server: Server, change: Json, says: str) -> None:
+    """What the shortest text's attention does not have is refused before any forward."""
+    entry = {"layer": "encoder.layer.0.attention.self", "site": "attention", "op": "zero", **change}
+    assert says in problem(server.post("bert", ["encoder.layer.1"], interventions=[entry]), 422)["detail"]
