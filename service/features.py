@@ -27,9 +27,9 @@ class Receipt:
     ``by`` and ``over`` what they are of.
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output
-    was sent in place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered. ``classes``: of a
-    gradient, the class of each row whose score was its highest, where the objective is of that, ``labels`` their names.
-    ``rows_per_forward`` is there where rows of the model affect each other.
+    was sent in place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
+    ``classes``: of a gradient, the class of each row whose score was its highest, where the objective is of that,
+    ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
     ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
     cast to. ``probe`` is what the fixed input gives there, where it was asked for.
