@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 BINS = 16
 Numbers = NDArray[np.float64]
-Merge = Callable[[Numbers, Numbers], Numbers]
+Merge = Callable[[Numbers, Numbers, Numbers], Numbers]
 
 
 @dataclass(frozen=True)
 class Statistic:
     """A statistic; ``bins``: how many columns it has, None for one without a number.
 
-    ``merge`` makes that of all rows of those of each row, all of as many values, on axis 0, and of their means; None
-    where it doesn't follow from these.
+    ``merge`` makes that of all rows of those of each row, on axis 0, of their means and of how many values they are of;
+    None where it doesn't follow from these.
     """
 
     compute: Callable[[Tensor], Tensor]
@@ -93,28 +93,42 @@ def _histogram(values: Tensor) -> Tensor:
     return stack([(places == place).sum(-1) for place in range(BINS)], dim=-1)
 
 
-def merge_rows(values: NDArray[np.float32], stats: Sequence[str]) -> NDArray[np.float32]:
-    """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns), of as many values each."""
+def merge_rows(
+    values: NDArray[np.float32], stats: Sequence[str], counts: Sequence[int] | None = None
+) -> NDArray[np.float32]:
+    """Statistics of all rows together, (…, columns), of those of each, (rows, …, columns).
+
+    ``counts`` are in proportion to the numbers of values that each row's are of; None where these are the same.
+    """
+    weights = np.ones(len(values)) if counts is None else np.array(counts, np.float64)
     columns = {name: values[..., place].astype(np.float64) for place, name in enumerate(stats)}
     merges = {name: STATISTICS[name].merge for name in stats}
-    merged = [merge(columns[name], columns.get("mean", columns[name])) for name, merge in merges.items() if merge]
+    merged = [
+        merge(columns[name], columns.get("mean", columns[name]), weights) for name, merge in merges.items() if merge
+    ]
     return np.stack(merged, axis=-1).astype(np.float32)
 
 
-def _merge_std(values: Numbers, means: Numbers) -> Numbers:
+def _merge_mean(values: Numbers, _: Numbers, weights: Numbers) -> Numbers:
+    merged: Numbers = np.average(values, axis=0, weights=weights)
+    return merged
+
+
+def _merge_std(values: Numbers, means: Numbers, weights: Numbers) -> Numbers:
     """By the variance within rows and that between them: no difference of squares, which would lose digits."""
-    merged: Numbers = np.sqrt((values**2).mean(0) + means.var(0))
+    between = _merge_mean((means - _merge_mean(means, means, weights)) ** 2, means, weights)
+    merged: Numbers = np.sqrt(_merge_mean(values**2, means, weights) + between)
     return merged
 
 
 STATISTICS = {
-    "mean": Statistic(_mean, lambda values, _: values.mean(0)),
+    "mean": Statistic(_mean, _merge_mean),
     "std": Statistic(_std, _merge_std),
-    "min": Statistic(_min, lambda values, _: values.min(0)),
-    "max": Statistic(_max, lambda values, _: values.max(0)),
-    "l2": Statistic(_l2, lambda values, _: np.sqrt((values**2).sum(0))),
-    "zeros": Statistic(_zeros, lambda values, _: values.mean(0)),
-    "nonfinite": Statistic(_nonfinite, lambda values, _: values.sum(0)),
+    "min": Statistic(_min, lambda values, *_: values.min(0)),
+    "max": Statistic(_max, lambda values, *_: values.max(0)),
+    "l2": Statistic(_l2, lambda values, *_: np.sqrt((values**2).sum(0))),
+    "zeros": Statistic(_zeros, _merge_mean),
+    "nonfinite": Statistic(_nonfinite, lambda values, *_: values.sum(0)),
     "histogram": Statistic(_histogram, None, bins=BINS),
 }
 STATS = tuple(STATISTICS)
