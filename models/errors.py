@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, Self
 
@@ -87,6 +87,11 @@ class LayertapError(Exception):
     def to_fault(self, pointer: str | None = None, input: int | None = None) -> Fault:  # noqa: A002
         """The error as one reason of another: with where in the request it stands, and the input's place."""
         return Fault(self.detail, self.hint, pointer, input)
+
+    def of_input(self, place: int) -> Self:
+        """The error as one of the input at a place in the request."""
+        faults = self.faults or (self.to_fault(f"/inputs/{place}"),)
+        return self.from_faults([replace(fault, input=place) for fault in faults])
 
 
 class UnknownModelError(LayertapError):

@@ -20,11 +20,12 @@ Array = NDArray[Any]
 class Receipt:
     """Where one result came from and what was done to it.
 
-    ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; ``path`` leads into a
-    structured value ("[logits]") and is empty for a single tensor. ``function`` ("add#0") is there where the value is
-    that of a function which the layer calls. ``row_axis`` is the axis of the result that holds
-    the rows, None where it is the same for all of them. ``stats`` names the columns of a result that is statistics,
-    ``by`` and ``over`` what they are of.
+    ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; where inputs have
+    several shapes ``captured`` is that of one input, None where they differ, and ``fingerprints`` has each row's, where
+    these do. ``path`` leads into a structured value ("[logits]") and is empty for a single tensor. ``function``
+    ("add#0") is there where the value is that of a function which the layer calls. ``row_axis`` is the axis of the
+    result that holds the rows, None where it is the same for all of them. ``stats`` names the columns of a result that
+    is statistics, ``by`` and ``over`` what they are of.
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output
     was sent in place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
@@ -42,7 +43,7 @@ class Receipt:
     site: str
     path: str
     layout: str | None
-    captured: tuple[int, ...]
+    captured: tuple[int | None, ...]
     dtype: str
     pool: str
     normalize: bool
@@ -67,6 +68,7 @@ class Receipt:
     token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
     probe: Probe | None = None
+    fingerprints: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
@@ -97,6 +99,7 @@ OMITTED: dict[str, object] = {
     "token_counts": None,
     "reply_dtype": "float32",
     "probe": None,
+    "fingerprints": None,
 }
 
 
@@ -108,7 +111,8 @@ class Features:
     for each int8 key, to multiply along axis 0; ``rows`` counts the inputs that were used; ``errors`` names the others.
     ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
     that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
-    those that the rows are of, where they came from files.
+    those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
+    others, of other shapes.
     """
 
     model: str
@@ -122,6 +126,7 @@ class Features:
     interventions: tuple[tuple[str, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    place: int | None = None
 
     @property
     def skipped(self) -> tuple[int, ...]:

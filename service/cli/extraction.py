@@ -14,6 +14,7 @@ from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.selection.hook_points import Selector
 from layertap.service.cli.console import show_status, stderr
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.joined_inputs import ANOTHER_SHAPE
 from layertap.service.engine.picture_rows import get_preprocessing
 from layertap.service.engine.prober import Prober
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
@@ -88,7 +89,7 @@ def _make_request(
         on_error="skip",
         faults=tuple(faults),
         isolated=True,  # the same bits every time
-        reply=ReplyOptions(reserved=reserved),  # a file may be as large as the disk holds
+        reply=ReplyOptions(reserved=reserved, by_input=False),  # a file may be as large as the disk holds
     )
 
 
@@ -111,8 +112,7 @@ async def _extract_batch(
     if first is None or _list_row_shapes(part) == _list_row_shapes(first):
         return part, part.errors
     places = [place for place, _ in request.items if place not in part.skipped]
-    detail = "its results have another shape than the first"
-    return None, (*part.errors, *(Fault(detail, input=place) for place in places))
+    return None, (*part.errors, *(Fault(ANOTHER_SHAPE, input=place) for place in places))
 
 
 def _list_row_shapes(features: Features) -> dict[str, list[int]]:

@@ -119,7 +119,7 @@ class BatchRunner:
                     plan.captures,
                     plan.resolved_interventions,
                     plan.objective,
-                    each.start,
+                    each.first_row + each.start,
                 )
             )
             start += each.rows

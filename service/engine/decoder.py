@@ -14,6 +14,8 @@ from torch import Tensor
 
 from layertap.models.errors import Fault, LayertapError, RequestError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
+from layertap.models.inputs.preprocess import compute_output_size
+from layertap.models.spec import Shapes
 from layertap.service.engine.batch_formation import are_few_rows
 from layertap.service.engine.forward_batch import Results, UndecodedError
 from layertap.service.engine.item_rows import pad_texts
@@ -27,11 +29,27 @@ from layertap.service.inputs.items import ImageItem, LocalItem
 
 
 @dataclass(frozen=True)
-class DecodedInputs:
-    """The rows of all good items, these items, and the faults of all others, in the order of the inputs."""
+class DecodedRows:
+    """Rows of one shape, the items that they were made of, and the place in the request of the first."""
 
     rows: dict[str, Tensor]
     items: Sequence[Fetched]
+    place: int
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of one row, input by input."""
+        return get_row_shapes(self.rows)
+
+
+@dataclass(frozen=True)
+class DecodedInputs:
+    """The rows of all good inputs, and the faults of all others, in the order of the inputs.
+
+    ``parts``: one of all rows where they have one shape, else one for each input.
+    """
+
+    parts: Sequence[DecodedRows]
     faults: tuple[Fault, ...]
 
 
@@ -85,7 +103,8 @@ class InputDecoder:
         Where one of several can't be, the others are given back decoded, or why not: who sent them is told of each.
         """
         try:
-            return job, await self._scheduler.run(job)
+            (parts,) = await self._scheduler.run([job])
+            return job, parts
         except UndecodedError as error:
             refused = 0 if len(items) == 1 else error.row
             items = [(place, error.refusal if row == refused else item) for row, (place, item) in enumerate(items)]
@@ -115,41 +134,49 @@ class InputDecoder:
             with request.timings.step("decode"):
                 pad = partial(pad_texts, items, attempts, inputs.text)
                 attempts = pad() if len(attempts) == 1 else await self._run_in_thread(pad, deadline)
-        parts: list[Rows] = []
-        good: list[Fetched] = []
+        parts: list[DecodedRows] = []
         faults = list(request.faults)
         for place, item, attempt in _number(items, attempts):
             if isinstance(attempt, LayertapError):
                 faults.append(attempt.to_fault(f"/inputs/{place}", place))
                 if request.on_error == "fail" and isinstance(attempt, TooLargeError):
                     raise TooLargeError.from_faults(faults[-1:])
-            elif (misfit := _find_misfit(planned, attempt, parts, place)) is not None:
+            elif (misfit := _find_misfit(planned, attempt, place)) is not None:
                 faults.append(misfit)
             else:
-                parts.append(attempt)
-                good.append(item)
+                parts.append(DecodedRows(dict(attempt), (item,), place))
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (request.on_error == "fail" or not parts):
             raise RequestError.from_faults(faults)
-        join = partial(_join_rows, parts, inputs)
-        rows = join() if len(parts) == 1 else await self._run_in_thread(join, deadline)
-        return DecodedInputs(rows, good, tuple(faults))
+        if len(parts) > 1:
+            parts = await self._run_in_thread(partial(join_decoded, parts, inputs), deadline)
+        return DecodedInputs(parts, tuple(faults))
 
 
-def _join_rows(parts: Sequence[Rows], inputs: ModelInputs) -> dict[str, Tensor]:
-    """All rows of a request; where some are arrays its pictures are normalised, or both could not be in one tensor."""
-    dtypes = {tuple(value.dtype for value in rows.values()) for rows in parts}
-    return join_rows(parts if len(dtypes) == 1 else [normalize_rows(rows, inputs) for rows in parts])
+def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[DecodedRows]:
+    """All rows of a request in one part where they have one shape, else as they are.
+
+    Where some are arrays its pictures are normalised, or both could not be in one tensor.
+    """
+    if len({part.shapes for part in parts}) > 1:
+        return list(parts)
+    rows: Sequence[Rows] = [part.rows for part in parts]
+    if len({tuple(value.dtype for value in each.values()) for each in rows}) > 1:
+        rows = [normalize_rows(each, inputs) for each in rows]
+    return [DecodedRows(join_rows(rows), [item for part in parts for item in part.items], parts[0].place)]
 
 
 def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
     """The job of pictures that their batches decode, of which all is known of the rows that they become.
 
-    None where they are to be decoded first, side by side: a few pictures, whose forwards run one after another on all
-    cores, and several that share their forwards with nobody, which are as large as memory allows.
+    None where they are to be decoded first: those whose own size decides the size of their rows; and, side by side, a
+    few pictures, whose forwards run one after another on all cores, and several that share their forwards with nobody,
+    which are as large as memory allows.
     """
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
-    known = planned.shapes == planned.catalog_shapes and planned.inputs.preprocess is not None
+    preprocess = planned.inputs.preprocess
+    sized = preprocess is not None and compute_output_size(preprocess) is not None
+    known = planned.shapes == planned.catalog_shapes and sized
     if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)
@@ -178,13 +205,10 @@ def _number(items: Items, attempts: Sequence[Sequence[Attempt]]) -> Iterator[tup
             yield place + row, item, attempt
 
 
-def _find_misfit(planned: PlannedRequest, rows: Rows, others: Sequence[Rows], place: int) -> Fault | None:
-    """What is wrong with the shape of rows: that of a layer's output is fixed, and all inputs have one."""
+def _find_misfit(planned: PlannedRequest, rows: Rows, place: int) -> Fault | None:
+    """What is wrong with the shape of rows: that of a layer's output is fixed."""
     inputs, shapes = planned.inputs, get_row_shapes(rows)
     if planned.request.resume is not None and inputs.text is None and shapes != inputs.shapes:
         detail = f"an output of {inputs.specs[0].name!r} has another shape than {show_shapes(shapes)}"
         return Fault(detail, f"send shape {show_shapes(inputs.shapes)}", input=place)
-    if others and shapes != get_row_shapes(others[0]):
-        both = f"{show_shapes(shapes)}, the first good one {show_shapes(get_row_shapes(others[0]))}"
-        return Fault(f"this input has shape {both}", "send one shape a request", input=place)
     return None

@@ -14,6 +14,8 @@ from layertap.service.engine.decoder import DecodedInputs, InputDecoder, make_en
 from layertap.service.engine.fetch_inputs import fetch_inputs
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.job import make_job
+from layertap.service.engine.job_maker import JobMaker
+from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
@@ -26,6 +28,7 @@ from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
+Answer = tuple[Job, list[Results]]  # with what its forwards gave, in one part or several whose rows follow each other
 
 
 class Engine:
@@ -39,27 +42,35 @@ class Engine:
         self.admission = AdmissionControl(manager.workers, settings, metrics)
         self.planner = Planner(settings, self.run_in_thread)
         self.decoder = InputDecoder(manager.scheduler, self.run_in_thread)
+        self.job_maker = JobMaker(self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
 
     async def extract(self, request: ExtractRequest, admission: Admission) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""
+        parts = await self.extract_parts(request, admission)
+        if len(parts) == 1:
+            return parts[0]
+        return await self.run_in_thread(partial(join_inputs, parts), admission.deadline)
+
+    async def extract_parts(self, request: ExtractRequest, admission: Admission) -> list[Features]:
+        """As ``extract``, in one part where all inputs have one shape, else in one for each of them."""
         worker = await self.manager.get_worker(request.model, admission.deadline)
         with admission.queue_rows(worker, len(request.items)):
             planned = await self.planner.plan(request, worker, admission.deadline)
             admission.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
             items = await fetch_inputs(planned, self.fetcher, admission)
             admission.reserve_bytes(planned.nbytes)
-            job, results = await self._decode_and_run(planned, items, admission)
-            return await self._collect_features(job, results, admission.deadline)
+            answers = await self._decode_and_run(planned, items, admission)
+            return await self._collect_features(answers, admission.deadline)
 
-    async def dry_run(self, request: ExtractRequest, admission: Admission) -> Job:
-        """A request up to its forward, and no further; any error of the tree."""
+    async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
+        """A request up to its forwards, and no further; any error of the tree."""
         worker = await self.manager.get_worker(request.model, admission.deadline)
         planned = await self.planner.plan(request, worker, admission.deadline)
         items = await fetch_inputs(planned, self.fetcher, admission)
         admission.reserve_bytes(planned.nbytes)
         if not items:
-            return make_job(planned, {}, request.faults, deadline=admission.deadline)
+            return [make_job(planned, {}, request.faults, deadline=admission.deadline)]
         return await self._prepare(planned, await self.decoder.decode(planned, items, admission.deadline), admission)
 
     async def run_in_thread(self, function: Callable[[], T], deadline: float) -> T:
@@ -92,12 +103,10 @@ class Engine:
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _decode_and_run(
-        self, planned: PlannedRequest, items: Items, admission: Admission
-    ) -> tuple[Job, list[Results]]:
-        """A job of the rows that items are made into, and what its forwards gave."""
+    async def _decode_and_run(self, planned: PlannedRequest, items: Items, admission: Admission) -> list[Answer]:
+        """The jobs of the rows that items are made into, and what their forwards gave."""
         make = partial(make_job, planned, faults=planned.request.faults, deadline=admission.deadline)
-        answer: DecodedInputs | tuple[Job, list[Results]]
+        answer: DecodedInputs | Answer
         if (job := make_encoded_job(planned, items, make)) is not None:
             answer = await self.decoder.run_encoded(planned, items, job)
         elif planned.rows == len(items) == 1:
@@ -105,20 +114,25 @@ class Engine:
         else:
             answer = await self.decoder.decode(planned, items, admission.deadline)
         if isinstance(answer, tuple):
-            return answer
-        job = await self._prepare(planned, answer, admission)
-        admission.resize(job.rows)
-        return job, await self.manager.scheduler.run(job)
+            return [answer]
+        jobs = await self._prepare(planned, answer, admission)
+        admission.resize(sum(job.rows for job in jobs))
+        return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
 
-    async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, admission: Admission) -> Job:
-        """The job of rows that are decoded, planned anew where they are not what was expected."""
-        final = await self.planner.replan(planned, decoded.rows, decoded.items, admission.deadline)
-        job = make_job(final, decoded.rows, decoded.faults, deadline=admission.deadline)
-        admission.reserve_bytes(max(job.nbytes - planned.nbytes, 0))
-        return job
+    async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, admission: Admission) -> list[Job]:
+        """The jobs of rows that are decoded, planned anew where they are not what was expected."""
+        jobs = await self.job_maker.make_jobs(planned, decoded, admission.deadline)
+        admission.reserve_bytes(max(sum(job.nbytes for job in jobs) - planned.nbytes, 0))
+        return jobs
 
-    async def _collect_features(self, job: Job, results: list[Results], deadline: float) -> Features:
-        self.metrics.count_answered(job.model, job.rows)
-        if len(results) == 1:
-            return collect_features(job, results)
-        return await self.run_in_thread(partial(collect_features, job, results), deadline)
+    async def _collect_features(self, answers: list[Answer], deadline: float) -> list[Features]:
+        for job, _ in answers:
+            self.metrics.count_answered(job.model, job.rows)
+        collect = partial(_collect, answers)
+        if len(answers) == len(answers[0][1]) == 1:
+            return collect()
+        return await self.run_in_thread(collect, deadline)
+
+
+def _collect(answers: list[Answer]) -> list[Features]:
+    return [collect_features(job, results) for job, results in answers]

@@ -18,6 +18,7 @@ from layertap.models.selection.hook_points import Explanation, HookPoint, Method
 from layertap.models.selection.matches import find_matches
 from layertap.service.engine.admission import Admission
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Array, Features
@@ -70,8 +71,8 @@ async def explain(engine: Engine, request: ExtractRequest, admission: Admission)
         for place, (point, _) in enumerate(points)
         for name, site in method.sites.items()
     )
-    features = await engine.extract(replace(request, selectors=selectors, objective=objective), admission)
-    make = partial(_make_features, features, explanation, points, model.prefix_tokens)
+    parts = await engine.extract_parts(replace(request, selectors=selectors, objective=objective), admission)
+    make = partial(_join_features, parts, explanation, points, model.prefix_tokens)
     return await engine.run_in_thread(make, admission.deadline)
 
 
@@ -98,6 +99,16 @@ async def _find_default_layer(engine: Engine, worker: ModelWorker, objective: Ob
     return cached or await worker.find_grad_cam_layer(trial, deadline)
 
 
+def _join_features(
+    parts: Sequence[Features], explanation: Explanation, points: Sequence[PointInfo], prefix_tokens: int
+) -> Features:
+    """The maps of all inputs; those of several shapes are made by input."""
+    made = [_make_features(part, explanation, points, prefix_tokens) for part in parts]
+    zeros = [maps.find_zero_rows(part.arrays[explanation.method]) for part in made]
+    rows = [number + row for number, of_part in enumerate(zeros) for row in of_part]
+    return replace(join_inputs(made), warnings=tuple(_warn(rows, explanation, points)))
+
+
 def _make_features(
     features: Features, explanation: Explanation, points: Sequence[PointInfo], prefix_tokens: int
 ) -> Features:
@@ -119,13 +130,11 @@ def _make_features(
         fingerprint=digest,
         arrays={explanation.method: result},
         receipts={explanation.method: replace(last, layout="NHW", fingerprint=digest)},
-        warnings=tuple(_warn(result, explanation, points)),
     )
 
 
-def _warn(result: Array, explanation: Explanation, points: Sequence[PointInfo]) -> Iterator[str]:
+def _warn(rows: Sequence[int], explanation: Explanation, points: Sequence[PointInfo]) -> Iterator[str]:
     """That a map is all zeros, where one is: it explains nothing, and does not look so once it is scaled and drawn."""
-    rows = maps.find_zero_rows(result)
     if rows:
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"

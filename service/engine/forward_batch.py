@@ -47,9 +47,10 @@ class UndecodedError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class ForwardSlice:
-    """Rows ``start`` to ``stop`` of the request at a place among those of a batch; ``whole``: these are all it has.
+    """Rows ``start`` to ``stop`` of the job at a place among those of a batch; ``whole``: these are all it has.
 
     ``inputs`` holds just these rows; in their place there may be the pictures that become them, ``encoded``.
+    ``first_row`` is the number in the request of the job's first row.
     """
 
     place: int
@@ -59,6 +60,7 @@ class ForwardSlice:
     spec: ForwardSpec
     whole: bool = True
     encoded: tuple[ImageItem, ...] = ()
+    first_row: int = 0
 
     @property
     def rows(self) -> int:

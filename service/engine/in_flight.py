@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from layertap.models.errors import LayertapError
+from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.engine.batch import Batch, DecodeTask, QueuedRequest, RowSlice
 from layertap.service.engine.forward_batch import Interval, Results, SliceResult
 from layertap.service.engine.request import Job
@@ -23,25 +23,32 @@ if TYPE_CHECKING:
 class InFlight:
     """What is decoded, waits for its forward, or runs; made on the event loop.
 
-    ``answer`` belongs to the event loop, all else to the scheduler, under its lock. ``job`` is there once the rows are;
-    ``started``: a batch with some of them has begun. ``missing`` counts rows without results, ``parts`` are the others'
-    by their first row.
+    ``answer`` belongs to the event loop, all else to the scheduler, under its lock. ``jobs`` are there once the rows
+    are, by what the batcher sees of each; ``started``: a batch with some of them has begun. ``missing`` counts rows
+    without results, ``parts`` are the others' by their first row.
     """
 
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     submitted: float = field(default_factory=time.perf_counter)
     decoded: float | None = None
-    job: Job | None = None
+    jobs: dict[QueuedRequest, Job] = field(default_factory=dict)
     started: bool = False
     missing: int = 0
-    parts: dict[int, Results] = field(default_factory=dict)
+    parts: dict[QueuedRequest, dict[int, Results]] = field(default_factory=dict)
     decodes: list[Interval] = field(default_factory=list)
     forwards: list[Interval] = field(default_factory=list)
     copies: list[Interval] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
 
-    def add(self, batch: Batch, result: SliceResult) -> list[Results] | LayertapError | RuntimeError | None:
-        """Keep what became of some rows; the answer where that is it: an error, or all results in order."""
+    def add_job(self, job: Job) -> None:
+        """Wait for the results of a job, too."""
+        self.jobs[job.queued], self.parts[job.queued] = job, {}
+        self.missing += job.rows
+
+    def add(
+        self, queued: QueuedRequest, batch: Batch, result: SliceResult
+    ) -> list[list[Results]] | LayertapError | RuntimeError | None:
+        """Keep what became of some rows; the answer where that is it: an error, or all results of each job in order."""
         self.forwards.append(result.forward)
         self.copies.append(result.copy)
         if result.decode != (0.0, 0.0):
@@ -49,16 +56,23 @@ class InFlight:
         self.notes["fill"] = f"{result.rows}/{batch.queue.max_rows}"
         self.notes["depth"] = f"{batch.depth:.4g}"
         if isinstance(result.results, Exception):
-            return result.results
-        self.parts[result.start] = result.results
+            return self._name_input(result.results, self.jobs[queued].place)
+        self.parts[queued][result.start] = result.results
         self.missing -= result.stop - result.start
-        return None if self.missing else [self.parts[start] for start in sorted(self.parts)]
+        return None if self.missing else [[parts[start] for start in sorted(parts)] for parts in self.parts.values()]
+
+    @staticmethod
+    def _name_input(error: LayertapError | RuntimeError, place: int | None) -> LayertapError | RuntimeError:
+        """The error with the input that it is of, where a job has just one, and its sender may do something."""
+        if place is None or not isinstance(error, (RequestError, TooLargeError)):
+            return error
+        return error.of_input(place)
 
     def record(self) -> None:
         """Tell the request how long each step took, each second once though parts ran side by side."""
-        if self.job is None:
+        if not self.jobs:
             return
-        timings, queued = self.job.timings, self.submitted
+        timings, queued = next(iter(self.jobs.values())).timings, self.submitted
         if self.decoded is not None:
             timings.add("decode", self.decoded - self.submitted)
             queued = self.decoded
@@ -79,8 +93,7 @@ def start_jobs(slices: Sequence[RowSlice], in_flight: Mapping[QueuedRequest, InF
     for row_slice in slices:
         flight = in_flight[row_slice.request]
         flight.started = True
-        assert flight.job is not None  # noqa: S101  (what is queued has one)
-        jobs[row_slice.request] = flight.job
+        jobs[row_slice.request] = flight.jobs[row_slice.request]
     return jobs
 
 

@@ -26,6 +26,8 @@ def make_job(
     *,
     deadline: float,
     encoded: tuple[ImageItem, ...] = (),
+    first_row: int = 0,
+    place: int | None = None,
 ) -> Job:
     """The job of a request whose rows are there, or will be, or, for a dry run, are not; any thread may make it.
 
@@ -61,6 +63,8 @@ def make_job(
         preprocessed=planned.preprocessed,
         labels=worker.model.labels,
         encoded=encoded,
+        first_row=first_row,
+        place=place,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 from layertap.models.errors import TooLargeError
@@ -38,9 +39,14 @@ def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
     Called before any forward, with what the plan predicts.
     """
     check_names((result.key for result in plan.results), reply.reserved)
+    check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
+
+
+def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply: ReplyOptions) -> None:
+    """TooLargeError where a reply of so many numbers, and so many bytes, would be over its limit."""
     if reply.max_bytes is None:
         return
-    size = reply.format.estimate_bytes(reply.encoding, plan.count_numbers(rows), plan.nbytes(rows))
+    size = reply.format.estimate_bytes(reply.encoding, sum(numbers), sum(nbytes))
     if size > reply.max_bytes:
         raise TooLargeError(
             f"the reply would have about {size} bytes, the limit is {reply.max_bytes}",

@@ -49,13 +49,15 @@ class Timings:
 class ReplyOptions:
     """How the reply is written, and at most how many bytes it may have; None is any number.
 
-    ``reserved`` names are those that no result may have.
+    ``reserved`` names are those that no result may have. ``by_input``: a result whose shape is not that of the first
+    input's has an entry for each input; else such inputs are left out.
     """
 
     format: ReplyFormat = FORMATS["json"]
     encoding: Encoding = "list"
     max_bytes: int | None = None
     reserved: frozenset[str] = frozenset()
+    by_input: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class Job:
     ``spec`` is what its forwards are to give, ``queued`` what the batcher sees of it. ``fingerprints`` holds that of
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
     each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
+    ``first_row`` is its first row's number in the request; ``place`` that of its input, where other inputs are jobs of
+    their own.
 
     Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
@@ -112,6 +116,8 @@ class Job:
     preprocessed: Preprocessed = ""
     labels: Labels | None = None
     encoded: tuple[ImageItem, ...] = ()
+    first_row: int = 0
+    place: int | None = None
 
     @property
     def nbytes(self) -> int:

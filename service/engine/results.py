@@ -33,10 +33,11 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
         rows=job.rows,
         arrays=arrays,
         scales=scales,
-        receipts={result.key: _make_receipt(job, result, classes) for result in job.spec.plan.results},
+        receipts={result.key: make_receipt(job, result, classes) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
         interventions=job.spec.plan.changed_selectors,
+        place=job.place,
     )
 
 
@@ -66,7 +67,8 @@ def _find_row_axis(capture: Capture) -> int | None:
     return 0 if capture.reduction.is_by_row else capture.tensor.row_axis
 
 
-def _make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None) -> Receipt:
+def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = None) -> Receipt:
+    """Where a result comes from, as far as that is known; ``classes`` are those of its rows' highest scores."""
     point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
     classes = classes if point.site in GRADIENTS else None
     function, site, path = point.place

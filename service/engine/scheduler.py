@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -121,19 +121,21 @@ class Scheduler:
 
         Called on the event loop. Cancelled before its turn, or past the deadline (DeadlineError), it never runs.
         """
-        task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
-        return cast("ItemAttempts", await self._decode(task, deadline))
+        return cast("ItemAttempts", await self.decode_and_run(worker, decode, priority, deadline))
 
     async def decode_and_run(
         self, worker: ModelWorker, decode: Callable[[], ItemAttempts | Job], priority: Priority, deadline: float
     ) -> ItemAttempts | tuple[Job, list[Results]]:
         """As ``decode``; a job that it gives is queued at once, in the same thread, and comes back with its results."""
         task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
-        answer = await self._decode(task, deadline)
-        return answer if task.flight.job is None else (task.flight.job, answer)
+        with self._lock:
+            self._batcher.add_decode(task)
+            self._dispatch()
+        answer = await self._wait(task.flight, deadline, task)
+        return next(zip(task.flight.jobs.values(), answer, strict=True)) if task.flight.jobs else answer
 
-    async def run(self, job: Job) -> list[Results]:
-        """A job's results in the host's memory, in one part or several whose rows follow each other.
+    async def run(self, jobs: Sequence[Job]) -> list[list[Results]]:
+        """The results of jobs of a request in the host's memory: of each one part, or several whose rows follow on.
 
         Called on the event loop. Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
@@ -141,16 +143,10 @@ class Scheduler:
         with self._lock:
             if self.failure:
                 raise failure_error(self.failure)
-            self._queue(flight, job)
+            self._queue(flight, jobs)
             self._dispatch()
-        results: list[Results] = await self._wait(flight, job.queued.deadline)
+        results: list[list[Results]] = await self._wait(flight, jobs[0].queued.deadline)
         return results
-
-    async def _decode(self, task: PendingDecode, deadline: float) -> Any:
-        with self._lock:
-            self._batcher.add_decode(task)
-            self._dispatch()
-        return await self._wait(task.flight, deadline, task)
 
     async def _wait(self, flight: InFlight, deadline: float, task: PendingDecode | None = None) -> Any:
         timer = set_deadline(flight.answer, deadline)
@@ -161,17 +157,23 @@ class Scheduler:
             with self._lock:
                 if task is not None:
                     self._batcher.remove_decode(task)  # hold no picture that nobody waits for
-                if flight.job is not None and self._in_flight.pop(flight.job.queued, None) is not None:
-                    self._batcher.remove(flight.job.queued)
+                self._forget(flight)
             flight.record()
-            if flight.job is not None and not flight.started:
-                record_unserved(self._metrics, flight.job.queued)
+            if flight.jobs and not flight.started:
+                record_unserved(self._metrics, next(iter(flight.jobs)))
 
-    def _queue(self, flight: InFlight, job: Job) -> None:
-        """Let a job wait for its forward; under the lock."""
-        flight.job, flight.missing = job, job.rows
-        self._in_flight[job.queued] = flight
-        self._batcher.add(job.queued)
+    def _queue(self, flight: InFlight, jobs: Sequence[Job]) -> None:
+        """Let jobs wait for their forwards; under the lock."""
+        for job in jobs:
+            flight.add_job(job)
+            self._in_flight[job.queued] = flight
+            self._batcher.add(job.queued)
+
+    def _forget(self, flight: InFlight) -> None:
+        """Let nothing wait that is still there of a flight; under the lock."""
+        for queued in flight.jobs:
+            if self._in_flight.pop(queued, None) is not None:
+                self._batcher.remove(queued)
 
     def _dispatch(self, decoder: bool = False) -> PendingDecode | None:
         """Start all that may start now; under the lock.
@@ -183,7 +185,8 @@ class Scheduler:
                 worker.idle_replicas.remove(0)
                 worker.submit(0, partial(self._call, worker, *worker.calls.popleft()))
         handed_back: PendingDecode | None = None
-        while (starting := self._batcher.start_next(self._count_idle_replicas())) is not None:
+        workers = self._workers.items()
+        while starting := self._batcher.start_next({name: len(each.idle_replicas) for name, each in workers}):
             if isinstance(starting, Batch):
                 self._start(starting)
             elif decoder and handed_back is None:
@@ -194,9 +197,6 @@ class Scheduler:
             worker.note_waiting_rows(self._batcher.count_waiting_rows(worker.name))
             self._end_if_idle(worker)
         return handed_back
-
-    def _count_idle_replicas(self) -> dict[str, int]:
-        return {name: len(worker.idle_replicas) for name, worker in self._workers.items()}
 
     def _decode_on(self, task: PendingDecode | None) -> None:
         """Decode, and go on as long as there is something; in a thread of the pool."""
@@ -226,7 +226,7 @@ class Scheduler:
                     return
                 if not self.failure:
                     flight.decoded = ended
-                    self._queue(flight, result)
+                    self._queue(flight, [result])
                     return
                 result = failure_error(self.failure)
         deliver([(flight.answer, result)])
@@ -279,11 +279,10 @@ class Scheduler:
             for result in outcome.results:
                 queued = requests[result.place]
                 flight = self._in_flight.get(queued)  # None: cancelled, or failed in another part
-                answer = flight.add(batch, result) if flight is not None else None
+                answer = flight.add(queued, batch, result) if flight is not None else None
                 if flight is not None and answer is not None:
                     answers.append((flight.answer, answer))
-                    self._batcher.remove(queued)
-                    del self._in_flight[queued]
+                    self._forget(flight)
             deliver(answers)
             self._dispatch()
         record_batch(self._metrics, batch, outcome.failures, seconds)

@@ -118,6 +118,7 @@ class SentSlice:
     spec: int
     whole: bool
     encoded: tuple[LargeBytes, ...]
+    first_row: int
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def _make_sent_slices(
 
 def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
     encoded = tuple(LargeBytes(picture.data) for picture in each.encoded)
-    return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded)
+    return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded, each.first_row)
 
 
 def restore_result(sent: SentResult, forward_slice: ForwardSlice) -> SliceResult:

@@ -176,7 +176,8 @@ class _DecodedBatch:
     def add(self, sent: SentSlice, inputs: Rows, spec: SentSpec) -> None:
         """Rows for the forward."""
         self.captures[sent.place] = spec.captures
-        self.slices.append(ForwardSlice(sent.place, sent.start, sent.stop, inputs, spec.spec, sent.whole))
+        rows = sent.place, sent.start, sent.stop
+        self.slices.append(ForwardSlice(*rows, inputs, spec.spec, sent.whole, first_row=sent.first_row))
 
     def refuse(self, sent: SentSlice, error: LayertapError | RuntimeError) -> None:
         """Rows that there are none of."""

@@ -14,7 +14,7 @@ import safetensors.numpy
 from tests.conftest import net_spec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Json, configured, image, npy, npz, picture, problem, raw, tensor
+from tests.service.support import Json, configured, image, npy, npz, picture, raw, tensor
 
 PNG = picture(1)
 ROW = np.linspace(-1, 1, 3 * 32 * 32, dtype=np.float32).reshape(3, 32, 32)
@@ -178,7 +178,10 @@ def test_safetensors(live: Live) -> None:
     assert metadata["fingerprint"] == receipt["fingerprint"] == reply.headers["x-layertap-fingerprint"]
 
 
-def test_refused_as_before(live: Live) -> None:
-    """Inputs of different shapes are still no request."""
+def test_several_shapes(live: Live) -> None:
+    """Inputs of several shapes have the fingerprint that each has alone, row by row, and one for the set."""
+    alone = [asked(live, tensor(array))[0] for array in (ROW, SMALL)]
     body = {"layers": ["pool"], "inputs": [tensor(ROW), tensor(SMALL)]}
-    assert "one shape" in str(problem(live.client.post("/extract", json=body), 422)["errors"])
+    (receipt,) = live.client.post("/extract", json=body).json()["receipts"].values()
+    assert receipt["fingerprints"] == alone
+    assert receipt["fingerprint"] not in alone

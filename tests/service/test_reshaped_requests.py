@@ -147,8 +147,8 @@ def test_mixed_shapes(reshaping: Live) -> None:
     reply = post(reshaping, "Chain", [nothing, row(LARGE, LARGE)], ["head"], interventions=[change], on_error="skip")
     expected = head_of(reshaping, torch.zeros(1, 8, LARGE, LARGE))
     np.testing.assert_allclose(arrays_of(reply)["head"], expected, 1e-4)
-    reply = post(reshaping, "Chain", [row(LARGE, LARGE), row(SMALL, SMALL)], ["head"])
-    assert problem(reply, 422)["errors"][0]["input"] == 1
+    reply = post(reshaping, "Chain", [row(LARGE, LARGE), row(SMALL, SMALL)], ["head"], interventions=[change])
+    assert problem(reply, 422)["errors"][0]["input"] == 1  # every other has
 
 
 def test_unknown_layer_costs_no_forward(reshaping: Live) -> None:

@@ -486,3 +486,19 @@ def test_fingerprints(texts: Texts) -> None:
     dry = texts.live.client.post("/extract?dry_run=true", json={"model": "bare", "layers": [HIDDEN]}).json()
     for given in ({"tokens": ids}, tensor(np.array(ids)), {"tokens": ids * 2}):
         assert told(given, model="bare") == (dry["fingerprint"], {None})
+
+
+def test_ids_of_several_lengths(texts: Texts) -> None:
+    """Tensors of ids keep their lengths, beside each other and beside texts: each is answered as it would be alone."""
+    ids = [ids_of(sentence) for sentence in SENTENCES[:3]]
+    inputs = [tensor(np.array(ids[0])), {"text": SENTENCES[1]}, tensor(np.array(ids[2])), {"tokens": ids[0]}]
+    expected = [offline(texts.module, [ids[place]]) for place in (0, 1, 2, 0)]
+    pooled = texts.of(*inputs, pool="mean")
+    np.testing.assert_allclose(pooled, [each[0][1:].mean(0) for each in expected], rtol=1e-4, atol=1e-5)
+    apart = arrays_of(texts.post(*inputs))
+    for place, each in enumerate(expected):
+        np.testing.assert_allclose(apart[f"{HIDDEN}.input{place}"], each, rtol=1e-4, atol=1e-5)
+    body = {"model": "bert", "layers": [{"layer": HIDDEN, "pool": "last"}], "inputs": inputs}
+    (receipt,) = texts.live.client.post("/extract", json=body).json()["receipts"].values()
+    assert receipt["captured"] == [1, None, 32]
+    assert receipt["token_counts"] == [len(ids[place]) for place in (0, 1, 2, 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ from fastapi import Request, Response
 
 from layertap.models.catalog.catalog import BACKWARD_FACTOR
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.prober import Prober, check_probed
 from layertap.service.engine.request import Job
 from layertap.service.http.parsing import COMMON, EndpointSpec
@@ -42,32 +44,40 @@ async def extract(request: Request) -> Response:
 ROUTE = PlainRoute("/extract", extract)
 
 
-def _make_estimate(job: Job) -> Response:
+def _make_estimate(jobs: Sequence[Job]) -> Response:
     """What a request would get, with no forward."""
-    plan, rows, catalog = job.spec.plan, job.rows, job.catalog
+    job = max(jobs, key=lambda job: job.spec.plan.cost)
+    entries, plan = list_entries(jobs), job.spec.plan
+    fingerprint = digest_jobs(jobs)
     body: dict[str, Any] = {
         "model": job.model,
-        "fingerprint": job.fingerprint,
-        "rows": rows,
+        "fingerprint": fingerprint,
+        "rows": sum(each.rows for each in jobs),
         "features": {
-            result.key: {
-                "shape": result.capture.reply_shape(rows),
-                "dtype": result.capture.dtype,
-                "bytes": result.capture.nbytes(1 if result.capture.reduction.over else rows),
-            }
-            for result in plan.results
+            entry.name: {"shape": entry.shape, "dtype": entry.result.capture.dtype, "bytes": entry.nbytes}
+            for entry in entries
         },
-        "bytes": plan.nbytes(rows),
+        "bytes": sum(each.spec.plan.nbytes(each.rows) for each in jobs),
         "stops_at": plan.stops_at.text,
-        **({"interventions": plan.changed_selectors} if plan.resolved_interventions else {}),
+        **({"interventions": changes} if (changes := _list_changes(jobs)) else {}),
         **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
-        "seconds": round((BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * catalog.seconds * rows, 6),
-        "warnings": list(_list_warnings(job)),
+        "seconds": round(sum(_estimate_seconds(each) for each in jobs), 6),
+        "warnings": list(dict.fromkeys(warning for each in jobs for warning in _list_warnings(each))),
         "errors": [format_fault(fault) for fault in job.faults],
     }
-    headers = make_headers(job.fingerprint, job.faults)
+    headers = make_headers(fingerprint, job.faults)
     return Response(orjson.dumps(body), media_type="application/json", headers=headers)
+
+
+def _list_changes(jobs: Sequence[Job]) -> tuple[tuple[str, ...], ...]:
+    changed = [each.spec.plan for each in jobs if each.spec.plan.resolved_interventions]
+    return join_changes(plan.changed_selectors for plan in changed)
+
+
+def _estimate_seconds(job: Job) -> float:
+    plan = job.spec.plan
+    return (BACKWARD_FACTOR if plan.has_graph else 1.0) * plan.cost * job.catalog.seconds * job.rows
 
 
 def _list_warnings(job: Job) -> list[str]:

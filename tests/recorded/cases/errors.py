@@ -94,7 +94,6 @@ INPUTS: dict[str, list[Any]] = {
     "a batch axis": [tensor(ROW[None])],
     "no pixels": [tensor(np.zeros((3, 0, 32), np.float32))],
     "a scalar": [tensor(np.zeros((), np.float32))],
-    "two shapes": [tensor(ROW), tensor(noise(3, 48, 48))],
     "nan": [tensor(ROW), tensor(SPOILED)],
     "infinity": [tensor(INFINITE)],
     "integers": [tensor(np.zeros((3, 32, 32), np.int64))],

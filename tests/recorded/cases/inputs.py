@@ -39,6 +39,7 @@ JSON_INPUTS = {
     "three tensors": [tensor(row) for row in ROWS],
     "picture and tensor": [image(PNG), tensor(ROW)],
     "tensor of another size": [tensor(noise(3, 48, 40))],
+    "tensors of two sizes": [tensor(noise(3, 48, 40)), tensor(noise(3, 32, 32)), tensor(noise(3, 48, 40))],
     "tensor in float64": [tensor(ROW.astype(np.float64))],
     "tensor in float16": [tensor(ROW.astype(np.float16))],
     "forty pictures": [image(picture(seed, (32, 32))) for seed in range(40)],

@@ -201,6 +201,8 @@ def test_another_shape(command: Command, tmp_path: Path, monkeypatch: pytest.Mon
     found = npz_of((tmp_path / "out.npz").read_bytes())
     assert found["files"].tolist() == [str(files[0]), str(files[2])]
     assert found["."].shape == (2, 2, 8, 8)
+    assert command("extract", *files, *options, "--pool", "mean").status == 0
+    assert npz_of((tmp_path / "out.npz").read_bytes())["."].shape == (3, 2)
 
 
 @pytest.mark.parametrize("name", ["files", "fingerprint", "skipped"])

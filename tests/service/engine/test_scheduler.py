@@ -65,6 +65,7 @@ async def run_together(live: Live, *counts: int) -> list[list[Results]]:
             selectors=(Selector("conv", "conv", reduction=Reduction(dtype="int8")),),
         )
         with live.engine.admission.admit(time.monotonic() + WAIT_S) as admission:
-            return await live.engine.manager.scheduler.run(await live.engine.dry_run(request, admission))
+            (parts,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, admission))
+            return parts
 
     return await asyncio.gather(*map(run, counts))
