@@ -21,7 +21,7 @@ MAX_MAPS = 65  # maps looked at in all: a block of a transformer returns 14
 def make_trial_objective(objective: ResolvedObjective) -> ResolvedObjective:
     """The objective to try in place of one: the same for all classes of a tensor, as noise may saturate some."""
     of_classes = OBJECTIVES[objective.objective.kind].of_classes
-    return replace(objective, objective=Objective()) if of_classes else objective
+    return replace(objective, objective=Objective(position=objective.objective.position)) if of_classes else objective
 
 
 def find_last_sensitive(

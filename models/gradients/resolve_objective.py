@@ -9,6 +9,7 @@ from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.catalog.text_lengths import TextLengths, check_shape, with_common_length
 from layertap.models.errors import SelectorError, escape
 from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.gradients.position import AXES, Position, describe_position, find_axes
 from layertap.models.selection.hook_points import HookPoint, Objective
 from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedObjective
@@ -27,7 +28,7 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
 
 def count_classes(catalog: Catalog) -> int | None:
     """How many classes the model's output has scores of, for each row, token or pixel; None where it has none."""
-    leaf = _choose_output(catalog, of_classes=True)
+    leaf = _choose_output(catalog, Objective())
     if leaf is None or leaf.row_axis is None or not leaf.layout or "C" not in leaf.layout:
         return None
     return leaf.shape[leaf.layout.index("C")]
@@ -65,16 +66,21 @@ def _find_tensor(objective: Objective, catalog: Catalog) -> SelectorMatch:
                 f"the objective's layer names {len(floating)} floating outputs", hint="name one: 'LAYER#0[path]'"
             )
         return floating[0]
-    leaf = _choose_output(catalog, OBJECTIVES[objective.kind].of_classes)
+    leaf = _choose_output(catalog, objective)
     if leaf is None:
         raise SelectorError("the model returns no floating tensor to differentiate", hint='use kind "layer"')
     return SelectorMatch("", HookPoint(".", 0, leaf.path, "output"), leaf, catalog.layers["."].type)
 
 
-def _choose_output(catalog: Catalog, of_classes: bool) -> TensorInfo | None:
+def _choose_output(catalog: Catalog, objective: Objective) -> TensorInfo | None:
     """Of the model's floating outputs logits by name, then by shape, then the first; None where there are none."""
     outputs = [leaf for leaf in catalog.layers["."].calls[0].output.tensors if leaf.is_floating]
-    return min(outputs, key=lambda leaf: (leaf.path != ("logits",), of_classes and not _is_scores(leaf)), default=None)
+    of_classes = OBJECTIVES[objective.kind].of_classes
+
+    def rank(leaf: TensorInfo) -> tuple[bool, bool]:
+        return leaf.path != ("logits",), of_classes and not _is_scores(describe_position(leaf, objective.position))
+
+    return min(outputs, key=rank, default=None)
 
 
 def _is_scores(leaf: TensorInfo) -> bool:
@@ -88,13 +94,16 @@ def _check_objective(objective: Objective, leaf: TensorInfo, catalog: Catalog, l
     if (objective.selector is not None) != spec.of_layer:
         hint = 'add "layer": "NAME"' if spec.of_layer else 'use "kind": "layer"'
         raise SelectorError(f"objective {kind} {'needs' if spec.of_layer else 'takes no'} layer", hint=hint)
+    if objective.position is not None:
+        _check_position(objective.position, leaf, catalog, lengths)
+    leaf = describe_position(leaf, objective.position)
     if objective.channel is not None and catalog.sizes_known:
         _check_channel(objective.channel, leaf if spec.of_layer else None, lengths)
     if spec.of_classes:
         if not _is_scores(leaf):
             raise SelectorError(
                 f"objective {kind} needs an output of shape (rows, classes), this model's has {list(leaf.shape)}",
-                hint='use kind "sum", "mean" or "layer"',
+                hint="; or ".join([*_offer_positions(leaf), 'use kind "sum", "mean" or "layer"']),
             )
         _check_target(objective)
         if catalog.sizes_known:
@@ -108,10 +117,28 @@ def _check_channel(channel: int, leaf: TensorInfo | None, lengths: TextLengths |
     size = 0
     if leaf is not None and leaf.layout and "C" in leaf.layout:
         size = with_common_length(leaf, lengths).shape[leaf.layout.index("C")]
-    if not 0 <= channel < size:
+    if not -size <= channel < size:
         raise SelectorError(
-            f"the objective's channel must be between 0 and {size - 1}" if size else "there is no such channel"
+            f"the objective's channel must be between {-size} and {size - 1}" if size else "there is no such channel"
         )
+
+
+def _check_position(position: Position, leaf: TensorInfo, catalog: Catalog, lengths: TextLengths | None) -> None:
+    axes = find_axes(leaf, position)
+    if axes is None:
+        what = "tokens, of which 'position' is one" if len(position) == 1 else "rows and columns, of which it is a pair"
+        hint = "; or ".join([*_offer_positions(leaf), "leave it out"])
+        raise SelectorError(f"the objective's tensor, {list(leaf.shape)}, has no {what}", hint=hint)
+    sizes = [with_common_length(leaf, lengths).shape[axis] for axis in axes]
+    if catalog.sizes_known and not all(-size <= index < size for index, size in zip(position, sizes, strict=True)):
+        ranges = " and ".join(f"between {-size} and {size - 1}" for size in sizes)
+        raise SelectorError(f"the objective's position must be {ranges}")
+
+
+def _offer_positions(leaf: TensorInfo) -> list[str]:
+    """How a position of a tensor is named, where it has any."""
+    examples = {1: 'add "position": -1, a token', 2: 'add "position": [0, 0], a row and a column'}
+    return [examples[numbers] for numbers in AXES if find_axes(leaf, (0,) * numbers) is not None]
 
 
 def _check_target(objective: Objective) -> None:

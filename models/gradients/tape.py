@@ -14,6 +14,7 @@ from layertap.models.catalog.padding import is_padded, strip_padding
 from layertap.models.devices.memory import is_device_error
 from layertap.models.errors import InputError
 from layertap.models.gradients.objectives import OBJECTIVES
+from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.tensor_tree import Path
 from layertap.models.selection.hook_points import Objective
 
@@ -86,11 +87,14 @@ def compute_objective(value: Tensor, leaf: TensorInfo, objective: Objective, rea
     ``real`` (rows, tokens) is False where a token only pads its row: each row's is that of the row without it.
     """
     value = value if value.dtype is torch.float64 else value.float()
-    compute = OBJECTIVES[objective.kind].compute
     if real is None or not is_padded(leaf, real):
-        return compute(value, leaf, objective).sum()
-    rows = strip_padding(value, leaf, real)
-    return torch.stack([compute(row, row_leaf, objective).sum() for row, row_leaf in rows]).sum()
+        return _compute(value, leaf, objective)
+    return torch.stack([_compute(row, row_leaf, objective) for row, row_leaf in strip_padding(value, leaf, real)]).sum()
+
+
+def _compute(value: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+    part, part_leaf = select_position(value, leaf, objective.position), describe_position(leaf, objective.position)
+    return OBJECTIVES[objective.kind].compute(part, part_leaf, objective).sum()
 
 
 def _collect_nodes(end: Tensor) -> set[Any]:

@@ -148,9 +148,13 @@ def _check_part(
         )
     for option, indices in operation.indices.items():
         size = _get_size(name, with_common_length(leaf, lengths), option, AXES[option])
-        distinct = indices and len(set(indices)) == len(indices)
-        if catalog.sizes_known and not (distinct and all(0 <= index < size for index in indices)):
-            raise SelectorError(f"{option!r} of {name} are different numbers between 0 and {size - 1}")
+        if catalog.sizes_known and not _are_distinct(indices, size):
+            raise SelectorError(f"{option!r} of {name} are different numbers between {-size} and {size - 1}")
+        if indices and min(indices) < 0 <= max(indices) and _differ_in_length(leaf, AXES[option], lengths):
+            raise SelectorError(
+                f"{option!r} of {name} are counted from both ends, and texts may have any length",
+                hint="write two entries, or count all from one end",
+            )
     if operation.region is not None:
         top, left, bottom, right = operation.region
         height, width = (_get_size(name, with_common_length(leaf, lengths), "region", letter) for letter in "HW")
@@ -167,6 +171,19 @@ def _check_part(
             lambda part: compute_part_shape(part, operation),
             operation.tensor.shape,
         )
+
+
+def _are_distinct(indices: Sequence[int], size: int) -> bool:
+    """Whether some indices of an axis, those below 0 counted from its end, are there and name each place once."""
+    places = {index % size for index in indices if -size <= index < size}
+    return bool(indices) and len(places) == len(indices)
+
+
+def _differ_in_length(leaf: TensorInfo, letter: str, lengths: TextLengths | None) -> bool:
+    """Whether an axis has another size in some rows, as far as is known."""
+    if lengths is None or not lengths.known:
+        return False
+    return (leaf.layout or "").index(letter) in leaf.token_axes and lengths.fewest < lengths.most
 
 
 def _get_size(name: str, leaf: TensorInfo, option: str, letter: str) -> int:

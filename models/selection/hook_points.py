@@ -180,6 +180,8 @@ class Objective:
 
     ``klass`` is a class, or "top" for the row's own highest, which None comes to; ``target`` a probability for each
     class; ``selector`` and ``channel`` name the layer and its channel (None: all of it) for the kind ``layer``.
+    ``position`` is where it looks: a token of each row, or the row and the column of a map. Below 0 they count from the
+    end.
     """
 
     kind: str = "logit"
@@ -187,6 +189,7 @@ class Objective:
     target: tuple[float, ...] | None = None
     selector: Selector | None = None
     channel: int | None = None
+    position: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

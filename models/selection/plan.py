@@ -119,7 +119,10 @@ class Plan:
         """What tells the class of each row, where the objective is of its highest."""
         if self.objective is None or self.objective.objective.klass != "top":
             return None
-        return Capture(self.objective.point, self.objective.tensor, Reduction())
+        position = self.objective.objective.position or ()
+        return Capture(
+            self.objective.point, self.objective.tensor, Reduction(tokens=position if len(position) == 1 else None)
+        )
 
     @cached_property
     def captures(self) -> frozenset[Capture]:

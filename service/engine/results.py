@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from layertap.models.capture import batch_slices
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
-from layertap.models.selection.plan import Capture, Result
+from layertap.models.selection.plan import Capture, ResolvedObjective, Result
 from layertap.models.selection.statistics import list_columns, merge_rows
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.request import Job
@@ -43,15 +47,23 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
 
 def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
     """The class of each row's highest score, where that is what is differentiated."""
-    scores = job.spec.plan.scores
-    if scores is None:
+    scores, objective = job.spec.plan.scores, job.spec.plan.objective
+    if scores is None or objective is None:
         return None
-    values = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
+    whole = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
+    values, leaf = _select_scores(whole, objective)
     mask = job.inputs.get(job.mask) if job.mask else None
-    if mask is not None and scores.tensor.token_axes:  # a class for each token: what pads a text is none
+    if mask is not None and leaf.token_axes:  # a class for each token: what pads a text is none
         classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)
         return tuple((mask.bool().cumsum(1).gather(1, classes)[:, 0] - 1).tolist())
     return tuple(values.argmax(1).tolist())
+
+
+def _select_scores(values: Tensor, objective: ResolvedObjective) -> tuple[Tensor, TensorInfo]:
+    """Scores where an objective looks: of tokens that one alone was captured."""
+    position = objective.objective.position
+    captured = (0,) if position is not None and len(position) == 1 else position
+    return select_position(values, objective.tensor, captured), describe_position(objective.tensor, position)
 
 
 def _count_tokens(job: Job) -> tuple[int, ...] | None:

@@ -12,7 +12,6 @@ MAX_INDICES = 16_384
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 SignedIndex = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # a negative one counts from the end
 SignedIndices = Annotated[list[SignedIndex], Field(min_length=1, max_length=MAX_INDICES)]
-Indices = Annotated[list[Index], Field(min_length=1, max_length=MAX_INDICES)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from layertap.models.interventions.operations import Op
 from layertap.models.selection.hook_points import Intervention, Operation, TensorData
 from layertap.service.inputs.arrays import require_finite
-from layertap.service.schemas.base import Index, Indices, Number
+from layertap.service.schemas.base import Index, Number, SignedIndices
 from layertap.service.schemas.inputs import TensorBody
 from layertap.service.schemas.layers import PlaceBody
 
@@ -27,11 +27,11 @@ class InterventionBody(PlaceBody):
     std: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     tensor: TensorBody | None = None
-    channels: Indices | None = None
-    tokens: Indices | None = None
-    heads: Indices | None = None
-    queries: Indices | None = None
-    keys: Indices | None = None
+    channels: SignedIndices | None = None
+    tokens: SignedIndices | None = None
+    heads: SignedIndices | None = None
+    queries: SignedIndices | None = None
+    keys: SignedIndices | None = None
     region: Annotated[list[Index], Field(min_length=4, max_length=4)] | None = None
 
     def to_intervention(self) -> Intervention:

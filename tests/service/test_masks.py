@@ -187,7 +187,7 @@ def test_no_token_of_padding(server: Server, names: Sequence[str]) -> None:
     fewest = min(len(kept(name)) for name in names)
     for place in range(fewest, len(MASKS[names[0]])):
         edit = {"layer": BLOCK, "op": "zero", "tokens": [place]}
-        assert f"between 0 and {fewest - 1}" in server.refused(names, SCORES, interventions=[edit])
+        assert f"between {-fewest} and {fewest - 1}" in server.refused(names, SCORES, interventions=[edit])
         said = f"between {-fewest} and {fewest - 1}"
         assert said in server.refused(names, {"layer": BLOCK, "tokens": [place]})
 

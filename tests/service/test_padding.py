@@ -119,6 +119,14 @@ OBJECTIVES: dict[str, tuple[str, Json, Callable[[Tensor], Tensor]]] = {
     "sum of bert": ("bert", {"kind": "sum"}, lambda out: out.sum()),
     "mean of folded tokens' model": ("mixing", {"kind": "mean"}, lambda out: out.mean()),
     "mean of convolved tokens": ("convolving", {"kind": "mean"}, lambda out: out.mean()),
+    "a token's class": ("gpt2", {"kind": "logit", "class": 7, "position": -1}, lambda out: out[0, -1, 7]),
+    "an early token's best": ("gpt2", {"kind": "probability", "position": 1}, lambda out: out[0, 1].softmax(0).max()),
+    "entropy of the last but one": (
+        "gpt2",
+        {"kind": "cross_entropy", "class": 3, "position": -2},
+        lambda out: functional.cross_entropy(out[0, -2:-1], torch.tensor([3])),
+    ),
+    "mean of the last token": ("bert", {"kind": "mean", "position": -1}, lambda out: out[0, -1].mean()),
     "classes": ("classifier", {"kind": "cross_entropy", "class": 1}, lambda out: -out.log_softmax(1)[0, 1]),
     "a position": ("answering", {"kind": "logit", "class": 2}, lambda out: out[0, 2]),
     "the best position": ("answering", {"kind": "logit", "class": "top"}, lambda out: out.max()),
@@ -232,6 +240,14 @@ def drawn(seed: int) -> Change:
 
 EDITS: dict[str, tuple[Json, Callable[[int], Change]]] = {
     "zero": ({"op": "zero", "tokens": [1]}, lambda row: lambda value: value.index_fill(1, torch.tensor([1]), 0)),
+    "zero from the end": (
+        {"op": "zero", "tokens": [-2, -1]},
+        lambda row: lambda value: torch.cat([value[:, :-2], torch.zeros_like(value[:, -2:])], 1),
+    ),
+    "channel from the end": (
+        {"op": "zero", "channels": [-1]},
+        lambda row: lambda value: value * (torch.arange(value.shape[2]) < value.shape[2] - 1),
+    ),
     "scale": ({"op": "scale", "by": 2.0}, lambda row: lambda value: value * 2),
     "add": ({"op": "add", "value": 1.0}, lambda row: lambda value: value + 1),
     "clamp": ({"op": "clamp", "min": 0.1}, lambda row: lambda value: value.clamp(min=0.1)),
@@ -323,7 +339,39 @@ def test_no_position_of_padding(server: Server) -> None:
     asked = [f"{BLOCK['answering']}:grad_output"]
     assert "use 0 to 4" in refused(server, "answering", [TEXTS[0]], asked, objective={"kind": "logit", "class": 5})
     edit = {"layer": BLOCK["gpt2"], "op": "zero", "tokens": [5]}
-    assert "between 0 and 4" in refused(server, "gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit])
+    assert "between -5 and 4" in refused(server, "gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit])
+
+
+def test_both_ends(server: Server) -> None:
+    """Tokens counted from both ends may meet in a text of some length: one of a known length is counted out."""
+    edit = {"layer": BLOCK["gpt2"], "op": "zero", "tokens": [0, -1]}
+    assert server.post("gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit]).status_code == 200
+    assert "both ends" in refused(server, "gpt2", TEXTS, [".[logits]"], interventions=[edit])
+    edit["tokens"] = [4, -1]
+    assert "different numbers" in refused(server, "gpt2", [TEXTS[0]], [".[logits]"], interventions=[edit])
+
+
+def test_position_of_an_objective(server: Server) -> None:
+    """It is one of each text's own tokens, and the classes that were highest there are told."""
+    at = f"{BLOCK['gpt2']}:grad_output"
+
+    def post(position: object, **more: Any) -> Any:
+        return server.post("gpt2", TEXTS, [at], objective={"kind": "logit", "position": position, **more})
+
+    found = post(-1).json()["receipts"][at]["classes"]
+    outputs = [offline(server.modules["gpt2"], tokens, BLOCK["gpt2"]).output for tokens in TEXTS]
+    assert found == [int(output.logits[0, -1].argmax()) for output in outputs]
+    asked: Json = {"kind": "logit", "class": 1}
+    assert '"position": -1' in refused(server, "gpt2", TEXTS, [at], objective=asked)
+    for position, said in (
+        (3, "between -3 and 2"),
+        (-4, "between -3 and 2"),
+        ([0, 0], "rows and columns"),
+    ):
+        assert said in refused(server, "gpt2", TEXTS, [at], objective={**asked, "position": position})
+    for position in ([], [0, 0, 0], "0", 2**31, True, [0.5]):
+        reply = post(position)
+        assert problem(reply, 422)["errors"][0]["pointer"] == "/objective/position"
 
 
 def test_last_position_of_a_long_text(server: Server) -> None:

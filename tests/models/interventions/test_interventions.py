@@ -289,11 +289,11 @@ def test_calls_that_differ() -> None:
     """What suits only some calls of a module is refused with the call, and taken where one that suits is named."""
     catalog = surveyed(bottlenecks(), 3, 32, 32)
     how = Operation("zero", channels=(200,))  # its last call has 256 channels, the others have 64
-    with pytest.raises(RequestError, match=r"'layer1\.0\.relu#0' are different numbers between 0 and 63") as caught:
+    with pytest.raises(RequestError, match=r"'layer1\.0\.relu#0' are different numbers between -64 and 63") as caught:
         planned(catalog, how, "layer1.0.relu", ".")
     assert caught.value.hint == "name one call: 'layer1.0.relu#2'"
     assert [edit.point.call for edit in planned(catalog, how, "layer1.0.relu#2", ".").resolved_interventions] == [2]
-    with pytest.raises(RequestError, match="between 0 and 255") as caught:
+    with pytest.raises(RequestError, match="between -256 and 255") as caught:
         planned(catalog, Operation("zero", channels=(256,)), "layer1.0.relu#2", ".")
     assert not caught.value.hint
 
@@ -313,7 +313,7 @@ def test_gradients_of_calls_before_the_objective() -> None:
 
 
 REFUSED: dict[str, tuple[str, Operation, str]] = {
-    "channel": ("layer1", Operation("zero", channels=(64,)), "between 0 and 63"),
+    "channel": ("layer1", Operation("zero", channels=(64,)), "between -64 and 63"),
     "tokens": ("layer1", Operation("zero", tokens=(0,)), "no axis"),
     "region": ("layer1", Operation("zero", region=(0, 0, 9, 8)), "within 8 by 8"),
     "empty region": ("layer1", Operation("zero", region=(2, 2, 2, 4)), "within 8 by 8"),
@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[str, Operation, str]] = {
     "clamp upside down": ("layer1", Operation("clamp", min=1.0, max=0.0), "larger"),
     "shape": ("layer1", Operation("replace", tensor=values(np.zeros((64, 8, 7)))), "has shape"),
     "both": ("layer1", Operation("add", value=1.0, tensor=values(np.zeros((64, 8, 8)))), "not both"),
-    "no channels": ("layer1", Operation("zero", channels=()), "between 0 and 63"),
+    "no channels": ("layer1", Operation("zero", channels=()), "between -64 and 63"),
     "replace beyond float32": ("layer1", Operation("replace", value=1e39), "does not hold"),
     "clamp beyond float32": ("layer1", Operation("clamp", min=-1e39), "does not hold"),
     "scale beyond float32": ("layer1", Operation("scale", by=1e39), "does not hold"),

@@ -1,0 +1,44 @@
+"""The position that an objective looks at: a token, or a pixel of a map; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from layertap.models.catalog.catalog import TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Position = tuple[int, ...]
+AXES = {1: "T", 2: "HW"}  # of how many numbers a position is, and the axes that they are along
+
+
+def find_axes(leaf: TensorInfo, position: Position) -> tuple[int, ...] | None:
+    """The axes of a tensor along which a position is; None where it has none of them."""
+    layout, letters = leaf.layout or "", AXES[len(position)]
+    axes = tuple(layout.find(letter) for letter in letters)
+    return None if -1 in axes or leaf.row_axis in axes else axes
+
+
+def select_position(value: Tensor, leaf: TensorInfo, position: Position | None) -> Tensor:
+    """What of a tensor is at a position, without the axes along which it is; differentiable."""
+    axes = find_axes(leaf, position) if position is not None else None
+    for axis, index in sorted(zip(axes or (), position or (), strict=True), reverse=True):
+        value = value.select(axis, index)
+    return value
+
+
+def describe_position(leaf: TensorInfo, position: Position | None) -> TensorInfo:
+    """What ``select_position`` gives of a tensor, as a catalogue says it."""
+    axes = find_axes(leaf, position) if position is not None else None
+    if not axes:
+        return leaf
+    kept = [axis for axis in range(len(leaf.shape)) if axis not in axes]
+    return replace(
+        leaf,
+        shape=tuple(leaf.shape[axis] for axis in kept),
+        layout="".join((leaf.layout or "")[axis] for axis in kept),
+        row_axis=kept.index(leaf.row_axis) if leaf.row_axis is not None else None,
+        token_axes=tuple(kept.index(axis) for axis in leaf.token_axes if axis in kept),
+    )
