@@ -87,5 +87,5 @@ def test_changes_within_a_text() -> None:
         goal = Objective("layer", selector=parse_selector("a[pairs]"), channel=end - 1)
         with nullcontext() if fits else pytest.raises(SelectorError, match="within 5 by 5"):
             resolve_intervention(zero, None, catalog, lengths)
-        with nullcontext() if fits else pytest.raises(SelectorError, match="between 0 and 4"):
+        with nullcontext() if fits else pytest.raises(SelectorError, match="between -5 and 4"):
             resolve_objective(goal, catalog, lengths)
