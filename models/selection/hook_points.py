@@ -193,6 +193,14 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class InputOptions:
+    """What an input wants of its own: an objective in place of its request's, changes after those of its request."""
+
+    objective: Objective | None = None
+    interventions: tuple[Intervention, ...] = ()
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A map that is asked for: how it is made, and of which layer (None: the method's own choice).
 

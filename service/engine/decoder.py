@@ -46,7 +46,7 @@ class DecodedRows:
 class DecodedInputs:
     """The rows of all good inputs, and the faults of all others, in the order of the inputs.
 
-    ``parts``: one of all rows where they have one shape, else one for each input.
+    ``parts``: one of all rows where they have one shape and want the same, else one for each input.
     """
 
     parts: Sequence[DecodedRows]
@@ -148,7 +148,7 @@ class InputDecoder:
         faults.sort(key=lambda fault: fault.input or 0)
         if faults and (request.on_error == "fail" or not parts):
             raise RequestError.from_faults(faults)
-        if len(parts) > 1:
+        if len(parts) > 1 and not request.input_options:
             parts = await self._run_in_thread(partial(join_decoded, parts, inputs), deadline)
         return DecodedInputs(parts, tuple(faults))
 
@@ -169,14 +169,14 @@ def join_decoded(parts: Sequence[DecodedRows], inputs: ModelInputs) -> list[Deco
 def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[..., Job]) -> Job | None:
     """The job of pictures that their batches decode, of which all is known of the rows that they become.
 
-    None where they are to be decoded first: those whose own size decides the size of their rows; and, side by side, a
-    few pictures, whose forwards run one after another on all cores, and several that share their forwards with nobody,
-    which are as large as memory allows.
+    None where they are to be decoded first: those of which some have options of their own, or whose own size decides
+    the size of their rows; and, side by side, a few pictures, whose forwards run one after another on all cores, and
+    several that share their forwards with nobody, which are as large as memory allows.
     """
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     preprocess = planned.inputs.preprocess
     sized = preprocess is not None and compute_output_size(preprocess) is not None
-    known = planned.shapes == planned.catalog_shapes and sized
+    known = planned.shapes == planned.catalog_shapes and sized and not planned.request.input_options
     if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)

@@ -65,6 +65,7 @@ def make_job(
         encoded=encoded,
         first_row=first_row,
         place=place,
+        changed=plan.changed_selectors[: len(request.interventions)],
     )
 
 
@@ -91,6 +92,9 @@ def _make_queued(
 def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:
     """The graph that answers a request, where one does."""
     model = planned.worker.model
-    if planned.request.verify or planned.request.resume is not None or planned.shapes != model.shapes:
+    request = planned.request
+    if request.verify or request.resume is not None or planned.shapes != model.shapes:
+        return None
+    if request.input_options:  # all inputs of a request by the same road: some may be changed, and are compared
         return None
     return find_compiled_plan(model.compiled, planned.plan)

@@ -1,8 +1,9 @@
-"""The jobs of rows that are decoded: one of all of them, or one for each input where these have several shapes."""
+"""The jobs of rows that are decoded: one of all of them, or one for each input where these are not alike."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, TooLargeError
@@ -27,11 +28,11 @@ class JobMaker:
     async def make_jobs(self, planned: PlannedRequest, decoded: DecodedInputs, deadline: float) -> list[Job]:
         """The jobs of decoded rows, planned anew where these are not what was expected; RequestError, TooLargeError.
 
-        Rows of one shape are one job. Of several each input is one, and those of one shape meet in a batch: each is
-        planned, numbered and answered as it would be alone.
+        Rows of one shape are one job. Of several, or with options of their own, each input is one, and those of one
+        shape meet in a batch: each is planned, numbered and answered as it would be alone.
         """
         parts, faults = decoded.parts, decoded.faults
-        if len(parts) > 1:
+        if len(parts) > 1 or planned.request.input_options:
             plans = await self._plan_inputs(planned, parts, deadline)
             good = [plan for plan in plans if isinstance(plan, PlannedRequest)]
             if len(good) == len(parts):
@@ -61,11 +62,13 @@ class JobMaker:
         keys = []
         for part in parts:
             kind = find_preprocessed_by(part.items, planned.inputs, part.shapes)
-            keys.append((part.shapes, kind, part.place if planned.inputs.text is not None else None))
+            options = planned.request.input_options.get(part.place)
+            keys.append((part.shapes, kind, options, part.place if planned.inputs.text is not None else None))
             if keys[-1] in plans:
                 continue
             try:
-                plans[keys[-1]] = await self._planner.replan(planned, part.rows, part.items, deadline)
+                of_input = replace(planned, place=part.place)
+                plans[keys[-1]] = await self._planner.replan(of_input, part.rows, part.items, deadline)
             except (RequestError, TooLargeError) as error:
                 skips = planned.request.on_error == "skip" and isinstance(error, (InputError, TooLargeError))
                 if not skips:
@@ -105,7 +108,8 @@ def _leave_out(
     faults.sort(key=lambda fault: fault.input or 0)
     if not left:
         raise RequestError.from_faults(faults)
-    return DecodedInputs(join_decoded(left, planned.inputs), tuple(faults))
+    parts = left if planned.request.input_options else join_decoded(left, planned.inputs)
+    return DecodedInputs(parts, tuple(faults))
 
 
 def _check(planned: PlannedRequest) -> None:
@@ -113,8 +117,9 @@ def _check(planned: PlannedRequest) -> None:
     request, catalog = planned.request, planned.catalog
     if request.isolated and catalog.batches and not catalog.rowwise:
         detail = (
-            "rows of this model affect each other, 'isolated' makes one batch of them, and these have several shapes"
+            "rows of this model affect each other, 'isolated' makes one batch of them, and these have several shapes, "
+            "or want different things"
         )
         raise RequestError(detail, hint=f"{HINT}, or leave 'isolated' out: each then runs alone")
     if request.probe:
-        raise RequestError("inputs of several shapes have no probe in common", hint=f"{HINT}, or leave 'probe' out")
+        raise RequestError("these inputs have no probe in common", hint=f"{HINT}, or leave 'probe' out")

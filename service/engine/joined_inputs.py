@@ -27,6 +27,7 @@ OF_INPUT: dict[str, Any] = {
     "captured": (),
     "fingerprint": "",
     "forward": "",
+    "how": "",
     "classes": None,
     "labels": None,
     "preprocessed": "",
@@ -203,6 +204,7 @@ def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
         fingerprints=fingerprints if len(set(fingerprints)) > 1 else None,
         preprocessed=first.preprocessed if len({each.preprocessed for each in receipts}) == 1 else "mixed",
         forward=first.forward if len({each.forward for each in receipts}) == 1 else "",
+        how=first.how if len({each.how for each in receipts}) == 1 else "",
         classes=_chain(receipt.classes for receipt in receipts),
         labels=_chain(receipt.labels for receipt in receipts),
         token_counts=_chain(receipt.token_counts for receipt in receipts),
@@ -210,6 +212,6 @@ def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
 
 
 def _chain(values: Iterable[tuple[T, ...] | None]) -> tuple[T, ...] | None:
-    """What receipts have of each row, in one; None where they have nothing."""
-    known = [value for value in values if value is not None]
-    return tuple(chain.from_iterable(known)) if known else None
+    """What receipts have of each row, in one; None where some have nothing."""
+    known = list(values)
+    return None if None in known else tuple(chain.from_iterable(value for value in known if value is not None))

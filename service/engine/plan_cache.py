@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.text_lengths import TextLengths
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.plan import Plan
+from layertap.service.engine.fingerprinted_plan import FingerprintedPlan
 from layertap.service.engine.request import ExtractRequest
 
 MAX_PLANS, MAX_LAYERS = 256, 64  # plans of a model, and results of each
-
-
-@dataclass(frozen=True)
-class FingerprintedPlan:
-    """A plan, the catalogue that it was made by, and the fingerprint of each of its results by key."""
-
-    plan: Plan
-    catalog: Catalog
-    fingerprints: Mapping[str, str]
 
 
 class PlanCache:

@@ -13,25 +13,21 @@ from layertap.models.capture import verification
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
 from layertap.models.errors import InputError, RequestError
-from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
-from layertap.models.planner import make_plan
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import reduce_embedding
-from layertap.models.selection.hook_points import Selector
-from layertap.models.selection.plan import Capture, Plan
+from layertap.models.selection.plan import Plan
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.catalog_choice import choose_catalog, names_functions, names_unseen_calls
+from layertap.service.engine.fingerprinted_plan import FingerprintedPlan, make_fingerprinted_plan
 from layertap.service.engine.limits import (
     check_count,
     check_reply_size,
-    check_results,
     check_survey,
     show_shapes,
 )
 from layertap.service.engine.model_worker import ModelWorker
-from layertap.service.engine.plan_cache import FingerprintedPlan
 from layertap.service.engine.plan_scaling import scale_plan
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.row_shapes import find_preprocessed_by, is_reshaped, predict_rows
@@ -54,12 +50,14 @@ class RunInThread(Protocol):
 class PlannedRequest:
     """A request with its plan, by what is known of its rows.
 
-    ``inputs`` is what rows must be like, which may be outputs of a layer. ``catalog_shapes`` is the shape of row that
-    ``catalog`` is of, None where the rows have one that is not surveyed yet. ``identity`` is the model's part of the
-    fingerprints. ``nbytes`` is about what its rows and its results take in memory.
+    ``place`` is that of the input whose options the plan is by. ``inputs`` is what rows must be like, which may be
+    outputs of a layer. ``catalog_shapes`` is the shape of row that ``catalog`` is of, None where the rows have one that
+    is not surveyed yet. ``identity`` is the model's part of the fingerprints. ``nbytes`` is about what its rows and its
+    results take in memory.
     """
 
     request: ExtractRequest
+    place: int
     worker: ModelWorker
     inputs: ModelInputs
     resumption: Resumption | None
@@ -85,6 +83,7 @@ class Planner:
         """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
         model = worker.model
         request = _name_embedding(request, model)
+        place = request.items[0][0] if request.items else 0
         resumption = await self._resume(request, worker, model.shapes, model.catalog, deadline)
         inputs = model.model_inputs
         if resumption is not None:
@@ -96,12 +95,12 @@ class Planner:
         identity = _identify(model, inputs, preprocessed, rows.shapes)
         lengths = _assume_lengths(inputs) if request.items else None
         check_count(rows.count, self._settings)
-        if catalog_shapes is None and rows.uniform and names_unseen_calls(request, catalog):
+        if catalog_shapes is None and rows.uniform and names_unseen_calls(request.for_input(place), catalog):
             catalog, catalog_shapes = await self._survey(worker, rows.shapes, deadline), rows.shapes
         if names_functions(request) and resumption is None:
             catalog = await self._survey(worker, catalog_shapes or model.shapes, deadline, functions=True)
             catalog = catalog if catalog_shapes else model.catalogs.unsized
-        fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
+        fingerprinted = await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(fingerprinted.plan, catalog)
         likely = fingerprinted.plan
@@ -110,6 +109,7 @@ class Planner:
         check_reply_size(likely, rows.count, request.reply)
         return PlannedRequest(
             request=request,
+            place=place,
             worker=worker,
             inputs=inputs,
             resumption=resumption,
@@ -128,7 +128,7 @@ class Planner:
         self, planned: PlannedRequest, rows: Rows, items: Sequence[object], deadline: float
     ) -> PlannedRequest:
         """The plan for rows that are there, made of items: of another shape, length or origin they have another."""
-        request, worker, inputs = planned.request, planned.worker, planned.inputs
+        request, place, worker, inputs = planned.request, planned.place, planned.worker, planned.inputs
         model, count, shapes = worker.model, len(next(iter(rows.values()))), get_row_shapes(rows)
         preprocessed = find_preprocessed_by(items, inputs, shapes)
         identity = _identify(model, inputs, preprocessed, shapes)
@@ -139,14 +139,15 @@ class Planner:
             if model.catalogs.get_catalog(model_shapes) is None:  # what is refused all the same need not be surveyed
                 plan = planned.plan
                 if lengths is not None:
-                    plan = (await self._make_plan(request, worker, catalog, identity, lengths, deadline)).plan
+                    plan = (await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)).plan
                 check_reply_size(await self._scale(plan, shapes, inputs, deadline), count, request.reply)
             catalog = await self._survey(worker, model_shapes, deadline, functions=names_functions(request))
             resumption = await self._resume(request, worker, model_shapes, catalog, deadline)
             catalog = catalog if resumption is None else resumption.catalog
         fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
-        if catalog is not planned.catalog or lengths is not None or identity != planned.identity:
-            fingerprinted = await self._make_plan(request, worker, catalog, identity, lengths, deadline)
+        known = catalog is planned.catalog and lengths is None and identity == planned.identity
+        if not known or request.input_options:
+            fingerprinted = await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)
         check_reply_size(fingerprinted.plan, count, request.reply)
         return replace(
             planned,
@@ -164,17 +165,23 @@ class Planner:
     async def _make_plan(
         self,
         request: ExtractRequest,
+        place: int,
         worker: ModelWorker,
         catalog: Catalog,
         identity: str,
         lengths: TextLengths | None,
         deadline: float,
     ) -> FingerprintedPlan:
-        cached = worker.plans.get(request, catalog, identity, lengths)
+        """The plan of what the input at a place asks for; RequestError."""
+        asked = request.for_input(place)
+        cached = worker.plans.get(asked, catalog, identity, lengths)
         if cached is None:
-            make = partial(_make_fingerprinted_plan, request, identity, catalog, self._settings.max_results, lengths)
-            cached = await self._run_in_thread(make, deadline)
-            worker.plans.put(request, identity, lengths, cached)
+            make = partial(make_fingerprinted_plan, asked, identity, catalog, self._settings.max_results, lengths)
+            try:
+                cached = await self._run_in_thread(make, deadline)
+            except RequestError as error:
+                raise request.locate(error, place) from None
+            worker.plans.put(asked, identity, lengths, cached)
         return cached
 
     async def _scale(self, plan: Plan, shapes: Shapes, inputs: ModelInputs, deadline: float) -> Plan:
@@ -219,46 +226,6 @@ class Planner:
             return cached or await worker.verify_resumption(point, tensor, shapes, deadline)
         except RequestError as error:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
-
-
-def _make_fingerprinted_plan(
-    request: ExtractRequest, identity: str, catalog: Catalog, max_results: int, lengths: TextLengths | None
-) -> FingerprintedPlan:
-    """What a request wants of a forward of a model of that identity; computes, so it belongs in a thread.
-
-    RequestError whose pointers count the selectors as they were sent; TooLargeError for more results than allowed.
-    """
-    plan = _make_limited_plan(request, catalog, max_results, lengths)
-    changes = fingerprint.digest_changes(plan.resolved_interventions, catalog.start)
-    gradient_changes = None
-    if plan.objective:
-        gradient_changes = fingerprint.digest_changes((*plan.resolved_interventions, plan.objective), catalog.start)
-
-    def digest(capture: Capture) -> str:
-        depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
-        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on)
-
-    return FingerprintedPlan(plan, catalog, {result.key: digest(result.capture) for result in plan.results})
-
-
-def _make_limited_plan(
-    request: ExtractRequest, catalog: Catalog, max_results: int, lengths: TextLengths | None
-) -> Plan:
-    places: dict[Selector, int] = {}
-    for place, selector in enumerate(request.selectors):
-        places.setdefault(selector, place)
-    # Each selector that is good gives at least one result: too many need not be looked up.
-    check_results(len(places), max_results)
-    try:
-        plan = make_plan(tuple(places), catalog, request.interventions, request.objective, lengths)
-    except RequestError as error:
-        pointers = {f"/layers/{index}": f"/layers/{place}" for index, place in enumerate(places.values())}
-        error.faults = tuple(
-            replace(fault, pointer=pointers.get(fault.pointer or "", fault.pointer)) for fault in error.faults
-        )
-        raise
-    check_results(len(plan.results), max_results)
-    return plan
 
 
 def _name_embedding(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:

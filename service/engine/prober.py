@@ -71,6 +71,7 @@ def check_probed(request: ExtractRequest) -> None:
         ("interventions", request.interventions),
         ("an objective", request.objective),
         ("resume", request.resume),
+        ("options of single inputs", request.input_options),
     ):
         if given:
             raise RequestError(f"a request with {what} has no probes", hint="leave 'probe' out")

@@ -5,16 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.errors import Fault
+from layertap.models.errors import Fault, RequestError
 from layertap.models.labels import Labels
-from layertap.models.selection.hook_points import Embedding, Explanation, Intervention, Objective, Selector
+from layertap.models.selection.hook_points import (
+    Embedding,
+    Explanation,
+    InputOptions,
+    Intervention,
+    Objective,
+    Selector,
+)
 from layertap.models.spec import Preprocessed
 from layertap.service.engine.batch import QueuedRequest
 from layertap.service.engine.forward_batch import ForwardSpec
@@ -68,6 +75,7 @@ class ExtractRequest:
     the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for in place of
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
     ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
+    ``input_options`` has what some inputs want of their own, by their places: each input is then a job of its own.
     """
 
     model: str | None
@@ -78,6 +86,7 @@ class ExtractRequest:
     resume: Selector | None = None
     embedding: Embedding | None = None
     explanation: Explanation | None = None
+    input_options: Mapping[int, InputOptions] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
@@ -88,6 +97,28 @@ class ExtractRequest:
     reply: ReplyOptions = ReplyOptions()
     timings: Timings = field(default_factory=Timings)
 
+    def for_input(self, place: int) -> ExtractRequest:
+        """What the input at a place asks for: what the request does, with its own options."""
+        options = self.input_options.get(place)
+        if options is None:
+            return self
+        changes = (*self.interventions, *options.interventions)
+        return replace(self, objective=options.objective or self.objective, interventions=changes)
+
+    def locate(self, error: RequestError, place: int) -> RequestError:
+        """The error of ``for_input``'s request with pointers into this one."""
+        options, count = self.input_options.get(place, InputOptions()), len(self.interventions)
+        own = {f"/interventions/{count + k}": f"interventions/{k}" for k in range(len(options.interventions))}
+        if options.objective is not None:
+            own["/objective"] = "objective"
+        error.faults = tuple(
+            replace(fault, pointer=f"/inputs/{place}/{own[fault.pointer]}", input=place)
+            if fault.pointer in own
+            else fault
+            for fault in error.faults
+        )
+        return error
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -97,7 +128,7 @@ class Job:
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
     each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
     ``first_row`` is its first row's number in the request; ``place`` that of its input, where other inputs are jobs of
-    their own.
+    their own. ``changed`` names what each intervention of the request changes, its input's own left out.
 
     Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
@@ -118,6 +149,7 @@ class Job:
     encoded: tuple[ImageItem, ...] = ()
     first_row: int = 0
     place: int | None = None
+    changed: tuple[tuple[str, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:

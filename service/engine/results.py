@@ -40,14 +40,16 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
         receipts={result.key: make_receipt(job, result, classes) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
-        interventions=job.spec.plan.changed_selectors,
+        interventions=job.changed,
         place=job.place,
     )
 
 
 def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
-    """The class of each row's highest score, where that is what is differentiated."""
+    """The class of each row's highest score, where that is what is differentiated, or that of an input's own."""
     scores, objective = job.spec.plan.scores, job.spec.plan.objective
+    if objective is not None and job.place is not None and isinstance(objective.objective.klass, int):
+        return (objective.objective.klass,) * job.rows  # those of other inputs may be others
     if scores is None or objective is None:
         return None
     whole = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -82,7 +82,7 @@ def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
         raise RequestError("an explanation has no dry run", hint=raw.spec.without_dry_run)
     skips = body.on_error == "skip"
     reserved = raw.format.reserved if skips else frozenset[str]()
-    return ExtractRequest(
+    request = ExtractRequest(
         model=body.model,
         items=items,
         selectors=layers.selectors,
@@ -91,6 +91,7 @@ def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
         resume=layers.resume,
         embedding=layers.embedding,
         explanation=body.to_explanation() if isinstance(body, ExplainBody) else None,
+        input_options=body.read_input_options(),
         faults=faults,
         on_error=body.on_error,
         isolated=body.isolated,
@@ -101,6 +102,9 @@ def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
         reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, reserved),
         timings=raw.timings,
     )
+    if len(body.inputs) == 1:  # of which there may be several rows
+        return replace(request.for_input(0), input_options={})
+    return request
 
 
 def _find_parser(raw: RawRequest) -> Callable[[RawRequest, Settings], Parsed]:

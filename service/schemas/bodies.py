@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
+from layertap.models.errors import Fault, RequestError
 from layertap.models.selection.hook_points import (
     Embedding,
     Explanation,
+    InputOptions,
     Intervention,
     Method,
     Objective,
@@ -21,7 +23,7 @@ from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.schemas.base import StrictBody
 from layertap.service.schemas.faults import read_entries, read_field
-from layertap.service.schemas.inputs import InputBody
+from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.layers import LayerBody
 from layertap.service.schemas.objective import ObjectiveBody
@@ -60,6 +62,10 @@ class RequestBody(StrictBody):
     def layer_request(self) -> LayerRequest:
         """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
         return LayerRequest((), (), self._read_objective(), None, verify=False)
+
+    def read_input_options(self) -> dict[int, InputOptions]:
+        """What inputs want of their own, by their places; RequestError with a fault for what makes no sense."""
+        return read_input_options(self.inputs, self.layer_request.objective)
 
     def _read_objective(self) -> Objective | None:
         body = self.objective
@@ -106,6 +112,15 @@ class ExplainBody(RequestBody):
     method: Method
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+
+    def read_input_options(self) -> dict[int, InputOptions]:
+        """As of other bodies; a map is of a forward that nothing changes."""
+        options = super().read_input_options()
+        for place, each in options.items():
+            if each.interventions:
+                detail, hint = "an explanation takes no interventions", "leave them out, or use POST /extract"
+                raise RequestError.from_faults([Fault(detail, hint, f"/inputs/{place}/interventions", place)])
+        return options
 
     def to_explanation(self) -> Explanation:
         """What is asked for; SelectorError where the layer is no selector."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from layertap.models.errors import Fault, InputError, LayertapError, RequestError, escape
-from layertap.service.inputs.arrays import Array, decode_base64, read_tensor
+from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, escape
+from layertap.models.selection.hook_points import InputOptions, Objective
+from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import MAX_FIELDS, StrictBody
+from layertap.service.schemas.faults import read_entries, read_field
+from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
+from layertap.service.schemas.objective import Class, ObjectiveBody, Target
+from layertap.service.schemas.tensors import TensorBody
 
 MAX_TOKENS = 131_072
 
@@ -39,22 +45,11 @@ TOKENS_SCHEMA = {
 Tokens = Annotated[tuple[int, ...] | None, PlainValidator(_parse_tokens), WithJsonSchema(TOKENS_SCHEMA)]
 
 
-class TensorBody(StrictBody):
-    """A tensor: little-endian bytes in C order, as base64."""
-
-    dtype: str = Field(max_length=16)
-    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=8)
-    data: str
-
-    def to_array(self) -> Array:
-        """The tensor as an array; InputError where its bytes and its shape do not fit each other."""
-        return read_tensor(self.dtype, self.shape, decode_base64(self.data))
-
-
 class InputBody(StrictBody):
     """One input: exactly one of an encoded picture (base64 or data URI), a URL, a tensor, a text, a text's tokens.
 
-    ``tensors`` has one for each input of a model, by its name.
+    ``tensors`` has one for each input of a model, by its name. ``objective``, or its ``class`` or ``target`` alone, are
+    in place of the request's; ``interventions`` come after those of the request.
     """
 
     image: str | None = None
@@ -63,6 +58,26 @@ class InputBody(StrictBody):
     tensors: Annotated[dict[str, TensorBody], Field(min_length=1, max_length=MAX_FIELDS)] | None = None
     text: str | None = Field(None, examples=["a cat sat on the mat"])
     tokens: Tokens = None
+    objective: ObjectiveBody | None = None
+    klass: Class = Field(None, alias="class")
+    target: Target = None
+    interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
+
+    def to_options(self, place: int, of_request: Objective | None) -> InputOptions | None:
+        """What the input at a place wants of its own, None where that is nothing; RequestError with its pointers."""
+        where = f"inputs/{place}"
+        changes = read_entries(self.interventions, f"{where}/interventions", InterventionBody.to_intervention)
+        objective = read_field(f"/{where}", lambda: self._merge_objective(of_request))
+        return InputOptions(objective, changes) if objective or changes else None
+
+    def _merge_objective(self, of_request: Objective | None) -> Objective | None:
+        """Its objective, or the request's with its class or target; None where it has none of these."""
+        if self.klass is None and self.target is None:
+            return self.objective.to_objective() if self.objective is not None else None
+        if self.objective is not None:
+            raise SelectorError("'class' and 'target' are in 'objective', or beside it none", hint="give one of them")
+        target = tuple(self.target) if self.target is not None else None
+        return replace(of_request or Objective(), klass=self.klass, target=target)
 
     def to_item(self) -> InputItem:
         """The input as bytes or arrays, or where its bytes are; InputError where it is none of them."""
@@ -101,3 +116,9 @@ def _read_named(name: str, body: TensorBody) -> Array:
         return body.to_array()
     except InputError as error:
         raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from None
+
+
+def read_input_options(inputs: Iterable[InputBody], of_request: Objective | None) -> dict[int, InputOptions]:
+    """What inputs want of their own, by their places; RequestError."""
+    found = ((place, body.to_options(place, of_request)) for place, body in enumerate(inputs))
+    return {place: options for place, options in found if options is not None}

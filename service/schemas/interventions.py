@@ -10,8 +10,8 @@ from layertap.models.interventions.operations import Op
 from layertap.models.selection.hook_points import Intervention, Operation, TensorData
 from layertap.service.inputs.arrays import require_finite
 from layertap.service.schemas.base import Index, Number, SignedIndices
-from layertap.service.schemas.inputs import TensorBody
 from layertap.service.schemas.layers import PlaceBody
+from layertap.service.schemas.tensors import TensorBody
 
 MAX_INTERVENTIONS = 256
 

@@ -31,12 +31,16 @@ POSITION_SCHEMA = {
 Position = Annotated[tuple[int, ...] | None, PlainValidator(_parse_position), WithJsonSchema(POSITION_SCHEMA)]
 
 
+Class = Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"] | None
+Target = Annotated[list[Number], Field(min_length=1, max_length=1_000_000)] | None
+
+
 class ObjectiveBody(StrictBody):
     """What gradients are of."""
 
     kind: ObjectiveKind = "logit"
-    klass: Annotated[int, Field(ge=0, lt=2**31)] | Literal["top"] | None = Field(None, alias="class")
-    target: Annotated[list[Number], Field(min_length=1, max_length=1_000_000)] | None = None
+    klass: Class = Field(None, alias="class")
+    target: Target = None
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     channel: SignedIndex | None = None
     position: Position = None

@@ -14,10 +14,11 @@ from layertap.models.selection.hook_points import Method, ReplyDType
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.statistics import STATS
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody
-from layertap.service.schemas.inputs import InputBody, TensorBody
+from layertap.service.schemas.inputs import InputBody
 from layertap.service.schemas.interventions import InterventionBody
 from layertap.service.schemas.layers import LayerBody
 from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.schemas.tensors import TensorBody
 from layertap.service.types import Priority
 
 

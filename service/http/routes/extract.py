@@ -71,8 +71,7 @@ def _make_estimate(jobs: Sequence[Job]) -> Response:
 
 
 def _list_changes(jobs: Sequence[Job]) -> tuple[tuple[str, ...], ...]:
-    changed = [each.spec.plan for each in jobs if each.spec.plan.resolved_interventions]
-    return join_changes(plan.changed_selectors for plan in changed)
+    return join_changes(each.changed for each in jobs)
 
 
 def _estimate_seconds(job: Job) -> float:
