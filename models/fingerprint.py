@@ -102,6 +102,11 @@ def digest_changes(changes: Iterable[ResolvedIntervention | ResolvedObjective], 
     return _digest(parts) if parts else None
 
 
+def digest_sources(result: str, changes: Iterable[str]) -> str:
+    """The fingerprint of a result whose changes take tensors of inputs that are themselves changed so."""
+    return _digest([RECIPE, "sources", result, *changes])
+
+
 def digest_batch(result: str) -> str:
     """The fingerprint of a result of which each row depends on those that it ran with."""
     return _digest([RECIPE, "batch", result])
@@ -114,7 +119,11 @@ def digest_reply(results: Iterable[str]) -> str:
 
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
-    fields = {name: value for name, value in _to_plain_data(change).items() if name != "tensor"}
+    """A change without what is only here or now: what a catalogue knows of it, which input a tensor is taken of."""
+    fields = {name: value for name, value in _to_plain_data(change).items() if name not in ("tensor", "source")}
+    if isinstance(change, ResolvedIntervention) and change.source is not None:
+        operation = {name: value for name, value in fields["operation"].items() if name != "source"}
+        fields |= {"operation": operation, "source": _to_plain_data(change.source.point)}
     return fields | ({"tokens": "own"} if change.tensor.token_axes else {})
 
 

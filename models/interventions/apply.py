@@ -28,7 +28,7 @@ def apply_operation(
     if real is None or not is_padded(leaf, real):
         rows = RowRange(leaf.row_axis or 0, first, count_rows(value, leaf))
         change = OPERATIONS[operation.op].change
-        indices = list(_find_indices(leaf, operation))
+        indices = list(find_indices(leaf, operation))
         return _change_part(value, indices, lambda part: change(part, operation, rows))
     changed = []
     for place, positions in enumerate(find_own_positions(leaf, real)):
@@ -41,12 +41,12 @@ def apply_operation(
 def compute_part_shape(leaf: TensorInfo, operation: Operation) -> tuple[int, ...]:
     """The shape of the part of one row that an operation changes: what ``replace`` takes; no axis for a single row."""
     shape = list(leaf.shape)
-    for axis, indices in _find_indices(leaf, operation):
+    for axis, indices in find_indices(leaf, operation):
         shape[axis] = len(indices)
     return tuple(size for axis, size in enumerate(shape) if axis != leaf.row_axis or leaf.entries_per_row > 1)
 
 
-def _find_indices(leaf: TensorInfo, operation: Operation) -> Iterator[tuple[int, Sequence[int]]]:
+def find_indices(leaf: TensorInfo, operation: Operation) -> Iterator[tuple[int, Sequence[int]]]:
     """The axes that are narrowed, and to which indices: those below 0 count from the end."""
     top, left, bottom, right = operation.region or (0, 0, 0, 0)
     ranges = {"H": range(top, bottom), "W": range(left, right)} if operation.region is not None else {}

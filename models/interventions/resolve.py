@@ -15,6 +15,7 @@ from layertap.models.gradients.resolve_objective import check_gradient
 from layertap.models.hooks.sites import EDITABLE, GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.operations import OPERATIONS
+from layertap.models.interventions.sources import find_source
 from layertap.models.selection.hook_points import AXES, Intervention, Operation
 from layertap.models.selection.matches import SelectorMatch, find_matches, prefer_layer
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
@@ -59,7 +60,10 @@ def resolve_intervention(
             raise _offer_call(error, [each for each in others if not _find_error(each, operation, catalog, lengths)])
         if selector.site in GRADIENTS:
             check_gradient(match, objective, catalog)
-    return [ResolvedIntervention(match.point, match.tensor, operation) for match in floating]
+    return [
+        ResolvedIntervention(match.point, match.tensor, operation, find_source(match, operation, catalog))
+        for match in floating
+    ]
 
 
 def _select_differentiable(
@@ -110,6 +114,8 @@ def _offer_call(error: SelectorError, others: Sequence[SelectorMatch]) -> Select
 def _check_parameters(operation: Operation) -> None:
     spec, op = OPERATIONS[operation.op], escape(operation.op)
     parameters = {name for name in PARAMETERS if vars(operation)[name] is not None}
+    if operation.source is not None:
+        parameters.add("tensor")
     for name in sorted(parameters - spec.allowed):
         raise SelectorError(
             f"op {op} takes no {escape(name)}",

@@ -138,11 +138,20 @@ class TensorData:
 
 
 @dataclass(frozen=True)
+class TensorSource:
+    """A tensor of another input of the request, ``input`` being its place; without a selector at the same point."""
+
+    input: int
+    selector: Selector | None = None
+
+
+@dataclass(frozen=True)
 class Operation:
     """How a value in flight is changed: ``op`` with its own parameters, on the part of it that is named.
 
     ``channels`` to ``keys`` are indices along their axis, the last three of attention; ``region`` is top, left, bottom,
-    right in the layer's own pixels, the last two not included. Each is everything where None.
+    right in the layer's own pixels, the last two not included. Each is everything where None. ``source`` says of which
+    input a tensor is taken.
     """
 
     op: str
@@ -159,6 +168,7 @@ class Operation:
     queries: tuple[int, ...] | None = None
     keys: tuple[int, ...] | None = None
     region: tuple[int, int, int, int] | None = None
+    source: TensorSource | None = None
 
     @property
     def indices(self) -> dict[str, tuple[int, ...]]:

@@ -68,11 +68,12 @@ class Capture:
 
 @dataclass(frozen=True)
 class ResolvedIntervention:
-    """One tensor to change on its way, and how."""
+    """One tensor to change on its way, and how; ``source`` is where another input has the tensor that it takes."""
 
     point: HookPoint
     tensor: TensorInfo
     operation: Operation
+    source: Capture | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Plan:
     ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
     ``interventions`` has the changes that each one makes; ``objective`` is there where a gradient is asked for.
+    ``extra`` captures are for changes of other inputs.
     """
 
     results: tuple[Result, ...]
@@ -108,6 +110,7 @@ class Plan:
     skipped: tuple[str, ...]
     interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()
     objective: ResolvedObjective | None = None
+    extra: frozenset[Capture] = frozenset()
 
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:
@@ -128,7 +131,7 @@ class Plan:
     def captures(self) -> frozenset[Capture]:
         """Each distinct capture once."""
         scores = [] if self.scores is None else [self.scores]
-        return frozenset([*(result.capture for result in self.results), *scores])
+        return frozenset([*(result.capture for result in self.results), *scores, *self.extra])
 
     @cached_property
     def may_split(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -21,6 +21,7 @@ from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.results import collect_features
 from layertap.service.engine.rows import Items
+from layertap.service.engine.sources import fill_tensors, plan_stages
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
@@ -109,7 +110,7 @@ class Engine:
         answer: DecodedInputs | Answer
         if (job := make_encoded_job(planned, items, make)) is not None:
             answer = await self.decoder.run_encoded(planned, items, job)
-        elif planned.rows == len(items) == 1:
+        elif planned.rows == len(items) == 1 and not planned.request.input_options:
             answer = await self.decoder.decode_and_run(planned, items, make, admission.deadline)
         else:
             answer = await self.decoder.decode(planned, items, admission.deadline)
@@ -117,7 +118,19 @@ class Engine:
             return [answer]
         jobs = await self._prepare(planned, answer, admission)
         admission.resize(sum(job.rows for job in jobs))
-        return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
+        return await self._run(jobs, admission.deadline)
+
+    async def _run(self, jobs: list[Job], deadline: float) -> list[Answer]:
+        """Jobs and what their forwards gave, stage by stage where some take what others have."""
+        if not any(job.spec.plan.extra for job in jobs):
+            return list(zip(jobs, await self.manager.scheduler.run(jobs), strict=True))
+        answers: dict[int, Answer] = {}
+        for stage in plan_stages(jobs):
+            ready = [partial(fill_tensors, jobs[number], tuple(answers.values())) for number in stage]
+            filled = await self.run_in_thread(partial(_call_all, ready), deadline)
+            results = await self.manager.scheduler.run(filled)
+            answers |= dict(zip(stage, zip(filled, results, strict=True), strict=True))
+        return [answers[number] for number in range(len(jobs))]
 
     async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, admission: Admission) -> list[Job]:
         """The jobs of rows that are decoded, planned anew where they are not what was expected."""
@@ -132,6 +145,10 @@ class Engine:
         if len(answers) == len(answers[0][1]) == 1:
             return collect()
         return await self.run_in_thread(collect, deadline)
+
+
+def _call_all(functions: Sequence[Callable[[], T]]) -> list[T]:
+    return [function() for function in functions]
 
 
 def _collect(answers: list[Answer]) -> list[Features]:

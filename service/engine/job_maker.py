@@ -13,6 +13,7 @@ from layertap.service.engine.joined_inputs import ANOTHER_SHAPE, check_entries, 
 from layertap.service.engine.planner import PlannedRequest, Planner, RunInThread
 from layertap.service.engine.request import Job
 from layertap.service.engine.row_shapes import find_preprocessed_by
+from layertap.service.engine.sources import prepare_sources
 
 HINT = "send one shape a request"
 
@@ -92,7 +93,7 @@ class JobMaker:
                 raise error.of_input(part.place) from None
             jobs.append(job)
         check_entries(list_entries(jobs), len(jobs), request.reply, self._max_results)
-        return jobs
+        return prepare_sources(jobs)
 
 
 def _leave_out(

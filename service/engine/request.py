@@ -154,7 +154,8 @@ class Job:
     @property
     def nbytes(self) -> int:
         """Bytes of its rows and of its results."""
-        return self.spec.plan.nbytes(self.rows) + sum(value.nbytes for value in self.inputs.values())
+        extra = sum(capture.nbytes(self.rows) for capture in self.spec.plan.extra)
+        return self.spec.plan.nbytes(self.rows) + extra + sum(value.nbytes for value in self.inputs.values())
 
     @property
     def rows_per_forward(self) -> int | None:

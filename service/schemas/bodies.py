@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
-from layertap.models.errors import Fault, RequestError
+from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.selection.hook_points import (
     Embedding,
     Explanation,
@@ -90,7 +90,7 @@ class ExtractBody(RequestBody):
         """What it asks of layers; RequestError with a fault for each entry that makes no sense."""
         return LayerRequest(
             read_entries(self.layers, "layers", lambda body: body.to_selector(self.pool, self.normalize, self.dtype)),
-            read_entries(self.interventions, "interventions", InterventionBody.to_intervention),
+            read_entries(self.interventions, "interventions", _read_shared),
             self._read_objective(),
             self._read_resume(),
             self.verify,
@@ -104,6 +104,15 @@ class ExtractBody(RequestBody):
 
     def _read_embedding(self) -> Embedding:
         return Embedding(self.pool if "pool" in self.model_fields_set else None, self.normalize, self.dtype)
+
+
+def _read_shared(body: InterventionBody) -> Intervention:
+    """A change of all inputs of a request: it takes nothing of one of them."""
+    if body.source is not None:
+        raise SelectorError(
+            "'from' is for an intervention of one input", hint="write it in that input's 'interventions'"
+        )
+    return body.to_intervention()
 
 
 class ExplainBody(RequestBody):

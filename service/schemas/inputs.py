@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import Fault, InputError, LayertapError, RequestError, SelectorError, escape
-from layertap.models.selection.hook_points import InputOptions, Objective
+from layertap.models.selection.hook_points import InputOptions, Intervention, Objective
 from layertap.service.inputs.arrays import Array, decode_base64
 from layertap.service.inputs.items import ArraysItem, ImageItem, InputItem, TextItem, TokensItem, UrlItem
 from layertap.service.schemas.base import MAX_FIELDS, StrictBody
@@ -63,10 +64,10 @@ class InputBody(StrictBody):
     target: Target = None
     interventions: Annotated[list[InterventionBody], Field(max_length=MAX_INTERVENTIONS), FailFast()] = Field([])
 
-    def to_options(self, place: int, of_request: Objective | None) -> InputOptions | None:
-        """What the input at a place wants of its own, None where that is nothing; RequestError with its pointers."""
+    def to_options(self, place: int, inputs: int, of_request: Objective | None) -> InputOptions | None:
+        """What one of so many inputs wants of its own, None where that is nothing; RequestError with its pointers."""
         where = f"inputs/{place}"
-        changes = read_entries(self.interventions, f"{where}/interventions", InterventionBody.to_intervention)
+        changes = read_entries(self.interventions, f"{where}/interventions", partial(_read_change, place, inputs))
         objective = read_field(f"/{where}", lambda: self._merge_objective(of_request))
         return InputOptions(objective, changes) if objective or changes else None
 
@@ -111,6 +112,17 @@ def parse_inputs(inputs: Iterable[InputBody], skip: bool) -> tuple[list[tuple[in
     return items, faults
 
 
+def _read_change(place: int, inputs: int, body: InterventionBody) -> Intervention:
+    """A change of the input at a place; SelectorError where it takes something of what is no other input."""
+    change = body.to_intervention()
+    source = change.operation.source
+    if source is not None and (source.input == place or source.input >= inputs):
+        raise SelectorError(
+            f"'from' names input {source.input}", hint=f"name another of the {inputs} inputs, from 0 on"
+        )
+    return change
+
+
 def _read_named(name: str, body: TensorBody) -> Array:
     try:
         return body.to_array()
@@ -118,7 +130,7 @@ def _read_named(name: str, body: TensorBody) -> Array:
         raise InputError(f"tensor {escape(name)}: {error.detail}", hint=error.hint) from None
 
 
-def read_input_options(inputs: Iterable[InputBody], of_request: Objective | None) -> dict[int, InputOptions]:
+def read_input_options(inputs: Sequence[InputBody], of_request: Objective | None) -> dict[int, InputOptions]:
     """What inputs want of their own, by their places; RequestError."""
-    found = ((place, body.to_options(place, of_request)) for place, body in enumerate(inputs))
+    found = ((place, body.to_options(place, len(inputs), of_request)) for place, body in enumerate(inputs))
     return {place: options for place, options in found if options is not None}

@@ -6,14 +6,27 @@ from typing import Annotated
 
 from pydantic import Field
 
+from layertap.models.errors import SelectorError
 from layertap.models.interventions.operations import Op
-from layertap.models.selection.hook_points import Intervention, Operation, TensorData
+from layertap.models.selection.hook_points import Intervention, Operation, TensorData, TensorSource
+from layertap.models.selection.selectors import MAX_TEXT, parse_selector
 from layertap.service.inputs.arrays import require_finite
-from layertap.service.schemas.base import Index, Number, SignedIndices
+from layertap.service.schemas.base import Index, Number, SignedIndices, StrictBody
 from layertap.service.schemas.layers import PlaceBody
 from layertap.service.schemas.tensors import TensorBody
 
 MAX_INTERVENTIONS = 256
+
+
+class SourceBody(StrictBody):
+    """Where another input of the request has the tensor: at ``layer``, or at the point that is changed."""
+
+    input: Index
+    layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
+
+    def to_source(self) -> TensorSource:
+        """What it means; SelectorError where its layer is no selector."""
+        return TensorSource(self.input, parse_selector(self.layer) if self.layer is not None else None)
 
 
 class InterventionBody(PlaceBody):
@@ -27,6 +40,7 @@ class InterventionBody(PlaceBody):
     std: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     tensor: TensorBody | None = None
+    source: SourceBody | None = Field(None, alias="from")
     channels: SignedIndices | None = None
     tokens: SignedIndices | None = None
     heads: SignedIndices | None = None
@@ -53,8 +67,14 @@ class InterventionBody(PlaceBody):
                 queries=tuple(self.queries) if self.queries is not None else None,
                 keys=tuple(self.keys) if self.keys is not None else None,
                 region=_to_box(self.region) if self.region is not None else None,
+                source=self._read_source(),
             ),
         )
+
+    def _read_source(self) -> TensorSource | None:
+        if self.source is not None and self.tensor is not None:
+            raise SelectorError("a tensor is sent, or taken 'from' another input, not both", hint="leave one out")
+        return self.source.to_source() if self.source is not None else None
 
 
 def _read_finite(body: TensorBody) -> TensorData:

@@ -1,0 +1,88 @@
+"""Tensors that a change takes of another input: where they are captured, and the part that goes on in its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.padding import find_own_positions
+from layertap.models.errors import SelectorError, escape
+from layertap.models.hooks.sites import GRADIENTS
+from layertap.models.interventions.apply import compute_part_shape, find_indices
+from layertap.models.selection.hook_points import Operation, Reduction, TensorData
+from layertap.models.selection.matches import SelectorMatch, find_matches
+from layertap.models.selection.plan import Capture, ResolvedIntervention
+
+
+def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) -> Capture | None:
+    """What is captured of another input for a change at a point; None where nothing is.
+
+    SelectorError where it is no tensor of single rows, or its part has another shape than the one that is changed.
+    """
+    if operation.source is None:
+        return None
+    taken = _find_match(match, operation, catalog)
+    name, leaf = escape(taken.point.format_name()), taken.tensor
+    if taken.point.site in GRADIENTS or match.point.site in GRADIENTS:
+        raise SelectorError("'from' takes values, not gradients", hint="name an output, an input or attention")
+    if not leaf.is_floating or leaf.row_axis is None or leaf.mixed:
+        raise SelectorError(f"{name} is no floating tensor of which each input has its own part", hint="name another")
+    try:
+        shapes = [compute_part_shape(each.with_length(1), operation) for each in (leaf, match.tensor)]
+    except ValueError:
+        raise SelectorError(f"{name} has not the axes that are narrowed", hint="leave 'layer' out of 'from'") from None
+    if catalog.sizes_known and shapes[0] != shapes[1]:
+        there, here = (list(compute_part_shape(each, operation)) for each in (leaf, match.tensor))
+        raise SelectorError(
+            f"what {name} has there is {there}, and {here} is changed", hint="name a layer whose output has that shape"
+        )
+    return Capture(taken.point, leaf, Reduction())
+
+
+def take_part(
+    value: Tensor, source: Capture, change: ResolvedIntervention, real: Tensor | None, own: Tensor | None
+) -> TensorData:
+    """The part of a captured row that a change puts into another; ``real`` and ``own`` (1, tokens) are their masks.
+
+    SelectorError where one text has other tokens than the other.
+    """
+    part, leaf = _strip(value, source.tensor, real)
+    for axis, indices in find_indices(leaf, change.operation):
+        size = part.shape[axis]
+        if not all(0 <= index < size for index in indices):
+            raise SelectorError(f"the input that is named in 'from' has {size} tokens, and not all that are changed")
+        part = part.index_select(axis, torch.as_tensor(list(indices)))
+    if leaf.entries_per_row == 1 and leaf.row_axis is not None:
+        part = part.squeeze(leaf.row_axis)
+    wanted = compute_part_shape(_describe_own(change.tensor, own), change.operation)
+    if tuple(part.shape) != wanted:
+        raise SelectorError(
+            f"what is taken of the input in 'from' has shape {list(part.shape)}, and {list(wanted)} is changed",
+            hint="name the tokens that are changed, or send texts of one length",
+        )
+    return TensorData(tuple(part.shape), part.float().contiguous().numpy().astype("<f4").tobytes())
+
+
+def _find_match(match: SelectorMatch, operation: Operation, catalog: Catalog) -> SelectorMatch:
+    source = operation.source
+    if source is None or source.selector is None:
+        return match
+    matches, _ = find_matches(source.selector, catalog)
+    if len(matches) != 1:
+        raise SelectorError(f"'from' names {len(matches)} tensors", hint="name one: 'LAYER#0[path]'")
+    return matches[0]
+
+
+def _strip(value: Tensor, leaf: TensorInfo, real: Tensor | None) -> tuple[Tensor, TensorInfo]:
+    """What of a row is its own, without padding."""
+    if real is None or not leaf.token_axes:
+        return value, leaf
+    (axes,) = find_own_positions(leaf, real)
+    for axis, positions in axes:
+        value = value.index_select(axis, positions)
+    return value, _describe_own(leaf, real)
+
+
+def _describe_own(leaf: TensorInfo, real: Tensor | None) -> TensorInfo:
+    return leaf if real is None else leaf.with_length(int(real.sum()))

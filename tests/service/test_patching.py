@@ -1,0 +1,279 @@
+"""Tensors that an input takes of another: activation patching in one request, against hooks by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, processors
+from torch import Tensor
+
+from layertap.models.spec import ModelSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.load_server import ROOT
+from tests.service.support import Array, Json, arrays_of, configured, problem, text64
+from tests.transformers_nets import VOCABULARY, WORDS, saved, tokenizer
+
+CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_seed(1)).tolist()
+CORRUPT = [*CLEAN[:3], (CLEAN[3] + 1) % VOCABULARY, *CLEAN[4:]]
+SHORT = CLEAN[:4]
+LAYERS, HEADS, WIDTH = 2, 4, 8
+SCORES = {"layer": ".[logits]", "tokens": [-1]}
+Patch = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server of a small language model, and the model offline."""
+
+    live: Live
+    module: Any
+
+    def post(self, inputs: list[Json], **fields: Any) -> Any:
+        body = {"model": "gpt2", "layers": [SCORES], "encoding": "base64", "inputs": inputs, **fields}
+        return self.live.client.post("/extract", json=body)
+
+    def scores(self, inputs: list[Json], **fields: Any) -> Array:
+        (found,) = arrays_of(self.post(inputs, **fields)).values()
+        return found[:, 0]
+
+
+@pytest.fixture(scope="module", params=[0, 2])
+def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("models")
+    module = type(saved("gpt2", folder / "gpt2")).from_pretrained(folder / "gpt2").eval()
+    tokenizer(folder / "gpt2", cls_token=None, sep_token=None, pad_token=None)
+    plain = Tokenizer.from_file(str(folder / "gpt2" / "tokenizer.json"))
+    plain.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    plain.save(str(folder / "gpt2" / "tokenizer.json"))
+    spec = ModelSpec("gpt2", f"transformers:{folder / 'gpt2'}", device="cpu")
+    with serve(configured(spec), workers=request.param) as live:
+        yield Served(live, module)
+
+
+def place(layer: int) -> str:
+    return f"transformer.h.{layer}.attn.c_proj"
+
+
+def patch(source: int, layer: int, head: int, **more: Any) -> Json:
+    channels = list(range(WIDTH * head, WIDTH * (head + 1)))
+    entry = {"layer": place(layer), "site": "input", "op": "replace", "channels": channels, "from": {"input": source}}
+    return {"interventions": [{**entry, **more}]}
+
+
+def taken(module: Any, tokens: list[int], name: str) -> Tensor:
+    """What comes to a layer."""
+    kept: list[Tensor] = []
+
+    def keep(part: Any, args: tuple[Tensor, ...]) -> None:
+        kept.append(args[0].clone())
+
+    with torch.no_grad(), module.get_submodule(name).register_forward_pre_hook(keep):
+        module(input_ids=torch.tensor([tokens]))
+    return kept[0]
+
+
+def patched(module: Any, tokens: list[int], name: str, change: Patch) -> Array:
+    """The last token's scores where what comes to a layer is changed."""
+
+    def put(part: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (change(args[0].clone()), *args[1:])
+
+    with torch.no_grad(), module.get_submodule(name).register_forward_pre_hook(put):
+        found: Array = module(input_ids=torch.tensor([tokens])).logits[0, -1].numpy()
+    return found
+
+
+def test_every_head(served: Served) -> None:
+    """Each head of a clean run put into a corrupt one, all in one request; equal to hooks by hand."""
+    pairs = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    inputs: list[Json] = [{"tokens": CLEAN}, *({"tokens": CORRUPT, **patch(0, *pair)} for pair in pairs)]
+    found = served.scores(inputs)
+    for row, (layer, head) in enumerate(pairs, 1):
+        clean, part = taken(served.module, CLEAN, place(layer)), slice(WIDTH * head, WIDTH * (head + 1))
+
+        def change(value: Tensor, clean: Tensor = clean, part: slice = part) -> Tensor:
+            value[..., part] = clean[..., part]
+            return value
+
+        np.testing.assert_allclose(found[row], patched(served.module, CORRUPT, place(layer), change), atol=1e-4)
+    np.testing.assert_allclose(found[0], patched(served.module, CLEAN, place(0), lambda value: value), atol=1e-4)
+    assert len({value.tobytes() for value in found}) == len(inputs)
+
+
+def test_printed_script(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script of the how-to page prints what hooks by hand give, head by head."""
+    page = (ROOT / "docs" / "how-to" / "interventions.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in script.splitlines() if line.strip()]) <= 13
+    exec(compile(script.replace("http://127.0.0.1:8000", served.live.url), "page", "exec"), {})
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    clean, corrupt = (
+        [WORDS.index(word) for word in text.split()] for text in ("the cat sat on the mat", "the dog sat on the mat")
+    )
+    before = patched(served.module, corrupt, place(0), lambda value: value)[9]
+    assert len(printed) == LAYERS * HEADS
+    for _, layer, _, head, moved in printed:
+        part = slice(WIDTH * int(head), WIDTH * (int(head) + 1))
+        kept = taken(served.module, clean, place(int(layer)))
+
+        def change(value: Tensor, kept: Tensor = kept, part: slice = part) -> Tensor:
+            value[..., part] = kept[..., part]
+            return value
+
+        expected = patched(served.module, corrupt, place(int(layer)), change)[9] - before
+        assert float(moved) == pytest.approx(expected, abs=2e-4)
+
+
+def test_tokens_of_texts_of_two_lengths(served: Served) -> None:
+    """Single tokens are taken from a text of another length, each counted by its own."""
+    inputs: list[Json] = [{"tokens": SHORT}, {"tokens": CLEAN, **patch(0, 1, 2, tokens=[1, -1])}]
+    layers: Json = {"layers": [{"layer": ".[logits]", "tokens": [-1]}]}
+    found = served.scores(inputs, **layers)
+    short, part = taken(served.module, SHORT, place(1)), slice(2 * WIDTH, 3 * WIDTH)
+
+    def change(value: Tensor) -> Tensor:
+        for token in (1, -1):
+            value[0, token, part] = short[0, token, part]
+        return value
+
+    np.testing.assert_allclose(found[1], patched(served.module, CLEAN, place(1), change), atol=1e-4)
+    reply = served.post([{"tokens": SHORT}, {"tokens": CLEAN, **patch(0, 1, 2)}])
+    fault = problem(reply, 422)["errors"][0]
+    assert "texts of one length" in fault["hint"]
+    assert fault["pointer"] == "/inputs/1/interventions"
+
+
+def test_another_layer_and_sums(served: Served) -> None:
+    """What is taken may be of another layer, and be added."""
+    own = patch(0, 1, 0, op="add", channels=list(range(32)), **{"from": {"input": 0, "layer": f"{place(0)}:input"}})
+    found = served.scores([{"tokens": CLEAN}, {"tokens": CORRUPT, **own}])
+    clean = taken(served.module, CLEAN, place(0))
+    expected = patched(served.module, CORRUPT, place(1), lambda value: value + clean)
+    np.testing.assert_allclose(found[1], expected, atol=1e-4)
+
+
+def test_chains(served: Served) -> None:
+    """An input whose own run takes of a third may be taken from: whatever order they are sent in."""
+    zero = [{"layer": place(0), "site": "input", "op": "zero"}]
+    inputs: list[Json] = [
+        {"tokens": CORRUPT, **patch(1, 1, 3)},
+        {"tokens": CLEAN, **patch(2, 0, 1)},
+        {"tokens": CORRUPT, "interventions": zero},
+    ]
+    reply = served.post(inputs)
+    (found,) = arrays_of(reply).values()
+    kept: dict[int, Tensor] = {}
+
+    def second(part: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        value = args[0].clone()
+        value[..., WIDTH : 2 * WIDTH] = 0
+        return (value, *args[1:])
+
+    def keep(part: Any, args: tuple[Tensor, ...]) -> None:
+        kept[1] = args[0].clone()
+
+    with (
+        torch.no_grad(),
+        served.module.get_submodule(place(0)).register_forward_pre_hook(second),
+        served.module.get_submodule(place(1)).register_forward_pre_hook(keep),
+    ):
+        served.module(input_ids=torch.tensor([CLEAN]))
+
+    def change(value: Tensor) -> Tensor:
+        value[..., 3 * WIDTH :] = kept[1][..., 3 * WIDTH :]
+        return value
+
+    np.testing.assert_allclose(found[0, 0], patched(served.module, CORRUPT, place(1), change), atol=1e-4)
+    (receipt,) = reply.json()["receipts"].values()
+    assert len(set(receipt["fingerprints"])) == 3
+    inputs[2] = {"tokens": CORRUPT}  # what it takes was made otherwise
+    (other,) = served.post(inputs).json()["receipts"].values()
+    assert other["fingerprints"][0] != receipt["fingerprints"][0]
+
+
+def test_fingerprints(served: Served) -> None:
+    """They tell how a vector was made: not of which inputs, and not at which place these stood."""
+    first = served.post([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(0, 1, 1)}]).json()["receipts"]
+    second = served.post([{"tokens": SHORT}, {"tokens": CLEAN}, {"tokens": CLEAN, **patch(1, 1, 1)}]).json()["receipts"]
+    third = served.post([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(0, 1, 2)}]).json()["receipts"]
+    (a,), (b,), (c,) = ([receipt["fingerprints"] for receipt in each.values()] for each in (first, second, third))
+    assert a[1] == b[2] != c[1]
+    assert a[0] == b[0] == b[1] == c[0] != a[1]
+
+
+def test_gradients(served: Served) -> None:
+    """A gradient of a patched run is that of the run with the tensor sent."""
+    objective = {"kind": "logit", "class": 5, "position": -1}
+    at = {"layers": ["transformer.h.0:grad_output"], "objective": objective}
+    (found,) = arrays_of(served.post([{"tokens": CLEAN}, {"tokens": CORRUPT, **patch(0, 1, 1)}], **at)).values()
+    clean = taken(served.module, CLEAN, place(1))[0, :, WIDTH : 2 * WIDTH].contiguous()
+    data = {"dtype": "float32", "shape": list(clean.shape), "data": _encode(clean)}
+    sent = patch(0, 1, 1, tensor=data)
+    del sent["interventions"][0]["from"]
+    (expected,) = arrays_of(served.post([{"tokens": CORRUPT, **sent}], **at)).values()
+    np.testing.assert_allclose(found[1:], expected, rtol=1e-3, atol=1e-7)
+
+
+def _encode(value: Tensor) -> str:
+    return text64(value.numpy().astype("<f4").tobytes())
+
+
+REFUSED: dict[str, tuple[list[Json], str, str]] = {
+    "itself": ([{}, patch(1, 0, 0)], "/inputs/1/interventions/0", "another"),
+    "no such input": ([{}, patch(2, 0, 0)], "/inputs/1/interventions/0", "another"),
+    "each other": ([patch(1, 0, 0), patch(0, 0, 0)], "/inputs/0/interventions", "itself, in the end"),
+    "a negative input": ([{}, patch(-1, 0, 0)], "/inputs/1/interventions/0/from/input", ""),
+    "another shape": (
+        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.0.mlp.c_fc"}, "channels": None})],
+        "/inputs/1/interventions/0",
+        "128",
+    ),
+    "a gradient": (
+        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": f"{place(0)}:grad_input"}})],
+        "/inputs/1/interventions/0",
+        "not gradients",
+    ),
+    "no such layer": (
+        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.9"}})],
+        "/inputs/1/interventions/0",
+        "transformer.h.9",
+    ),
+    "many layers": (
+        [{}, patch(0, 0, 0, **{"from": {"input": 0, "layer": "transformer.h.*"}})],
+        "/inputs/1/interventions/0",
+        "name one",
+    ),
+    "with zero": ([{}, patch(0, 0, 0, op="zero")], "/inputs/1/interventions/0", "takes no"),
+    "with a value": ([{}, patch(0, 0, 0, value=1.0)], "/inputs/1/interventions/0", "not both"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(served: Served, name: str) -> None:
+    """A fault tells the input and the entry, and nothing runs."""
+    own, pointer, said = REFUSED[name]
+    (fault,) = problem(served.post([{"tokens": CLEAN, **each} for each in own]), 422)["errors"]
+    assert fault["pointer"] == pointer
+    assert said in f"{fault['detail']} {fault.get('hint', '')}"
+
+
+def test_refused_for_all(served: Served) -> None:
+    """What all inputs have changed takes nothing of one of them."""
+    fields = patch(0, 0, 0)
+    (fault,) = problem(served.post([{"tokens": CLEAN}, {"tokens": CORRUPT}], **fields), 422)["errors"]
+    assert fault["pointer"] == "/interventions/0"
+    assert "that input's" in fault["hint"]
+
+
+def test_left_out(served: Served) -> None:
+    """An input whose source is left out can't be answered."""
+    inputs = [{"tokens": CLEAN}, {"image": "AAAA"}, {"tokens": CORRUPT, **patch(1, 0, 0)}]
+    reply = served.post(inputs, on_error="skip")
+    assert "left out" in problem(reply, 422)["detail"]
