@@ -14,19 +14,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
-from layertap.models.selection.hook_points import HookPoint, Reduction
+from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 # Options younger than the recipe: where nobody asks for one, digests are as before it.
-LATER = frozenset({"stats", "by", "over", "heads", "queries", "keys", "function"})
+LATER: Mapping[type, frozenset[str]] = {
+    Reduction: frozenset({"stats", "by", "over", "heads", "queries", "keys"}),
+    Operation: frozenset({"heads", "queries", "keys", "source"}),
+    Objective: frozenset({"position"}),
+    Selector: frozenset({"function"}),
+    ResolvedIntervention: frozenset({"source"}),
+}
 SURVEYED = frozenset({"values", "longest", "long_axis"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -120,11 +126,11 @@ def digest_reply(results: Iterable[str]) -> str:
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:
     """A change without what is only here or now: what a catalogue knows of it, which input a tensor is taken of."""
-    fields = {name: value for name, value in _to_plain_data(change).items() if name not in ("tensor", "source")}
+    described = {name: value for name, value in _to_plain_data(change).items() if name not in ("tensor", "source")}
     if isinstance(change, ResolvedIntervention) and change.source is not None:
-        operation = {name: value for name, value in fields["operation"].items() if name != "source"}
-        fields |= {"operation": operation, "source": _to_plain_data(change.source.point)}
-    return fields | ({"tokens": "own"} if change.tensor.token_axes else {})
+        operation = {name: value for name, value in described["operation"].items() if name != "source"}
+        described |= {"operation": operation, "source": _to_plain_data(change.source.point)}
+    return described | ({"tokens": "own"} if change.tensor.token_axes else {})
 
 
 def _describe_picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
@@ -138,12 +144,16 @@ def _describe_input(spec: InputSpec) -> dict[str, Any]:
 
 
 def _to_plain_data(value: object) -> dict[str, Any]:
-    """A dataclass as plain data, with everything in it."""
-    return asdict(value, dict_factory=_drop_unset)  # type: ignore[call-overload,no-any-return]
-
-
-def _drop_unset(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in fields if value is not None or name not in LATER}
+    """A dataclass as plain data, with everything in it but options that are younger than the recipe and not used."""
+    if not is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} is no dataclass")
+    later = LATER.get(type(value), frozenset())
+    entries = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {
+        name: _to_plain_data(entry) if is_dataclass(entry) else entry
+        for name, entry in entries.items()
+        if entry is not None or name not in later
+    }
 
 
 def _list_settings(part: nn.Module) -> dict[str, object]:

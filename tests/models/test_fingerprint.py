@@ -332,6 +332,8 @@ def test_digests_stay() -> None:
     assert digest_result(MODEL, POINT, how) == "96ca313bee1115357da44a78e9abc0f5"
     assert digest_explanation("gradient_rollout", ["b", "a"]) == "14decdc0229aa00c3736c3a95be8e71d"
     assert digest_result(MODEL, gradient, Reduction(), digest_changes([goal])) == "8b08032b09cbcecca0fd03ce0e92dbcb"
+    change = ResolvedIntervention(POINT, leaf, Operation("zero", channels=(1,)))
+    assert digest_changes([change]) == "54e89bd48bb230c844a4d973ca11ee35"
 
 
 def test_changes_without_padding() -> None:
