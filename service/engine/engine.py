@@ -21,7 +21,7 @@ from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.results import collect_features
 from layertap.service.engine.rows import Items
-from layertap.service.engine.sources import fill_tensors, plan_stages
+from layertap.service.engine.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
@@ -135,7 +135,8 @@ class Engine:
     async def _prepare(self, planned: PlannedRequest, decoded: DecodedInputs, admission: Admission) -> list[Job]:
         """The jobs of rows that are decoded, planned anew where they are not what was expected."""
         jobs = await self.job_maker.make_jobs(planned, decoded, admission.deadline)
-        admission.reserve_bytes(max(sum(job.nbytes for job in jobs) - planned.nbytes, 0))
+        needed = sum(job.nbytes + count_taken_bytes(job) for job in jobs)
+        admission.reserve_bytes(max(needed - planned.nbytes, 0))
         return jobs
 
     async def _collect_features(self, answers: list[Answer], deadline: float) -> list[Features]:

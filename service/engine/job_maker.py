@@ -122,5 +122,8 @@ def _check(planned: PlannedRequest) -> None:
             "or want different things"
         )
         raise RequestError(detail, hint=f"{HINT}, or leave 'isolated' out: each then runs alone")
+    if request.verify and request.for_input(planned.place).interventions:
+        detail = "an input with interventions of its own can't be verified"
+        raise RequestError(detail, hint="leave 'verify' out, or its interventions")
     if request.probe:
         raise RequestError("these inputs have no probe in common", hint=f"{HINT}, or leave 'probe' out")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from math import prod
 
 from torch import Tensor
 
 from layertap.models import fingerprint
 from layertap.models.errors import Fault, RequestError, SelectorError
+from layertap.models.interventions.apply import compute_part_shape
 from layertap.models.interventions.sources import take_part
-from layertap.models.selection.plan import ResolvedIntervention
+from layertap.models.selection.plan import Capture, ResolvedIntervention
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.request import Job
 
@@ -43,6 +46,11 @@ def plan_stages(jobs: Sequence[Job]) -> list[Stage]:
 def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
     """The jobs with captures of what others take of them, and with fingerprints that tell how that was made."""
     changes: dict[int | None, str | None] = {}
+    extra: dict[int | None, set[Capture]] = defaultdict(set)
+    for job in jobs:
+        for change in _list_taking(job):
+            if change.source is not None:
+                extra[_get_input(change)].add(change.source)
     prepared = list(jobs)
     for stage in plan_stages(jobs):
         for number in stage:
@@ -50,18 +58,17 @@ def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
             of_sources = [digest for place in _list_sources(job) if (digest := changes[place]) is not None]
             own = fingerprint.digest_changes(job.spec.plan.resolved_interventions)
             changes[job.place] = fingerprint.digest_sources(own or "", of_sources) if of_sources else own
-            extra = frozenset(
-                change.source
-                for other in jobs
-                for change in _list_taking(other)
-                if change.source is not None and _get_input(change) == job.place
-            )
-            plan = replace(job.spec.plan, extra=extra) if extra else job.spec.plan
+            plan = replace(job.spec.plan, extra=frozenset(extra[job.place])) if extra[job.place] else job.spec.plan
             digests = job.fingerprints
             if of_sources:
                 digests = {key: fingerprint.digest_sources(digest, of_sources) for key, digest in digests.items()}
             prepared[number] = replace(job, spec=replace(job.spec, plan=plan), fingerprints=digests)
     return prepared
+
+
+def count_taken_bytes(job: Job) -> int:
+    """Bytes of what a job's changes take of other inputs, at least."""
+    return sum(4 * prod(compute_part_shape(change.tensor, change.operation)) for change in _list_taking(job))
 
 
 def fill_tensors(job: Job, answers: Iterable[tuple[Job, Sequence[Results]]]) -> Job:

@@ -178,6 +178,14 @@ def test_refused(served: Live, name: str) -> None:
     assert said in f"{fault['detail']} {fault.get('hint', '')}"
 
 
+def test_not_verified(served: Live) -> None:
+    """Nothing is called verified where an input is changed; a class of its own does no harm."""
+    reply = post(served, [{}, {"interventions": [CHANGE]}], [HEAD], verify=True)
+    assert problem(reply, 422)["errors"][0]["input"] == 1
+    plain = post(served, [{}, {"interventions": []}], [HEAD], verify=True)
+    assert plain.headers["X-Layertap-Verified"] == "true"
+
+
 def test_no_probe(served: Live) -> None:
     """What inputs want of their own no fixed input shows."""
     reply = post(served, [{"interventions": [CHANGE]}, {}], [HEAD], probe=True)

@@ -16,8 +16,9 @@ from torch import Tensor
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.digits_reference import random_images
 from tests.service.load_server import ROOT
-from tests.service.support import Array, Json, arrays_of, configured, problem, text64
+from tests.service.support import Array, Json, arrays_of, configured, problem, tensor, text64
 from tests.transformers_nets import VOCABULARY, WORDS, saved, tokenizer
 
 CLEAN = torch.randint(4, VOCABULARY, (7,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -262,6 +263,20 @@ def test_refused(served: Served, name: str) -> None:
     (fault,) = problem(served.post([{"tokens": CLEAN, **each} for each in own]), 422)["errors"]
     assert fault["pointer"] == pointer
     assert said in f"{fault['detail']} {fault.get('hint', '')}"
+
+
+def test_bytes_that_are_taken_are_counted(serve: Serve) -> None:
+    """Copies for many inputs are part of what a request holds: refused before any forward where they are too many."""
+    row = tensor(random_images(1, seed=0)[0])
+    edit = {"layer": "block1", "op": "add", "from": {"input": 0}}
+    inputs = [row, *({**row, "interventions": [edit]} for _ in range(63))]
+    body = {"model": "digits", "layers": ["head"], "inputs": inputs}
+    with serve() as live:
+        assert live.client.post("/extract", json=body).status_code == 200
+    with serve(max_queue_bytes=4_000_000) as live:
+        plain = {**body, "inputs": [row] * 64}
+        assert live.client.post("/extract", json=plain).status_code == 200
+        assert "bytes" in problem(live.client.post("/extract", json=body), 413)["detail"]
 
 
 def test_refused_for_all(served: Served) -> None:
