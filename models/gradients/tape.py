@@ -30,6 +30,7 @@ class Tape:
 
     def __init__(self) -> None:
         self._anchors: dict[Key, Tensor] = {}
+        self._changed: list[Tensor] = []  # the successors whose gradients are changed first
         self._totals: dict[Any, Tensor] = {}
 
     def anchor(self, key: Key, value: Tensor, changes: Iterable[Callable[[Tensor], Tensor]]) -> Tensor:
@@ -40,11 +41,13 @@ class Tape:
         # Where nothing before it is differentiated the graph begins here: weights are frozen, inputs may be integers.
         anchor = value.clone() if value.requires_grad else value.detach().clone().requires_grad_()
         self._anchors[key] = anchor
-        successor = anchor.clone()
+        changed, successor = None, anchor.clone()
         for change in changes:
             # Not on the anchor: whether autograd looks at a tensor before or after its own hooks is its affair.
             successor.register_hook(change)  # type: ignore[no-untyped-call]
-            successor = successor.clone()
+            changed, successor = successor, successor.clone()
+        if changed is not None:
+            self._changed.append(changed)
         return successor
 
     def add(self, where: object, objective: Tensor) -> None:
@@ -58,16 +61,18 @@ class Tape:
         return not ends.isdisjoint(_collect_nodes(self._totals[where]))
 
     def compute_gradients(self) -> Mapping[Key, Tensor]:
-        """The gradient at each anchor: zero where the objective does not depend on it. Ends the graph.
+        """The gradient at each anchor: zero, changed too, where the objective does not depend on it. Ends the graph.
 
         InputError where the model computes what has no derivative.
         """
         anchors = list(self._anchors.values())
         totals = [total for total in self._totals.values() if total.requires_grad]
-        if not totals:
+        # Autograd calls no hook where no gradient arrives: it would depend on the rows beside whether a change is made.
+        seeds = [None] * len(totals) + [torch.zeros_like(changed) for changed in self._changed]
+        if not seeds:
             return {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
         try:
-            gradients = torch.autograd.grad(totals, anchors, allow_unused=True)
+            gradients = torch.autograd.grad([*totals, *self._changed], anchors, seeds, allow_unused=True)
         except RuntimeError as error:
             if is_device_error(error):
                 raise

@@ -264,6 +264,33 @@ def test_clipped_gradients() -> None:
     torch.testing.assert_close(found["layer1:grad_output"], back, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+def test_changed_gradients_where_none_arrives(beside: bool) -> None:
+    """A gradient that a change in the forward cuts off is 0, and changed as any other, whatever shares the forward."""
+    module = resnet().eval().requires_grad_(False)
+    catalog = surveyed(module, 3, 32, 32)
+    cutting = Intervention(parse_selector("layer3:input"), Operation("zero"))
+    putting = Intervention(parse_selector("layer2:grad_output"), Operation("replace", value=0.3, channels=(5,)))
+    asked = [parse_selector("layer2:grad_output"), parse_selector("layer1:grad_output")]
+    plan = make_plan(asked, catalog, [cutting, putting], Objective("logit", 1))
+    other = make_plan(asked, catalog, [], Objective("logit", 2))
+    x = randoms(1 + beside, 3, 32, 32, seed=8)
+    share = RequestSlice(0, 1, plan.captures, plan.resolved_interventions, plan.objective)
+    shares = [share, RequestSlice(1, 2, other.captures, (), other.objective)][: len(x)]
+    taken = FeatureExtractor(module).extract_slices(lambda: module(x.clone()), shares, len(x)).select(share)
+    found = {result.key: taken[result.capture].values for result in plan.results}
+
+    net: Any = module
+    start = net.layer1(net.maxpool(net.relu(net.bn1(net.conv1(x[:1]))))).clone().requires_grad_()
+    middle = net.layer2(start.clone())
+    put = torch.zeros_like(middle)
+    put[:, 5] = 0.3
+    assert torch.equal(found["layer2:grad_output"], put)
+    back = torch.autograd.grad(middle, start, grad_outputs=put)[0]
+    torch.testing.assert_close(found["layer1:grad_output"], back, rtol=1e-4, atol=1e-6)
+    assert back.abs().max() > 1e-3
+
+
 def test_every_call_by_default() -> None:
     """A module that runs three times is changed three times; one call is named by its number."""
     module = bottlenecks().eval()
