@@ -10,7 +10,7 @@ from layertap.models.catalog.padding import find_own_positions
 from layertap.models.errors import SelectorError, escape
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.interventions.apply import compute_part_shape, find_indices
-from layertap.models.selection.hook_points import Operation, Reduction, TensorData
+from layertap.models.selection.hook_points import HookPoint, Operation, Reduction, TensorData
 from layertap.models.selection.matches import SelectorMatch, find_matches
 from layertap.models.selection.plan import Capture, ResolvedIntervention
 
@@ -38,6 +38,14 @@ def find_source(match: SelectorMatch, operation: Operation, catalog: Catalog) ->
             f"what {name} has there is {there}, and {here} is changed", hint="name a layer whose output has that shape"
         )
     return Capture(taken.point, leaf, Reduction())
+
+
+def find_tensor(point: HookPoint, catalog: Catalog) -> TensorInfo | None:
+    """The tensor that a point has in another catalogue of the same model; None where there is none."""
+    layer = catalog.layers.get(point.layer)
+    for call in layer.calls[point.call :][:1] if layer is not None else ():
+        return next((leaf for leaf in call.get_boundary(point.site).tensors if leaf.path == point.path), None)
+    return None
 
 
 def take_part(

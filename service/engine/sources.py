@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from math import prod
@@ -11,9 +11,9 @@ from math import prod
 from torch import Tensor
 
 from layertap.models import fingerprint
-from layertap.models.errors import Fault, RequestError, SelectorError
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.interventions.apply import compute_part_shape
-from layertap.models.interventions.sources import take_part
+from layertap.models.interventions.sources import find_tensor, take_part
 from layertap.models.selection.plan import Capture, ResolvedIntervention
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.request import Job
@@ -45,14 +45,11 @@ def plan_stages(jobs: Sequence[Job]) -> list[Stage]:
 
 def prepare_sources(jobs: Sequence[Job]) -> list[Job]:
     """The jobs with captures of what others take of them, and with fingerprints that tell how that was made."""
+    stages = plan_stages(jobs)
+    extra = _collect_sources(jobs)
     changes: dict[int | None, str | None] = {}
-    extra: dict[int | None, set[Capture]] = defaultdict(set)
-    for job in jobs:
-        for change in _list_taking(job):
-            if change.source is not None:
-                extra[_get_input(change)].add(change.source)
     prepared = list(jobs)
-    for stage in plan_stages(jobs):
+    for stage in stages:
         for number in stage:
             job = jobs[number]
             of_sources = [digest for place in _list_sources(job) if (digest := changes[place]) is not None]
@@ -90,6 +87,33 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Sequence[Results]]]) -> 
 
     changes = tuple(tuple(fill(change) for change in each) for each in job.spec.plan.interventions)
     return replace(job, spec=replace(job.spec, plan=replace(job.spec.plan, interventions=changes)))
+
+
+def _collect_sources(jobs: Sequence[Job]) -> Mapping[int | None, set[Capture]]:
+    """What is captured of each input for others; RequestError where it has another shape than theirs has there."""
+    by_place = {job.place: job for job in jobs}
+    captures: dict[int | None, set[Capture]] = defaultdict(set)
+    for job in jobs:
+        for change in _list_taking(job):
+            source, place = change.source, _get_input(change)
+            if source is not None:
+                _check_shape(job, source, by_place[place])
+                captures[place].add(source)
+    return captures
+
+
+def _check_shape(job: Job, source: Capture, taken: Job) -> None:
+    """RequestError where inputs of several shapes have several shapes at what is taken, too."""
+    if taken.catalog is job.catalog or not taken.catalog.sizes_known:
+        return
+    there, here = find_tensor(source.point, taken.catalog), source.tensor
+    if there is None or there.shape != here.shape:
+        shape = "nothing" if there is None else str(list(there.shape[1:]))
+        name = escape(source.point.format_name())
+        detail = (
+            f"what {name} has of the input in 'from' is {shape}, and {list(here.shape[1:])} with this input's shape"
+        )
+        raise _refuse(job, detail, "take it from an input of the same shape")
 
 
 def _list_taking(job: Job) -> list[ResolvedIntervention]:

@@ -265,6 +265,24 @@ def test_refused(served: Served, name: str) -> None:
     assert said in f"{fault['detail']} {fault.get('hint', '')}"
 
 
+def test_inputs_of_several_shapes(serve: Serve) -> None:
+    """What has one shape for both is taken; what has not is refused in the words of the request, before any forward."""
+    images = [tensor(np.ones((3, *size), np.float32)) for size in ((32, 32), (40, 32))]
+
+    def post(live: Live, layer: str) -> Any:
+        edit = {"layer": layer, "op": "replace", "from": {"input": 0}}
+        body = {"model": "digits", "layers": ["head"], "inputs": [images[0], {**images[1], "interventions": [edit]}]}
+        return live.client.post("/extract", json={**body, "encoding": "base64"})
+
+    with serve() as live:
+        (found,) = arrays_of(post(live, "pool")).values()
+        np.testing.assert_allclose(found[0], found[1], atol=1e-6)
+        (fault,) = problem(post(live, "block1"), 422)["errors"]
+        assert (fault["pointer"], fault["input"]) == ("/inputs/1/interventions", 1)
+        assert "[16, 32, 32], and [16, 40, 32]" in fault["detail"]
+        assert "same shape" in fault["hint"]
+
+
 def test_bytes_that_are_taken_are_counted(serve: Serve) -> None:
     """Copies for many inputs are part of what a request holds: refused before any forward where they are too many."""
     row = tensor(random_images(1, seed=0)[0])
