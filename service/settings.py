@@ -33,7 +33,7 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 # By RFC 3986: never percent-encoded.
 UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 # What paths of the server begin with; here, for torch is imported where the routes are made.
-ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz"})
+ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz", "v1", "v2"})
 MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
 MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
 MIN_WORKER_MEMORY_BYTES = 256 * MIB
@@ -149,6 +149,7 @@ class Settings(BaseSettings):
     max_reply_bytes: Bytes = Field(256 * MIB, gt=0)
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)
+    cache_bytes: Bytes = Field(0, ge=0)
     deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
     drain_delay_s: float | None = Field(None, ge=0, allow_inf_nan=False)  # None: as long as whoever may look needs
     url_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)

@@ -35,7 +35,7 @@ def negotiate(accept: str | None, format: str | None, formats: Mapping[str, T]) 
         return formats[format]
     if accept is None or not accept.strip(" \t,"):
         return next(iter(formats.values()))
-    ranges = _parse_qualities(accept)
+    ranges = parse_qualities(accept)
     best = max(formats.values(), key=lambda each: _rank(each.media_type, ranges))
     if _rank(best.media_type, ranges)[0] <= 0:
         hint = "accept one of " + ", ".join(each.media_type for each in formats.values())
@@ -52,8 +52,8 @@ def _rank(media_type: str, ranges: Mapping[str, float]) -> tuple[float, int]:
     return 0.0, -len(candidates)
 
 
-def _parse_qualities(accept: str) -> dict[str, float]:
-    """Media ranges to their qualities; of a repeated one, the highest."""
+def parse_qualities(accept: str) -> dict[str, float]:
+    """Media ranges, or the codings of ``Accept-Encoding``, to their qualities; of a repeated one, the highest."""
     qualities: dict[str, float] = {}
     for media_range, quality in _split_ranges(accept):
         qualities[media_range] = max(quality, qualities.get(media_range, 0.0))

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 from io import BytesIO
-from typing import IO
 
 from numpy.lib import format as npy_format
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import to_little_endian
+from layertap.service.formats.buffers import Buffers, view_bytes
 from layertap.service.formats.reply_format import Encoding
 
 _HINT = "use application/x-npz (format=npz), which holds any number of arrays"
 
 
-def encode(features: Features, encoding: Encoding) -> bytes:
+def encode(features: Features, encoding: Encoding) -> Buffers:
     """The only result as a .npy file; ``encoding`` changes nothing.
 
     NotAcceptableError: none or several results, or one with a scale.
@@ -26,17 +26,14 @@ def encode(features: Features, encoding: Encoding) -> bytes:
         raise NotAcceptableError(detail, hint=_HINT)
     if features.scales:
         raise NotAcceptableError("application/x-npy has no place for the scale of an int8 result", hint=_HINT)
-    stream = BytesIO()
-    for array in features.arrays.values():
-        write_npy(stream, array)
-    return stream.getvalue()
+    (array,) = features.arrays.values()
+    return write_npy(array)
 
 
-def write_npy(stream: IO[bytes], array: Array) -> None:
-    """Append ``array`` to ``stream`` as a .npy file, format version 1.0."""
+def write_npy(array: Array) -> Buffers:
+    """An array as a .npy file, format version 1.0: what precedes its data, and its data."""
     array = to_little_endian(array)
-    stream.write(_make_header(array.shape, array.dtype.str))
-    stream.write(array.data)
+    return [_make_header(array.shape, array.dtype.str), view_bytes(array)]
 
 
 @lru_cache(maxsize=256)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zipfile
-from io import BytesIO
+from typing import IO, cast
 
 import numpy as np
 import orjson
 
 from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import name_arrays
+from layertap.service.formats.buffers import BufferFile, Buffers
 from layertap.service.formats.npy import write_npy
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.formats.reply_format import Encoding
@@ -21,7 +22,7 @@ _ZIP64_FROM = 2**31 - 2**20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-def encode(features: Features, encoding: Encoding) -> bytes:
+def encode(features: Features, encoding: Encoding) -> Buffers:
     """The results as a .npz file, scales as ``KEY.scale``; ``encoding`` changes nothing.
 
     ``skipped`` holds the places of the inputs that were left out, where some were; ``files``, ``fingerprint``,
@@ -29,15 +30,15 @@ def encode(features: Features, encoding: Encoding) -> bytes:
 
     The same features give the same bytes. NotAcceptableError: two arrays of the same name.
     """
-    stream = BytesIO()
+    file = BufferFile()
     # Not numpy.savez: it takes the keys as keyword arguments, so that one called "file" breaks it, and it writes the
     # time of day into the archive.
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(cast("IO[bytes]", file), "w", zipfile.ZIP_STORED) as archive:
         for name, array in {**name_arrays(features), **_make_extra_arrays(features)}.items():
             entry = zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
             with archive.open(entry, "w", force_zip64=array.nbytes > _ZIP64_FROM) as body:
-                write_npy(body, array)
-    return stream.getvalue()
+                body.writelines(write_npy(array))
+    return file.buffers
 
 
 def _make_extra_arrays(features: Features) -> dict[str, Array]:

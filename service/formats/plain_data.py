@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import orjson
+
 from layertap.models.errors import Fault
 from layertap.service.features import Features
 
@@ -17,6 +19,22 @@ def describe_receipts(features: Features) -> dict[str, dict[str, Any]]:
 def describe_errors(features: Features) -> list[dict[str, Any]]:
     """The faults of the inputs that were left out; what a fault does not have is left out."""
     return [_drop_blanks(fault) for fault in features.errors]
+
+
+def describe_as_text(features: Features) -> dict[str, str]:
+    """All of it, for the metadata of a file, which is text: what is more than a word is JSON."""
+    return {
+        "model": features.model,
+        "fingerprint": features.fingerprint,
+        "rows": str(features.rows),
+        "receipts": orjson.dumps(describe_receipts(features)).decode(),
+        "errors": orjson.dumps(describe_errors(features)).decode(),
+        **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
+        **({"files": orjson.dumps(features.files).decode()} if features.files else {}),
+        **({"verified": "true"} if features.verified else {}),
+        **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
+        **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
+    }
 
 
 def _drop_blanks(fault: Fault) -> dict[str, Any]:

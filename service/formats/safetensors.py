@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
-from safetensors.numpy import save
 
 from layertap.service.errors import NotAcceptableError
-from layertap.service.features import Features
+from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import name_arrays, to_little_endian
-from layertap.service.formats.plain_data import describe_errors, describe_receipts
+from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.plain_data import describe_as_text
 from layertap.service.formats.reply_format import Encoding
 
 _RESERVED = "__metadata__"
 
 
-def encode(features: Features, encoding: Encoding) -> bytes:
+def encode(features: Features, encoding: Encoding) -> Buffers:
     """The results as a safetensors file, scales as ``KEY.scale``; ``encoding`` changes nothing.
 
     The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
@@ -28,32 +30,23 @@ def encode(features: Features, encoding: Encoding) -> bytes:
     if _RESERVED in tensors:
         detail = f"application/x-safetensors has no place for a result named '{_RESERVED}'"
         raise NotAcceptableError(detail, hint="give it another name with `as`")
-    return _add_metadata(save(tensors), _make_metadata(features))
-
-
-def _make_metadata(features: Features) -> dict[str, str]:
-    return {
-        "model": features.model,
-        "fingerprint": features.fingerprint,
-        "rows": str(features.rows),
-        "receipts": orjson.dumps(describe_receipts(features)).decode(),
-        "errors": orjson.dumps(describe_errors(features)).decode(),
-        **({"skipped": ",".join(map(str, features.skipped))} if features.skipped else {}),
-        **({"files": orjson.dumps(features.files).decode()} if features.files else {}),
-        **({"verified": "true"} if features.verified else {}),
-        **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
-        **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
-    }
-
-
-def _add_metadata(body: bytes, metadata: dict[str, str]) -> bytes:
-    """The file with ``metadata`` at the head of its header.
-
-    The library would write metadata in another order each time, and so no two replies alike.
-    """
-    (length,) = struct.unpack_from("<Q", body)
-    header = body[8 : 8 + length].strip()
-    entry = b'{"' + _RESERVED.encode() + b'":' + orjson.dumps(metadata)
-    header = entry + (b"," if header != b"{}" else b"") + header[1:]
+    # Those of large numbers first: so each begins where its numbers are aligned, though there is no gap between them.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    header = orjson.dumps({_RESERVED: describe_as_text(features), **_describe_tensors(tensors)})
     header += b" " * (-len(header) % 8)
-    return b"".join((struct.pack("<Q", len(header)), header, memoryview(body)[8 + length :]))
+    return [struct.pack("<Q", len(header)) + header, *map(view_bytes, tensors.values())]
+
+
+def _describe_tensors(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    """What the header says of each: the library writes no header without the numbers, and those twice."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        entries[name] = {"dtype": _name_dtype(array), "shape": array.shape, "data_offsets": (begin, end)}
+    return entries
+
+
+def _name_dtype(array: Array) -> str:
+    """F32, I64 and the like; complex numbers are no results."""
+    return "BOOL" if array.dtype.kind == "b" else f"{array.dtype.kind.upper()}{8 * array.dtype.itemsize}"

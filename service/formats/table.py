@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layertap.service.formats import json, npy, npz, safetensors
+from layertap.service.formats import arrow, json, npy, npz, safetensors
 from layertap.service.formats.reply_format import ReplyFormat
 
 _TABLE = (
@@ -16,6 +16,14 @@ _TABLE = (
         reserved_for_files=npz.OF_FILES,
     ),
     ReplyFormat("safetensors", "application/x-safetensors", safetensors.encode),
+    ReplyFormat(
+        "arrow",
+        "application/vnd.apache.arrow.stream",
+        arrow.encode,
+        reserved_for_files=frozenset({arrow.FILE}),
+        check=arrow.check_installed,
+        in_thread=True,
+    ),
 )
 
 FORMATS: dict[str, ReplyFormat] = {each.name: each for each in _TABLE}

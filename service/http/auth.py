@@ -18,7 +18,7 @@ from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.token_bucket import TokenBucket
 from layertap.service.settings import LOOPBACK, Settings
 
-OPEN_PATHS = frozenset({"/livez", "/readyz"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
 CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
 BLANKS = " \t"  # around a field's value they are none of it
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"

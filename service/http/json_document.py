@@ -12,8 +12,11 @@ from layertap.service.errors import BadRequestError
 MAX_BRACKETS = 500_000
 
 
-def load_json(data: bytes, max_depth: int) -> Any:
-    """A JSON document no deeper than it may be; BadRequestError, TooLargeError where it has very many brackets."""
+def load_json(data: bytes, max_depth: int, name: str = "the body") -> Any:
+    """A JSON document no deeper than it may be; BadRequestError, TooLargeError where it has very many brackets.
+
+    ``name`` is what errors call it.
+    """
     # Each makes an object that the garbage collector looks at, while no other thread runs.
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > MAX_BRACKETS:
@@ -24,7 +27,7 @@ def load_json(data: bytes, max_depth: int) -> Any:
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         hint = "send UTF-8 without a byte order mark, NaN or Infinity"
-        raise BadRequestError(f"the body is not JSON: {where}", hint=hint) from None
+        raise BadRequestError(f"{name} is not JSON: {where}", hint=hint) from None
     # Only a document with that many brackets can be that deep.
     if brackets > max_depth and _is_deeper(value, max_depth):
         raise BadRequestError(f"the JSON is nested deeper than {max_depth}")

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -16,14 +17,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from layertap.models.errors import LayertapError, escape
 from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingError, KeyRateError, UnavailableError
 from layertap.service.http.auth import Keyring
+from layertap.service.http.buffers_response import LARGE
+from layertap.service.http.compression import RunInThread, compress_replies
 from layertap.service.http.plain_route import METHOD, PlainRoute
-from layertap.service.http.problems import make_error_response
+from layertap.service.http.problems import ProblemEncoder, describe_error, find_encoder
 from layertap.service.http.security_headers import SECURITY_HEADERS
 from layertap.service.metrics import OTHER, Metrics
 from layertap.service.settings import Settings
 
 log = logging.getLogger("layertap.access")
-LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
 TRACES = "fastapi.telemetry"  # what FastAPI notes in a scope where it traces requests
 ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 
@@ -31,14 +33,28 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 class RequestContextMiddleware:
     """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` and ``notes`` for routes to fill.
 
-    ``until_sent`` in it is a stack of contexts that are left when the reply is sent, but for its last ``LARGE`` bytes.
+    ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
+    ``run_in_thread`` runs what compresses replies.
+
+    ``until_sent`` in ``state`` is a stack of contexts that are left when the reply is sent, but for its last ``LARGE``
+    bytes.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, routes: Iterable[PlainRoute] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Metrics,
+        run_in_thread: RunInThread,
+        routes: Iterable[PlainRoute] = (),
+        encoders: Mapping[str, ProblemEncoder] = MappingProxyType({}),
+    ) -> None:
         self.app = app
+        self.encoders = encoders
         self.root_path = settings.root_path
         self.keyring = Keyring(settings)
         self.metrics = metrics
+        self.run_in_thread = run_in_thread
         self.plain_routes = {route.path: route for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +68,7 @@ class RequestContextMiddleware:
             **scope.get("state", {}),
             "request_id": _choose_request_id(headers),
             "admin": False,
+            "encode_problem": find_encoder(scope["path"], self.encoders),
             "timings": {},
             "notes": {},
             "until_sent": (until_sent := ExitStack()),
@@ -82,11 +99,12 @@ class RequestContextMiddleware:
         """Whatever the app raises is a bug, its own or a model's: it goes to the log; the caller hears just that."""
         is_plain = scope["method"] == METHOD and TRACES not in scope
         route = self.plain_routes.get(scope["path"]) if is_plain else None
+        send = compress_replies(scope, exchange.send, self.run_in_thread)
         try:
             if route is None:
-                await self.app(scope, exchange.receive, exchange.send)
+                await self.app(scope, exchange.receive, send)
             else:
-                await _call_plain_route(route, scope, exchange)
+                await _call_plain_route(route, scope, exchange, send)
         except asyncio.CancelledError:  # by a server that ends and waits no longer
             if exchange.status:
                 raise
@@ -138,7 +156,8 @@ class _Exchange:
 
     async def send_error(self, error: Exception) -> None:
         """Reply with an error, unless a reply has begun."""
-        response = make_error_response(error, self._scope["state"]["request_id"])
+        state = self._scope["state"]
+        response = state["encode_problem"](describe_error(error, state["request_id"]))
         if not self.status:
             await response(self._scope, self.receive, self.send)
 
@@ -150,11 +169,11 @@ class _Exchange:
         return ", ".join(entries)
 
 
-async def _call_plain_route(route: PlainRoute, scope: Scope, exchange: _Exchange) -> None:
+async def _call_plain_route(route: PlainRoute, scope: Scope, exchange: _Exchange, send: Send) -> None:
     """Call an endpoint without what else the app calls on the way to one."""
     scope["route"] = route
     try:
-        await route.app(scope, exchange.receive, exchange.send)
+        await route.app(scope, exchange.receive, send)
     except LayertapError as error:
         await exchange.send_error(error)
 
@@ -164,7 +183,7 @@ def make_context_headers(request_id: str, timing: str) -> list[tuple[bytes, byte
     return [
         (b"x-request-id", request_id.encode("latin-1")),
         (b"server-timing", timing.encode("latin-1")),
-        (b"vary", b"Accept"),
+        (b"vary", b"Accept, Accept-Encoding"),
         *SECURITY_HEADERS,
     ]
 

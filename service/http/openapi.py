@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json_schema
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody
+from layertap.service.schemas.examples import EXAMPLES, EXPLAIN, EXTRACT, PARAMETERS
+from layertap.service.schemas.replies import (
+    DryRunReply,
+    FeaturesReply,
+    HealthReply,
+    LayersReply,
+    Model,
+    ModelsReply,
+    ProbeReply,
+    Problem,
+)
 
 TEMPLATE = "#/components/schemas/{model}"
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-PROBLEM: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "title", "status", "detail", "request_id"],
-    "properties": {
-        "type": {"type": "string"},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
-        "request_id": {"type": "string"},
-        "errors": {"type": "array", "items": {"type": "object"}},
-    },
-}
+
+
+def _refer(*models: type[BaseModel]) -> dict[str, Any]:
+    """The schema of what is one of these."""
+    references = [{"$ref": TEMPLATE.format(model=each.__name__)} for each in models]
+    return references[0] if len(references) == 1 else {"anyOf": references}
 
 
 def _make_parameter(name: str, schema: dict[str, Any], where: str = "query") -> dict[str, Any]:
     return {"name": name, "in": where, "required": False, "schema": schema}
 
 
+def _make_json_parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """A query parameter that holds JSON."""
+    return {"name": name, "in": "query", "required": False, "content": {"application/json": {"schema": schema}}}
+
+
 def describe_problem(description: str) -> dict[str, Any]:
     """A response that is an error, for ``responses`` of a route."""
     return {
         "description": description,
-        "content": {"application/problem+json": {"schema": {"$ref": TEMPLATE.format(model="Problem")}}},
+        "content": {"application/problem+json": {"schema": _refer(Problem)}},
     }
+
+
+def describe_reply(reply: type[BaseModel], description: str = "Successful response") -> dict[str, Any]:
+    """A good response that is JSON, for ``responses`` of a route."""
+    return {"description": description, "content": {"application/json": {"schema": _refer(reply)}}}
 
 
 OTHER_PROBLEMS: dict[int | str, dict[str, Any]] = {"default": describe_problem("Any other error")}
@@ -48,25 +65,35 @@ COMMON = [
     _make_parameter("on_error", {"type": "string"}),
     _make_parameter("isolated", {"type": "boolean"}),
     _make_parameter("priority", {"enum": ["interactive", "bulk"]}),
-    _make_parameter("objective", {"type": "string", "description": "what gradients are of: its kind"}),
+    _make_parameter(
+        "objective", {"type": "string", "description": "what gradients are of: its kind, or an ObjectiveBody as JSON"}
+    ),
     _make_parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
+    _make_json_parameter("target", {"type": "array", "items": {"type": "number"}, "minItems": 1}),
     _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
 ]
 
 
 def _make_operation(
-    name: str, summary: str, description: str, body: type[BaseModel], *parameters: dict[str, Any]
+    name: str,
+    summary: str,
+    description: str,
+    body: type[BaseModel],
+    examples: Mapping[str, Any],
+    replies: tuple[type[BaseModel], ...],
+    *parameters: dict[str, Any],
 ) -> dict[str, Any]:
-    """An operation that takes inputs in three ways and replies in every format."""
+    """An operation that takes inputs in three ways and replies in every format, as ``replies`` in JSON."""
+    json_reply = {"schema": _refer(*replies)}
     return {
         "tags": [name],
         "summary": summary,
         "description": description,
-        "operationId": f"{name}_{name}_post",
+        "operationId": name,
         "responses": {
             "200": {
                 "description": "One array per key",
-                "content": {each.media_type: BINARY if each.binary else {"schema": {}} for each in FORMATS.values()},
+                "content": {each.media_type: BINARY if each.binary else json_reply for each in FORMATS.values()},
                 "headers": {
                     "X-Layertap-Skipped": {
                         "description": "the places of the inputs that were left out, where some were: 1,4",
@@ -90,7 +117,10 @@ def _make_operation(
         "parameters": [*parameters, *COMMON],
         "requestBody": {
             "content": {
-                "application/json": {"schema": {"$ref": TEMPLATE.format(model=body.__name__)}},
+                "application/json": {
+                    "schema": _refer(body),
+                    "examples": {title: {"value": value} for title, value in examples.items()},
+                },
                 "multipart/form-data": {
                     "schema": {
                         "type": "object",
@@ -123,14 +153,25 @@ PLAIN_PATHS = {
             "What layers of a model compute for your inputs",
             "Name layers, send inputs, get what these layers take or return, raw or pooled.",
             ExtractBody,
+            EXTRACT,
+            (FeaturesReply, DryRunReply),
             _make_parameter("dry_run", {"type": "boolean"}),
             _make_parameter(
-                "layers", {"type": "string", "description": "separated by commas; the model's embedding without them"}
+                "layers",
+                {
+                    "type": "string",
+                    "description": "separated by commas, or a JSON list that may have objects (LayerBody); "
+                    "the model's embedding without them",
+                },
             ),
             _make_parameter("pool", {"type": "string"}),
             _make_parameter("normalize", {"type": "boolean"}),
             _make_parameter("dtype", {"type": "string"}),
             _make_parameter("verify", {"type": "boolean"}),
+            _make_json_parameter(
+                "interventions", {"type": "array", "items": {"$ref": TEMPLATE.format(model="InterventionBody")}}
+            ),
+            _make_parameter("probe", {"type": "boolean"}),
             _make_parameter("resume", {"type": "string", "description": "the layer whose outputs the inputs are"}),
         )
     },
@@ -140,6 +181,8 @@ PLAIN_PATHS = {
             "Maps of what speaks for a model's answer",
             "Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture.",
             ExplainBody,
+            EXPLAIN,
+            (FeaturesReply,),
             _make_parameter("method", {"enum": list(get_args(Method))}),
             _make_parameter(
                 "layer",
@@ -162,7 +205,7 @@ def install(app: FastAPI) -> None:
             schema = get_openapi(
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers
             )
-            schema["paths"] = PLAIN_PATHS | schema["paths"]
+            schema["paths"] = _add_parameter_examples(PLAIN_PATHS | schema["paths"])
             schema["components"] = {"schemas": _make_schemas()}
             app.openapi_schema = schema
         return app.openapi_schema
@@ -170,9 +213,31 @@ def install(app: FastAPI) -> None:
     app.openapi = document  # type: ignore[method-assign]
 
 
+class _SchemaGenerator(GenerateJsonSchema):
+    """Fields have their names only: titles made of these would say the same again."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
 def _make_schemas() -> dict[str, Any]:
-    schemas: dict[str, Any] = {"Problem": PROBLEM}
-    for model in (ExtractBody, ExplainBody):
-        schema = model.model_json_schema(ref_template=TEMPLATE)
-        schemas |= schema.pop("$defs", {}) | {model.__name__: schema}
-    return schemas
+    """The schemas of all bodies and replies, with their examples."""
+    mode: JsonSchemaMode = "validation"  # of replies too: what has a default is not always there
+    models = [(each, mode) for each in SCHEMAS]
+    _, document = models_json_schema(models, ref_template=TEMPLATE, schema_generator=_SchemaGenerator)
+    return {name: schema | {"examples": EXAMPLES[name]} for name, schema in document["$defs"].items()}
+
+
+def _add_parameter_examples(paths: dict[str, Any]) -> dict[str, Any]:
+    for item in paths.values():
+        for operation in item.values():
+            for parameter in operation.get("parameters", []):
+                if parameter["name"] in PARAMETERS:
+                    parameter["example"] = PARAMETERS[parameter["name"]]
+    return paths
+
+
+SCHEMAS: tuple[type[BaseModel], ...] = (
+    *(ExtractBody, ExplainBody, FeaturesReply, DryRunReply, ProbeReply),
+    *(ModelsReply, Model, LayersReply, HealthReply, Problem),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -20,28 +21,24 @@ from layertap.service.http.body import get_media_type, parse_multipart
 from layertap.service.http.input_readers import NPY, PlacedItems
 from layertap.service.http.json_document import load_json
 from layertap.service.http.query import Query
+from layertap.service.http.query_fields import ALWAYS, read_fields
 from layertap.service.schemas.bodies import ExplainBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
 
 Body = TypeVar("Body", bound=RequestBody)
-ALWAYS = frozenset({"format", "dry_run"})
-LISTS = frozenset({"layers"})
-OBJECTIVE = {"objective": "kind", "class": "class"}  # by their names in the body's ``objective``
-COMMON = frozenset({"model", "encoding", "on_error", "isolated", "priority"})
 
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """What requests of one route say: their body, which of its fields a query may have, what else they may do.
+    """What requests of one route say: their body, and what else they may do.
 
     ``without_inputs`` says how to go on without inputs, ``without_dry_run`` what to ask in place of a dry run, where
     there is none.
     """
 
     body: type[RequestBody]
-    fields: frozenset[str]
     without_inputs: str
     without_dry_run: str = ""
 
@@ -53,9 +50,7 @@ class RawRequest:
     headers: Headers
     query: Query
     data: bytes
-    spec: EndpointSpec
     format: ReplyFormat
-    dry_run: bool
     timings: Timings
 
     @property
@@ -65,21 +60,23 @@ class RawRequest:
 
 
 Parsed = tuple[RequestBody, PlacedItems, tuple[Fault, ...]]  # a body without inputs, inputs, faults of those left out
+Parser = Callable[[RawRequest, Settings, EndpointSpec], Parsed]
 
 
-def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
+def parse_request(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> ExtractRequest:
     """What a request asks for; computes, so it belongs in a thread.
 
     BadRequestError, UnsupportedMediaError, TooLargeError, RequestError.
     """
-    body, items, faults = _find_parser(raw)(raw, settings)
+    dry_run = raw.query.get_flag("dry_run")
+    body, items, faults = _find_parser(raw)(raw, settings, spec)
     layers = body.layer_request
     if faults and not items:
         raise RequestError.from_faults(faults)
-    if not items and not raw.dry_run:
-        raise RequestError("the request has no inputs", hint=raw.spec.without_inputs)
-    if raw.dry_run and raw.spec.without_dry_run:
-        raise RequestError("an explanation has no dry run", hint=raw.spec.without_dry_run)
+    if not items and not dry_run:
+        raise RequestError("the request has no inputs", hint=spec.without_inputs)
+    if dry_run and spec.without_dry_run:
+        raise RequestError("an explanation has no dry run", hint=spec.without_dry_run)
     skips = body.on_error == "skip"
     reserved = raw.format.reserved if skips else frozenset[str]()
     request = ExtractRequest(
@@ -97,7 +94,7 @@ def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
         isolated=body.isolated,
         verify=layers.verify,
         probe=layers.probe,
-        dry_run=raw.dry_run,
+        dry_run=dry_run,
         priority=body.priority,
         reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, reserved),
         timings=raw.timings,
@@ -107,9 +104,7 @@ def parse_request(raw: RawRequest, settings: Settings) -> ExtractRequest:
     return request
 
 
-def _find_parser(raw: RawRequest) -> Callable[[RawRequest, Settings], Parsed]:
-    if raw.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise UnsupportedMediaError("a compressed body is not taken", hint="send it uncompressed")
+def _find_parser(raw: RawRequest) -> Parser:
     media_type = raw.media_type
     if not raw.data and not media_type:  # a dry run needs no input
         return _parse_nothing
@@ -123,25 +118,25 @@ def _find_parser(raw: RawRequest) -> Callable[[RawRequest, Settings], Parsed]:
     return parser
 
 
-def _parse_nothing(raw: RawRequest, settings: Settings) -> Parsed:
-    return _parse_query(raw, settings), (), ()
+def _parse_nothing(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
+    return _parse_query(raw, settings, spec), (), ()
 
 
-def _parse_json(raw: RawRequest, settings: Settings) -> Parsed:
+def _parse_json(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
     raw.query.check_names(ALWAYS, "a JSON body says everything itself")
-    body = _parse_document(raw, raw.data, settings)
+    body = _parse_document(raw.data, settings, spec)
     items, faults = parse_inputs(body.inputs, skip=body.on_error == "skip")
     return body, tuple(items), tuple(faults)
 
 
-def _parse_multipart(raw: RawRequest, settings: Settings) -> Parsed:
+def _parse_multipart(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
     parts = parse_multipart(raw.headers, raw.data, settings)
     request, items, faults = input_readers.read_multipart(parts, settings)
     if request is None:
-        body = _parse_query(raw, settings)
+        body = _parse_query(raw, settings, spec)
     else:
         raw.query.check_names(ALWAYS, "the part 'request' says everything itself")
-        body = _parse_document(raw, request, settings)
+        body = _parse_document(request, settings, spec)
     if body.inputs:
         raise RequestError("a multipart request has its inputs in parts of their own", hint="leave 'inputs' out")
     if faults and body.on_error == "fail":
@@ -149,41 +144,39 @@ def _parse_multipart(raw: RawRequest, settings: Settings) -> Parsed:
     return body, items, faults
 
 
-def _parse_raw(read: Callable[[RawRequest, Settings], PlacedItems]) -> Callable[[RawRequest, Settings], Parsed]:
+def _parse_raw(read: Callable[[RawRequest, Settings], PlacedItems]) -> Parser:
     """A parser of requests whose body is one input, and whose query says the rest."""
 
-    def parse(raw: RawRequest, settings: Settings) -> Parsed:
+    def parse(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Parsed:
         items = read(raw, settings)
-        return _parse_query(raw, settings), items, ()
+        return _parse_query(raw, settings, spec), items, ()
 
     return parse
 
 
-def _parse_query(raw: RawRequest, settings: Settings) -> RequestBody:
+def _parse_query(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> RequestBody:
     """The body that the query parameters say."""
     if raw.query.is_cacheable:
-        return _read_query_cached(raw.query, raw.spec)
-    _check_sizes({name: raw.query.get_list(name) for name in LISTS}, settings)
-    return _read_query(raw.query, raw.spec)
-
-
-def _read_query(query: Query, spec: EndpointSpec) -> RequestBody:
-    parameters = query.parameters
-    query.check_names(ALWAYS | spec.fields | OBJECTIVE.keys())
-    fields: dict[str, Any] = {key: query.get_one(key) for key in parameters if key in spec.fields - LISTS}
-    fields |= {name: query.get_list(name) for name in LISTS & spec.fields if name in parameters}
-    if objective := {name: query.get_one(key) for key, name in OBJECTIVE.items() if key in parameters}:
-        fields["objective"] = objective
+        return _parse_short_query(raw.query, spec, settings.max_json_depth)
+    fields = read_fields(raw.query, _list_fields(spec), settings.max_json_depth)
+    _check_sizes(fields, settings)
     return validate_body(spec.body, fields)
 
 
-_read_query_cached = lru_cache(maxsize=64)(_read_query)
+@lru_cache(maxsize=64)
+def _parse_short_query(query: Query, spec: EndpointSpec, max_depth: int) -> RequestBody:
+    return validate_body(spec.body, read_fields(query, _list_fields(spec), max_depth))
 
 
-def _parse_document(raw: RawRequest, data: bytes, settings: Settings) -> RequestBody:
+def _list_fields(spec: EndpointSpec) -> AbstractSet[str]:
+    """The fields of a body that its query may have: all but the inputs, which the body itself is then."""
+    return spec.body.model_fields.keys() - {"inputs"}
+
+
+def _parse_document(data: bytes, settings: Settings, spec: EndpointSpec) -> RequestBody:
     value = load_json(data, settings.max_json_depth)
     _check_sizes(value, settings)
-    return validate_body(raw.spec.body, value)
+    return validate_body(spec.body, value)
 
 
 def _check_sizes(value: Any, settings: Settings) -> None:
@@ -207,7 +200,7 @@ def validate_body(kind: type[Body], value: Any) -> Body:
         raise RequestError(detail, faults=faults) from None
 
 
-PARSERS: Mapping[str, Callable[[RawRequest, Settings], Parsed]] = {
+PARSERS: Mapping[str, Parser] = {
     "application/json": _parse_json,
     "multipart/form-data": _parse_multipart,
     "image/*": _parse_raw(lambda raw, settings: input_readers.read_image(raw.data)),

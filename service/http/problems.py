@@ -1,10 +1,13 @@
-"""Errors as ``application/problem+json`` (RFC 9457): one table says which class has which status."""
+"""Errors as problems, by one table of which class has which status, and as ``application/problem+json`` (RFC 9457).
+
+Routes that speak another protocol encode the same problems in its way.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
-from dataclasses import asdict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
@@ -42,36 +45,47 @@ from layertap.service.schemas.validation_errors import convert_errors
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 16
 MAX_BODY = 1000
+MAX_DETAIL = 300
 BUG_DETAIL = "something went wrong in the server; its log has the details"
 
 
-def make_problem(
-    status: int,
-    kind: str,
-    detail: str,
-    request_id: str,
-    *,
-    hint: str = "",
-    faults: tuple[Fault, ...] = (),
-    headers: dict[str, str] | None = None,
-) -> Response:
-    """An error's reply, below 1 KiB whatever went wrong: of many faults the first are shown and all are counted."""
+@dataclass(frozen=True)
+class Problem:
+    """What a caller is told of an error: its status, its kind by a short name, what happened, what to do instead.
+
+    ``detail`` may be longer than a reply should be; ``headers`` belong to the status.
+    """
+
+    status: int
+    kind: str
+    detail: str
+    request_id: str
+    hint: str = ""
+    faults: tuple[Fault, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+ProblemEncoder = Callable[[Problem], Response]
+
+
+def encode_problem(problem: Problem) -> Response:
+    """A problem's reply, below 1 KiB whatever went wrong: of many faults the first are shown and all are counted."""
     body: dict[str, Any] = {
-        "type": f"urn:layertap:problem:{kind}",
-        "title": TITLES[status],
-        "status": status,
-        "detail": detail[:300],
-        "request_id": request_id,
+        "type": f"urn:layertap:problem:{problem.kind}",
+        "title": TITLES[problem.status],
+        "status": problem.status,
+        "detail": problem.detail[:MAX_DETAIL],
+        "request_id": problem.request_id,
     }
-    faults = faults or ((Fault(detail, hint),) if hint else ())
+    faults = problem.faults or ((Fault(problem.detail, problem.hint),) if problem.hint else ())
     shown = body["errors"] = [format_fault(fault) for fault in faults[:MAX_FAULTS]]
     while len(data := orjson.dumps(body | _count_left_out(faults, shown))) > MAX_BODY and shown:
         shown.pop()
-    return Response(data, status, headers, MEDIA_TYPE)
+    return Response(data, problem.status, problem.headers, MEDIA_TYPE)
 
 
-def make_error_response(error: Exception, request_id: str) -> Response:
-    """The reply to an error, by the table; of the error nothing else is left.
+def describe_error(error: Exception, request_id: str) -> Problem:
+    """What the caller is told of an error, by the table; of the error nothing else is left.
 
     What is no error of the tree is a bug, of the server or of a model: its caller hears just that.
     """
@@ -79,11 +93,22 @@ def make_error_response(error: Exception, request_id: str) -> Response:
     status, kind = next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
     if not isinstance(error, LayertapError):
         detail = f"{error}; {IN_THE_LOG}" if isinstance(error, ForwardError) else BUG_DETAIL
-        return make_problem(status, kind, detail, request_id)
+        return Problem(status, kind, detail, request_id)
     headers = dict(HEADERS.get(status, {}))
     if isinstance(error, RetryLaterError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    return make_problem(status, kind, error.detail, request_id, hint=error.hint, faults=error.faults, headers=headers)
+    return Problem(status, kind, error.detail, request_id, error.hint, error.faults, headers)
+
+
+def find_encoder(path: str, encoders: Mapping[str, ProblemEncoder]) -> ProblemEncoder:
+    """How problems are told on a path: ``encoders`` has the first part of paths that have a way of their own."""
+    return encoders.get(path.split("/", 2)[1] if path.startswith("/") else "", encode_problem)
+
+
+def reply_problem(request: Request, problem: Problem) -> Response:
+    """A problem's reply in the way of the request's path."""
+    encode: ProblemEncoder = request.scope.get("state", {}).get("encode_problem", encode_problem)
+    return encode(problem)
 
 
 def get_request_id(request: Request) -> str:
@@ -93,18 +118,19 @@ def get_request_id(request: Request) -> str:
 
 def format_fault(fault: Fault) -> dict[str, Any]:
     """A fault as it stands in ``errors``: cut, and without what it does not have."""
-    cut = {key: value[:300] if isinstance(value, str) else value for key, value in asdict(fault).items()}
+    cut = {key: value[:MAX_DETAIL] if isinstance(value, str) else value for key, value in asdict(fault).items()}
     return {key: value for key, value in cut.items() if value is not None and value != ""}
 
 
 async def _handle_layertap_error(request: Request, error: Exception) -> Response:
-    return make_error_response(error, get_request_id(request))
+    return reply_problem(request, describe_error(error, get_request_id(request)))
 
 
 async def _handle_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # noqa: S101  (the table below says so)
     faults = convert_errors(error.errors())
-    return make_problem(422, "invalid-request", faults[0].detail, get_request_id(request), faults=faults)
+    problem = Problem(422, "invalid-request", faults[0].detail, get_request_id(request), faults=faults)
+    return reply_problem(request, problem)
 
 
 async def _handle_http_exception(request: Request, error: Exception) -> Response:
@@ -114,7 +140,7 @@ async def _handle_http_exception(request: Request, error: Exception) -> Response
     hint = "GET /docs lists the routes" if error.status_code == 404 else ""
     status = error.status_code if error.status_code in TITLES else 400
     headers = dict(error.headers or {})
-    return make_problem(status, "http", detail, get_request_id(request), hint=hint, headers=headers)
+    return reply_problem(request, Problem(status, "http", detail, get_request_id(request), hint, headers=headers))
 
 
 def _count_left_out(faults: tuple[Fault, ...], shown: list[dict[str, Any]]) -> dict[str, int]:
@@ -152,6 +178,7 @@ HEADERS: dict[int, dict[str, str]] = {
     401: {"WWW-Authenticate": 'Bearer realm="layertap"'},
     408: {"Connection": "close"},
     413: {"Connection": "close"},
+    415: {"Accept-Encoding": "gzip, deflate, zstd"},  # of bodies
 }
 
 TITLES: dict[int, str] = {

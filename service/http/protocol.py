@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from layertap.service.http.cycle_transport import CycleTransport
 from layertap.service.http.middleware import make_context_headers
-from layertap.service.http.problems import make_problem
+from layertap.service.http.problems import Problem, encode_problem
 from layertap.service.http.write_timer import WriteTimer
 from layertap.service.settings import Settings
 
@@ -254,7 +254,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _format_refusal(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         """The bytes of a reply that no request of uvicorn's stands behind."""
-        reply = make_problem(status, kind, detail, request_id, hint=hint)
+        reply = encode_problem(Problem(status, kind, detail, request_id, hint))
         headers = [
             *self.server_state.default_headers,
             *reply.raw_headers,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,40 +17,72 @@ from layertap.service.engine.request import ExtractRequest, Timings
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.negotiation import negotiate
+from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.body import read_body
+from layertap.service.http.buffers_response import make_response
+from layertap.service.http.content_coding import find_unpack, unpack_body
 from layertap.service.http.disconnect import cancel_on_disconnect
-from layertap.service.http.parsing import EndpointSpec, RawRequest, parse_request
+from layertap.service.http.entity_tag import is_known, make_etag
+from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
-from layertap.service.http.timeout import Timeout
+from layertap.service.http.timeout import HEADER, Timeout
+from layertap.service.settings import Settings
 
 SHORT = 2048  # bytes
 FEW_NUMBERS = 4096
 
 
+class ParsedRequest(Protocol):
+    """What a body asks for, whatever protocol it is of."""
+
+    @property
+    def model(self) -> str | None:
+        """The model's name; None is the default one."""
+
+
+P = TypeVar("P", bound=ParsedRequest)
+Parser = Callable[[RawRequest, Settings], P]
+
+
 @asynccontextmanager
 async def receive(
-    request: Request, engine: Engine, spec: EndpointSpec
-) -> AsyncIterator[tuple[ExtractRequest, Admission]]:
-    """A request that has arrived, parsed, and its place in the server.
+    request: Request,
+    engine: Engine,
+    parse: Parser[P],
+    formats: Mapping[str, ReplyFormat] = FORMATS,
+    timeout_header: str = HEADER,
+    get_timeout: Callable[[P], float | None] = lambda parsed: None,
+) -> AsyncIterator[tuple[P, Admission]]:
+    """A request that has arrived, parsed, and its place in the server; a long one is parsed in a thread.
+
+    ``get_timeout`` tells how many seconds a body itself allows.
 
     The block is cancelled where the client goes away (ClientGoneError); what it raises for want of time says how much
     there was. The place is given back once the reply is sent. Any error of the tree.
     """
     state = request.scope["state"]
     query = Query.parse(request.scope["query_string"])
-    reply_format = negotiate(request.headers.get("accept"), query.get_one("format"), FORMATS)
-    dry_run = query.get_flag("dry_run")
-    timeout = Timeout.parse(request.headers, engine.settings)
+    reply_format = negotiate(request.headers.get("accept"), query.get_one("format"), formats)
+    reply_format.check()
+    unpack = find_unpack(request.headers)
+    timeout = Timeout.parse(request.headers, engine.settings, timeout_header)
     admission = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline))
     data = await read_body(request, engine.settings, admission.reserve_bytes)
     timings = Timings(state["timings"], state["notes"])
-    raw = RawRequest(request.headers, query, data, spec, reply_format, dry_run, timings)
     model = None
     async with cancel_on_disconnect(request):
         try:
-            parsed = await _parse(raw, engine, timeout.deadline)
+            if unpack is not None and data:
+                run_in_thread = partial(engine.run_in_thread, deadline=timeout.deadline)
+                with timings.step("unpack"):
+                    limit = engine.settings.max_body_bytes
+                    data = await unpack_body(data, unpack, limit, admission.reserve_bytes, run_in_thread)
+            raw = RawRequest(request.headers, query, data, reply_format, timings)
+            parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
+            timeout = timeout.shorten(get_timeout(parsed))
+            admission.deadline = timeout.deadline
             yield parsed, admission
         except QueueTooLongError as error:
             timeout.explain(error)
@@ -60,22 +93,32 @@ async def receive(
             raise
 
 
-async def encode_response(features: Features, request: ExtractRequest, engine: Engine, deadline: float) -> Response:
-    """Features as a reply."""
+async def encode_response(
+    features: Features, request: ExtractRequest, engine: Engine, deadline: float, if_none_match: str | None = None
+) -> Response:
+    """Features as a reply: 304 where the client says that it has them, by ``If-None-Match``."""
+    headers = describe_features(features)
+    if is_known(if_none_match, features):
+        return Response(status_code=304, headers=headers)
     reply = request.reply
     with request.timings.step("encode"):
         encode = partial(reply.format.encode, features, reply.encoding)
-        if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS:
-            data = encode()
+        if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS and not reply.format.in_thread:
+            buffers = encode()
         else:
-            data = await engine.run_in_thread(encode, deadline)
-    headers = make_headers(features.fingerprint, features.errors)
+            buffers = await engine.run_in_thread(encode, deadline)
+    return make_response(buffers, headers, reply.format.media_type)
+
+
+def describe_features(features: Features) -> dict[str, str]:
+    """What the head of a reply says of its features."""
+    headers = make_headers(features.fingerprint, features.errors) | make_etag(features)
     if features.verified:
         headers["X-Layertap-Verified"] = "true"
     if features.warnings:
         warnings = "; ".join(features.warnings)
         headers["X-Layertap-Warnings"] = warnings.encode("ascii", "replace").decode()  # a name that is cut ends in "…"
-    return Response(data, media_type=reply.format.media_type, headers=headers)
+    return headers
 
 
 def make_headers(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
@@ -84,10 +127,11 @@ def make_headers(fingerprint: str, faults: Sequence[Fault]) -> dict[str, str]:
     return {"X-Layertap-Fingerprint": fingerprint, **({"X-Layertap-Skipped": places} if places else {})}
 
 
-async def _parse(raw: RawRequest, engine: Engine, deadline: float) -> ExtractRequest:
+async def _parse(raw: RawRequest, parse: Parser[P], engine: Engine, deadline: float) -> P:
     with raw.timings.step("parse"):
-        parse = partial(parse_request, raw, engine.settings)
-        return parse() if _is_short(raw) else await engine.run_in_thread(parse, deadline)
+        if _is_short(raw):
+            return parse(raw, engine.settings)
+        return await engine.run_in_thread(partial(parse, raw, engine.settings), deadline)
 
 
 def _is_short(raw: RawRequest) -> bool:

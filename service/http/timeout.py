@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 
@@ -17,16 +17,20 @@ SEND_FEWER = "come again later, or send fewer inputs at once"
 
 @dataclass(frozen=True)
 class Timeout:
-    """Seconds that an answer may take, seconds that any may, and the moment on the monotonic clock when it is over."""
+    """Seconds that an answer may take, seconds that any may, and the moment on the monotonic clock when it is over.
+
+    ``source`` is where a caller says the first.
+    """
 
     seconds: float
     limit: float
     deadline: float
+    source: str = HEADER
 
     @classmethod
-    def parse(cls, headers: Headers, settings: Settings) -> Timeout:
+    def parse(cls, headers: Headers, settings: Settings, header: str = HEADER) -> Timeout:
         """What a request's head says, from now on; RequestError."""
-        return cls._from_now(_parse_seconds(headers), settings.deadline_s)
+        return cls._from_now(_parse_seconds(headers, header), settings.deadline_s, header)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Timeout:
@@ -34,25 +38,33 @@ class Timeout:
         return cls._from_now(settings.deadline_s, settings.deadline_s)
 
     @classmethod
-    def _from_now(cls, seconds: float, limit: float) -> Timeout:
+    def _from_now(cls, seconds: float, limit: float, header: str = HEADER) -> Timeout:
         shorter = min(seconds, limit)
-        return cls(shorter, limit, time.monotonic() + shorter)
+        return cls(shorter, limit, time.monotonic() + shorter, header)
+
+    def shorten(self, seconds: float | None, source: str = "timeout") -> Timeout:
+        """The same, where the body allows so many seconds, from the same moment on; None: it says nothing."""
+        if seconds is None or seconds >= self.seconds:
+            return self
+        return replace(self, seconds=seconds, deadline=self.deadline - self.seconds + seconds, source=source)
 
     def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = SEND_FEWER) -> None:
         """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else."""
         is_callers = self.seconds < self.limit
-        source = f"the {HEADER} of {self.seconds:g} s" if is_callers else f"this server's limit of {self.limit:g} s"
+        source = (
+            f"the {self.source} of {self.seconds:g} s" if is_callers else f"this server's limit of {self.limit:g} s"
+        )
         error.detail += f" ({source})"
         more_time_helps = is_callers and error.needed_s <= self.limit
         error.hint = (
-            f"allow more time by {HEADER}, at most {self.limit:g} s, or come again later"
+            f"allow more time by {self.source}, at most {self.limit:g} s, or come again later"
             if more_time_helps
             else otherwise
         )
 
 
-def _parse_seconds(headers: Headers) -> float:
-    text = headers.get(HEADER)
+def _parse_seconds(headers: Headers, header: str) -> float:
+    text = headers.get(header)
     if text is None:
         return float("inf")
     try:
@@ -60,5 +72,5 @@ def _parse_seconds(headers: Headers) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds < float("inf"):
-        raise RequestError(f"{HEADER} is a number of seconds above 0")
+        raise RequestError(f"{header} is a number of seconds above 0")
     return seconds

@@ -29,7 +29,7 @@ _INPUTS_HINT = "send the model's inputs only"
 _BASE64_HINT = "send standard base64 with its padding and no line breaks, or data:TYPE;base64,…"
 
 
-def read_tensor(dtype: str, shape: Sequence[int], data: bytes | bytearray) -> Array:
+def read_tensor(dtype: str, shape: Sequence[int], data: bytes | bytearray | memoryview) -> Array:
     """An array from little-endian bytes in C order; bfloat16 is widened to float32.
 
     InputError: no such dtype, an impossible shape, or a number of bytes that does not fit them.
@@ -118,7 +118,7 @@ def _make_array(
     dtype: np.dtype[Any],
     name: str,
     shape: Sequence[int],
-    data: bytes | bytearray,
+    data: bytes | bytearray | memoryview,
     offset: int = 0,
     order: Literal["C", "F"] = "C",
 ) -> Array:

@@ -25,7 +25,7 @@ from layertap.service.schemas.base import StrictBody
 from layertap.service.schemas.faults import read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
-from layertap.service.schemas.layers import LayerBody
+from layertap.service.schemas.layers import LayerEntry
 from layertap.service.schemas.objective import ObjectiveBody
 from layertap.service.types import Priority
 
@@ -76,7 +76,7 @@ class ExtractBody(RequestBody):
     """The body of ``POST /extract``."""
 
     # Without a default that a document would show: none at all means the model's embedding, an empty list nothing.
-    layers: Annotated[list[LayerBody], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
+    layers: Annotated[list[LayerEntry], Field(default_factory=list, min_length=1, max_length=50_000), FailFast()]
     pool: Pool = "none"
     normalize: bool = False
     dtype: ReplyDType = "float32"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, GetJsonSchemaHandler, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from layertap.models.errors import SelectorError
 from layertap.models.selection.hook_points import Reduction, ReplyDType, Selector
@@ -131,6 +131,16 @@ class LayerBody(PlaceBody):
             normalize=default.normalize if self.normalize is None else self.normalize,
             dtype=self.dtype or default.dtype,
         )
+
+
+class _OrText:
+    """What the document says of an entry of ``layers``: a selector's text is the object with that ``layer``."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string", "maxLength": MAX_TEXT}, handler(schema)]}
+
+
+LayerEntry = Annotated[LayerBody, _OrText()]
 
 
 def _to_tuple(indices: list[int] | None) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from fastapi import FastAPI, Request, Response
 
-from layertap.service.http.problems import get_request_id, make_problem
+from layertap.service.http.problems import Problem, get_request_id, reply_problem
 
 log = logging.getLogger("layertap")
 PACKAGE = "fastapi_swagger.resources"
@@ -62,7 +62,8 @@ def install(app: FastAPI, package: str = PACKAGE) -> None:
 
 async def _reply_not_installed(request: Request) -> Response:
     detail = "the files of this page are not installed"
-    return make_problem(404, "http", detail, get_request_id(request), hint="GET /openapi.json lists the routes")
+    hint = "GET /openapi.json lists the routes"
+    return reply_problem(request, Problem(404, "http", detail, get_request_id(request), hint))
 
 
 def _add_file_route(

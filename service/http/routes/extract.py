@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -13,7 +14,7 @@ from layertap.service.engine.engine import Engine
 from layertap.service.engine.joined_inputs import digest_jobs, join_changes, list_entries
 from layertap.service.engine.prober import Prober, check_probed
 from layertap.service.engine.request import Job
-from layertap.service.http.parsing import COMMON, EndpointSpec
+from layertap.service.http.parsing import EndpointSpec, parse_request
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.problems import format_fault
 from layertap.service.http.request_handler import encode_response, make_headers, receive
@@ -21,15 +22,15 @@ from layertap.service.schemas.bodies import ExtractBody
 
 SPEC = EndpointSpec(
     ExtractBody,
-    COMMON | {"layers", "pool", "normalize", "dtype", "verify", "resume", "probe"},
     "add some, or ask for ?dry_run=true",
 )
+parse = partial(parse_request, spec=SPEC)
 
 
 async def extract(request: Request) -> Response:
     """Name layers, send inputs, get what these layers take or return, raw or pooled."""
     engine: Engine = request.app.state.engine
-    async with receive(request, engine, SPEC) as (parsed, admission):
+    async with receive(request, engine, parse) as (parsed, admission):
         if parsed.dry_run:
             return _make_estimate(await engine.dry_run(parsed, admission))
         if parsed.probe:
@@ -38,7 +39,8 @@ async def extract(request: Request) -> Response:
         if parsed.probe:
             prober: Prober = request.app.state.prober
             features = await prober.add_probes(features, parsed, admission.deadline)
-        return await encode_response(features, parsed, engine, admission.deadline)
+        if_none_match = request.headers.get("if-none-match")
+        return await encode_response(features, parsed, engine, admission.deadline, if_none_match)
 
 
 ROUTE = PlainRoute("/extract", extract)

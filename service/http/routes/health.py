@@ -8,12 +8,13 @@ from starlette.responses import RedirectResponse
 from layertap.service.engine.model_manager import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
 from layertap.service.http.dependencies import EngineDependency
-from layertap.service.http.openapi import OTHER_PROBLEMS
+from layertap.service.http.openapi import OTHER_PROBLEMS, describe_reply
+from layertap.service.schemas.replies import HealthReply
 
-router = APIRouter(tags=["health"], responses=OTHER_PROBLEMS)
+router = APIRouter(tags=["health"], responses={200: describe_reply(HealthReply), **OTHER_PROBLEMS})
 
 
-@router.get("/livez")
+@router.get("/livez", response_model=None)
 async def livez(engine: EngineDependency) -> dict[str, str]:
     """Whether the process works: 503 once it can't go on and is about to end."""
     if not engine.manager.alive:
@@ -21,7 +22,7 @@ async def livez(engine: EngineDependency) -> dict[str, str]:
     return {"status": "alive"}
 
 
-@router.get("/readyz")
+@router.get("/readyz", response_model=None)
 async def readyz(engine: EngineDependency) -> dict[str, str]:
     """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
     if not engine.manager.alive:

@@ -21,32 +21,23 @@ from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
-from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem
+from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
 from layertap.service.http.timeout import Timeout
-from layertap.service.settings import LIMITS, Settings
+from layertap.service.schemas.replies import LayersReply, Model, ModelsReply
+from layertap.service.settings import LIMITS
 
 router = APIRouter(tags=["models"])
 FILTERS = frozenset({"match", "type", "leaf", "functions"})
 
 
-def _object_schema(properties: Json) -> Json:
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-LIST_SCHEMA = _object_schema(
-    {
-        "default": {"type": "string"},
-        "models": {"type": "array", "items": {"type": "object"}},
-        "limits": _object_schema(
-            {
-                name: {"type": "integer" if Settings.model_fields[name].annotation is int else "number"}
-                for name in LIMITS
-            }
-        ),
-    }
-)
+MODEL_RESPONSES: dict[int | str, Json] = {200: describe_reply(Model), **OTHER_PROBLEMS}
 LAYERS_RESPONSES: dict[int | str, Json] = {
-    200: {"content": {"text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}}}},
+    200: {
+        "content": {
+            **describe_reply(LayersReply)["content"],
+            "text/plain": {"schema": {"type": "string", "description": "a tree for terminals"}},
+        }
+    },
     422: describe_problem("Unknown type of layer, or a filter that is not taken"),
     401: describe_problem("A key is missing or not known"),
     404: describe_problem("Unknown model"),
@@ -66,11 +57,7 @@ class ListingFormat:
     encode: Callable[[ModelInfo, list[Layer], bool], bytes]
 
 
-@router.get(
-    "/models",
-    name="listed",  # generated clients call the operation by it
-    responses={200: {"content": {"application/json": {"schema": LIST_SCHEMA}}}, **OTHER_PROBLEMS},
-)
+@router.get("/models", response_model=None, responses={200: describe_reply(ModelsReply), **OTHER_PROBLEMS})
 def list_models(engine: EngineDependency) -> Json:
     """Every configured model and its state, and the limits that requests are to keep within."""
     models = [describe_model(entry) for entry in engine.manager.registry]
@@ -78,13 +65,13 @@ def list_models(engine: EngineDependency) -> Json:
     return {"default": engine.manager.default, "models": models, "limits": limits}
 
 
-@router.get("/models/{name}", name="shown", responses=OTHER_PROBLEMS)
+@router.get("/models/{name}", response_model=None, responses=MODEL_RESPONSES)
 def show_model(engine: EngineDependency, name: str) -> Json:
     """One model: state, source, device, dtype, input, preprocessing, weights, default embedding, hooks on it now."""
     return describe_model(engine.manager.registry.get_entry(name))
 
 
-@router.get("/models/{name}/layers", name="layers", responses=LAYERS_RESPONSES)
+@router.get("/models/{name}/layers", responses=LAYERS_RESPONSES)
 async def list_layers(
     request: Request,
     engine: EngineDependency,
@@ -116,14 +103,18 @@ async def list_layers(
     return Response(data, media_type=listing_format.media_type)
 
 
-@router.post("/models/{name}/load", name="load", dependencies=[Depends(require_admin)], responses=OTHER_PROBLEMS)
+@router.post(
+    "/models/{name}/load", response_model=None, dependencies=[Depends(require_admin)], responses=MODEL_RESPONSES
+)
 async def load_model(engine: EngineDependency, name: str) -> Json:
     """Load a model now, also one whose loading failed before."""
     await engine.manager.load(name, time.monotonic() + engine.settings.deadline_s)
     return describe_model(engine.manager.registry.get_entry(name))
 
 
-@router.post("/models/{name}/unload", name="unload", dependencies=[Depends(require_admin)], responses=OTHER_PROBLEMS)
+@router.post(
+    "/models/{name}/unload", response_model=None, dependencies=[Depends(require_admin)], responses=MODEL_RESPONSES
+)
 async def unload_model(engine: EngineDependency, name: str) -> Json:
     """Finish what the model has to do, then forget it; the next request loads it again."""
     await engine.manager.unload(name)

@@ -14,14 +14,16 @@ from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.http import query
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json
-from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem
+from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
 from layertap.service.http.parsing import validate_body
 from layertap.service.http.timeout import Timeout
 from layertap.service.schemas.bodies import ExtractBody
+from layertap.service.schemas.replies import ProbeReply
 
 router = APIRouter(tags=["models"])
 OF_BODY = frozenset({"layers", "pool", "normalize", "dtype"})
 RESPONSES: dict[int | str, Json] = {
+    200: describe_reply(ProbeReply),
     401: describe_problem("A key is missing or not known"),
     404: describe_problem("Unknown model"),
     422: describe_problem("A layer, a pool or a parameter makes no sense"),
@@ -31,7 +33,7 @@ RESPONSES: dict[int | str, Json] = {
 }
 
 
-@router.get("/models/{name}/probe", name="probe", responses=RESPONSES)
+@router.get("/models/{name}/probe", response_model=None, responses=RESPONSES)
 async def probe_layers(
     request: Request,
     engine: EngineDependency,

@@ -83,7 +83,7 @@ def test_format(name: str, accept: str | None) -> None:
     assert negotiate(accept, name, FORMATS) is FORMATS[name]
 
 
-@pytest.mark.parametrize("name", ["", "JSON", "application/json", "arrow", "x" * 10_000, "__class__", "\x00"])
+@pytest.mark.parametrize("name", ["", "JSON", "application/json", "png", "x" * 10_000, "__class__", "\x00"])
 def test_format_refused(name: str) -> None:
     """An unknown name is refused with the names there are, and is itself cut and escaped."""
     with pytest.raises(NotAcceptableError) as caught:

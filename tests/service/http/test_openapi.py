@@ -103,13 +103,21 @@ def test_extract(document: Json) -> None:
 
 def test_models(live: Live, document: Json) -> None:
     """``GET /models`` has every limit that it tells, with its type."""
-    schema = document["paths"]["/models"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    schema = document["components"]["schemas"]["ModelsReply"]
     body = live.client.get("/models").json()
     assert set(schema["properties"]) == set(schema["required"]) == set(body)
-    limits = schema["properties"]["limits"]
+    limits = document["components"]["schemas"]["Limits"]
     assert set(limits["properties"]) == set(limits["required"]) == set(body["limits"])
     assert {name for name, each in limits["properties"].items() if each["type"] == "integer"} == {
         name for name in body["limits"] if not name.endswith("_s")
+    }
+
+
+def test_names_of_operations(document: Json) -> None:
+    """Generated clients have functions of these names."""
+    assert {each["operationId"] for each in operations(document).values()} == {
+        *("extract", "explain", "list_models", "show_model", "list_layers", "load_model", "unload_model"),
+        *("probe_layers", "livez", "readyz"),
     }
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from layertap.models.errors import Fault
-from layertap.service.http.problems import make_problem as made
+from layertap.service.http.problems import Problem, encode_problem
 from tests.server import Live
 from tests.service.bad_requests import BAD, GOOD, LONG, PNG, text
 from tests.service.support import Control, Json, npy, npz, problem, raw
@@ -98,7 +98,7 @@ def test_faults_are_counted() -> None:
     """Of many faults as many are shown as fit, and all others are counted, however short they are."""
     for count in range(40):
         faults = tuple(Fault(f"{number}") for number in range(count))
-        reply = json.loads(bytes(made(422, "x", "y", "z", faults=faults).body))
+        reply = json.loads(bytes(encode_problem(Problem(422, "x", "y", "z", faults=faults)).body))
         assert len(reply["errors"]) + reply.get("more_errors", 0) == count
 
 
@@ -106,7 +106,8 @@ def test_long_faults_stay_short() -> None:
     """A problem is below 1 KiB whatever its words are."""
     for letter in ("a", "ü"):
         fault = Fault(letter * 5000, letter * 5000, "/" + letter * 5000, 7)
-        assert len(made(422, "x", letter * 5000, "i" * 64, hint=letter * 5000, faults=(fault,) * 30).body) < 1024
+        problem = Problem(422, "x", letter * 5000, "i" * 64, letter * 5000, (fault,) * 30)
+        assert len(encode_problem(problem).body) < 1024
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE"])

@@ -1,0 +1,60 @@
+"""A large reply, sent piece by piece as the peer takes it: what is sent is kept no longer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from layertap.service.formats.buffers import Buffer, Buffers
+from layertap.service.http.cycle_transport import SMALL
+
+LARGE = 2**16  # bytes that uvicorn gives away without waiting for the peer
+PIECE = 2**20  # bytes that wait for the peer at a time
+
+
+def make_response(buffers: Buffers, headers: Mapping[str, str], media_type: str) -> Response:
+    """A reply of these buffers, of which the list is emptied as they are sent."""
+    size = sum(map(len, buffers))
+    if size <= LARGE:
+        return Response(b"".join(buffers), headers=headers, media_type=media_type)
+    return BuffersResponse(buffers, size, headers, media_type)
+
+
+class BuffersResponse(Response):
+    """A reply of buffers that have ``size`` bytes together, the next sent when the peer has taken those before it."""
+
+    def __init__(self, buffers: Buffers, size: int, headers: Mapping[str, str], media_type: str) -> None:
+        super().__init__(None, headers={**headers, "content-length": str(size)}, media_type=media_type)
+        self._buffers = deque(buffers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; what is sent here waits until the system has taken nearly all that came before."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in _cut_pieces(self._buffers):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+
+
+def _cut_pieces(buffers: deque[Buffer]) -> Iterator[Buffer]:
+    """Buffers in pieces of bounded size, small ones joined; they are taken out of the queue."""
+    small: list[Buffer] = []
+    size = 0
+    while buffers:
+        buffer = buffers.popleft()
+        if small and size + len(buffer) > SMALL:
+            yield b"".join(small)
+            small, size = [], 0
+        if len(buffer) <= SMALL:
+            small.append(buffer)
+            size += len(buffer)
+            continue
+        view = memoryview(buffer)
+        del buffer
+        for begin in range(0, len(view), PIECE):
+            yield view[begin : begin + PIECE]
+        del view
+    if small:
+        yield b"".join(small)

@@ -1,0 +1,255 @@
+"""What replies are as JSON, for the OpenAPI document: nothing is built of these; tests compare real replies with them.
+
+A field with a default is left out where it has that.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, create_model
+
+from layertap.models.errors import Fault
+from layertap.models.registry import State
+from layertap.models.spec import Decode, DType, InputDType, Interpolation, MemoryFormat
+from layertap.service.features import Receipt
+from layertap.service.settings import LIMITS, Settings
+
+Shape = list[int]
+Size = int | tuple[int, int] | None
+
+# Nested lists as deep as there are axes, null where a number is not finite. Not a schema that refers to itself:
+# generators of TypeScript write such a one as a type that has no end.
+Numbers = float | bool | list[Any] | None
+
+
+class Problem(BaseModel):
+    """An error, in the form of RFC 9457; of very many ``errors`` the first, and how many more there are."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str
+    errors: list[Fault] = []
+    more_errors: int = 0
+
+
+class Feature(BaseModel):
+    """A result: an array as nested lists, or in base64 as little-endian bytes in C order.
+
+    An int8 result has a ``scale`` for each index of axis 0: value = int8 · scale.
+    """
+
+    shape: Shape
+    dtype: str
+    data: str | Numbers
+    scale: Numbers = None
+
+
+class FeaturesReply(BaseModel):
+    """Results by their keys, rows in the order of the inputs, and a receipt for each.
+
+    ``errors`` are of the inputs that were left out. ``interventions`` names, for each that was asked for, what it
+    changed.
+    """
+
+    model: str
+    fingerprint: str
+    rows: int
+    features: dict[str, Feature]
+    receipts: dict[str, Receipt]
+    errors: list[Fault]
+    verified: bool = False
+    interventions: list[list[str]] = []
+    warnings: list[str] = []
+
+
+class FeatureSize(BaseModel):
+    """What a result will be."""
+
+    shape: Shape
+    dtype: str
+    bytes: int
+
+
+class DryRunReply(BaseModel):
+    """What a request would get.
+
+    ``stops_at``: where its forwards stop; ``cost``: their share of a whole one; ``seconds``: of all its forwards.
+    """
+
+    model: str
+    fingerprint: str
+    rows: int
+    features: dict[str, FeatureSize]
+    bytes: int
+    stops_at: str
+    interventions: list[list[str]] = []
+    rows_per_forward: int | None = None
+    cost: float
+    seconds: float
+    warnings: list[str]
+    errors: list[Fault]
+
+
+class ProbeReply(BaseModel):
+    """Receipts with probes, by the keys that a reply has."""
+
+    model: str
+    fingerprint: str
+    receipts: dict[str, Receipt]
+
+
+class ModelInput(BaseModel):
+    """An input of a model: ``shape`` of one row, of which one axis may have up to ``longest`` entries."""
+
+    name: str
+    shape: Shape
+    dtype: InputDType
+    longest: int | None = None
+
+
+class Preprocessing(BaseModel):
+    """How a picture becomes a row: sizes are of the short side or the square, or height and width; null: no such step.
+
+    ``mean`` and ``std`` are for each channel, on the scale from 0 to 1.
+    """
+
+    resize: Size
+    crop: Size
+    mean: list[float]
+    std: list[float]
+    interpolation: Interpolation
+    decode: Decode
+
+
+class CountedNames(BaseModel):
+    """How many names there are, and the first of them."""
+
+    count: int
+    names: list[str]
+
+
+class Checkpoint(BaseModel):
+    """What was taken of a checkpoint: which dictionary, without which prefix, and what did not fit."""
+
+    key: str = ""
+    prefix: str = ""
+    missing: CountedNames | None = None
+    left_over: CountedNames | None = None
+    unread: CountedNames | None = None
+
+
+class ModelLabels(BaseModel):
+    """How many classes have names, and where these are from."""
+
+    count: int
+    origin: str = Field(alias="from")
+
+
+class TextInputs(BaseModel):
+    """How a model takes text; ``vocabulary`` is the number of ids, ``mask`` the name of an input."""
+
+    takes: list[Literal["text", "tokens"]]
+    max_tokens: int
+    vocabulary: int
+    mask: str | None
+
+
+class Model(BaseModel):
+    """A configured model; what is only known of one in memory is there where ``state`` is ``ready``."""
+
+    name: str
+    state: State
+    source: str
+    dtype: DType
+    tf32: bool = False
+    memory_format: MemoryFormat = "contiguous"
+    reason: str = ""
+    device: str
+    inputs: list[ModelInput] = []
+    preprocess: Preprocessing | None = None
+    weights: str = ""
+    weights_digest: str = ""
+    checkpoint: Checkpoint | None = None
+    embedding: str | None = None
+    labels: ModelLabels | None = None
+    layers: int = 0
+    hooks: int
+    text: TextInputs | None = None
+
+
+_LIMITS: dict[str, Any] = {name: (Settings.model_fields[name].annotation, ...) for name in LIMITS}
+Limits = create_model("Limits", __doc__="Settings that requests are to keep within.", **_LIMITS)
+
+
+class ModelsReply(BaseModel):
+    """Every configured model, and the name of the one that requests without a name mean."""
+
+    default: str
+    models: list[Model]
+    limits: Limits
+
+
+class Tensor(BaseModel):
+    """A tensor of one row, by its path into a structured value; ``layout`` names its axes."""
+
+    path: str
+    shape: Shape
+    dtype: str
+    layout: str | None
+
+
+class CallTensor(Tensor):
+    """A tensor of one call of a layer."""
+
+    call: int
+
+
+class AttentionTensor(CallTensor):
+    """Attention weights; ``how`` they are had: of the model's own softmax, or beside a kernel that keeps none."""
+
+    how: str
+
+
+class LayerFunction(BaseModel):
+    """A function that a layer's own forward calls; ``name`` is the part of a selector."""
+
+    call: int
+    name: str
+    outputs: list[Tensor]
+    inputs: list[Tensor]
+
+
+class Layer(BaseModel):
+    """A layer; ``cost`` is the share of a forward up to here, null where it never runs."""
+
+    name: str
+    type: str
+    leaf: bool
+    calls: int
+    outputs: list[CallTensor]
+    inputs: list[CallTensor]
+    attention: list[AttentionTensor]
+    parameters: int
+    layout: str | None
+    cost: float | None
+    hazards: list[str]
+    functions: list[LayerFunction] = []
+
+
+class LayersReply(BaseModel):
+    """Layers in the order of the forward; ``seconds`` of one, ``rowwise``: rows do not affect each other."""
+
+    model: str
+    layers: list[Layer]
+    seconds: float
+    rowwise: bool
+    embedding: str | None
+
+
+class HealthReply(BaseModel):
+    """The server lives, or is ready."""
+
+    status: Literal["alive", "ready"]

@@ -1,0 +1,126 @@
+"""Large replies: whole, in order, and no longer in memory than they wait for their peer."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.types import Message
+
+from layertap.service.formats.buffers import view_bytes
+from layertap.service.http.buffers_response import LARGE, PIECE, make_response
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.gated_server import connect, encode_request, wait_until
+from tests.service.queue_harness import gauges
+from tests.service.support import arrays_of, npy, raw
+
+SIZES = st.sampled_from([0, 1, 5, 1000, LARGE - 1, LARGE, LARGE + 1, PIECE, PIECE + 1, 2 * PIECE + 7])
+MIB = 2**20
+
+
+def send_all(buffers: list[Any], look: Any = lambda message: None) -> list[Message]:
+    """What an app sends of a reply; ``look`` is called with each message."""
+    messages: list[Message] = []
+
+    async def send(message: Message) -> None:
+        look(message)
+        messages.append({**message, "body": bytes(message.get("body", b""))})
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is received")
+
+    response = make_response(buffers, {"x-layertap-fingerprint": "f00d"}, "application/x-npy")
+    del buffers[:]
+    asyncio.run(response({"type": "http", "method": "POST"}, receive, send))
+    return messages
+
+
+@given(sizes=st.lists(SIZES, max_size=6), views=st.booleans())
+def test_whole(sizes: list[int], views: bool) -> None:
+    """Buffers of any sizes arrive as announced, in order and in bounded pieces, few of them."""
+    chance = np.random.default_rng(len(sizes))
+    arrays = [chance.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    expected = b"".join(array.tobytes() for array in arrays)
+    start, *bodies = send_all([view_bytes(array) if views else array.tobytes() for array in arrays])
+    headers = dict(start["headers"])
+    assert headers[b"content-length"] == str(len(expected)).encode()
+    assert headers[b"x-layertap-fingerprint"] == b"f00d"
+    assert b"".join(each["body"] for each in bodies) == expected
+    assert max(len(each["body"]) for each in bodies) <= PIECE
+    assert [each.get("more_body", False) for each in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert len(bodies) <= 2 + 2 * len(sizes) + len(expected) // PIECE
+
+
+def test_many_small_buffers() -> None:
+    """Very many small buffers are few messages."""
+    messages = send_all([b"x" * 100] * 10_000)
+    assert len(messages) <= 2 + 10_000 * 100 // (LARGE - 100) + 1
+
+
+def test_released() -> None:
+    """An array is let go once what comes after it is being sent."""
+    arrays = [np.zeros(3 * PIECE, np.uint8), np.zeros(100, np.uint8), np.zeros(3 * PIECE, np.uint8)]
+    alive = [weakref.ref(array) for array in arrays]
+    held: list[int] = []
+
+    def look(message: Message) -> None:
+        held.append(sum(each() is not None for each in alive))
+
+    buffers: list[Any] = [view_bytes(arrays.pop(0)) for _ in range(3)]
+    send_all(buffers, look)
+    assert held[:4] == [3, 3, 3, 3]  # the head, the first array
+    assert held[5] == 1
+    assert [each() for each in alive] == [None] * 3
+
+
+FORMATS = {"npy": 1, "npz": 2, "safetensors": 2, "arrow": 2}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(live: Live, name: str) -> None:
+    """A reply of several pieces is what single requests get, its length announced."""
+    rows = np.random.default_rng(5).standard_normal((60, 3, 32, 32)).astype(np.float32)
+    query = {"layers": ["block1,block2"[: 6 * FORMATS[name] + FORMATS[name] - 1]], "format": name}
+    reply = live.client.post("/extract", **raw(npy(rows), "application/x-npy", **query))
+    assert int(reply.headers["content-length"]) == len(reply.content) > 3 * PIECE
+    first = live.client.post("/extract", **raw(npy(rows[:1]), "application/x-npy", **query))
+    for key, array in arrays_of(first).items():
+        np.testing.assert_allclose(arrays_of(reply)[key][:1], array, atol=1e-5)
+    assert len(arrays_of(reply)) == FORMATS[name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_memory(serve: Serve, name: str) -> None:
+    """A reply is not in memory twice: beside its arrays, which torch has made, there is little but the request."""
+    rows = npy(np.ones((16, 3, 256, 256), np.float32))
+    query = {"layers": "block1", "format": name}
+    with serve() as live:
+        live.client.post("/extract", **raw(rows, "application/x-npy", layers="head"))  # what is remembered of the shape
+        tracemalloc.start()
+        try:
+            with live.client.stream("POST", "/extract", **raw(rows, "application/x-npy", **query)) as reply:
+                size = sum(map(len, reply.iter_raw(2**16)))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert size > 64 * MIB
+    assert peak < size - 16 * MIB
+
+
+def test_client_that_leaves(serve: Serve) -> None:
+    """Where the peer goes away in the middle of a reply nothing of it is kept."""
+    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+    with serve(send_buffer=2**12) as live:
+        with connect(live, buffer=2**11) as connection:
+            connection.sendall(encode_request(live.client.build_request("POST", "/extract", **request)))
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            assert gauges(live)["queue_bytes"] > 200 * 2**16
+        wait_until(lambda: gauges(live)["queue_bytes"] == 0)
+        assert live.client.get("/readyz").status_code == 200

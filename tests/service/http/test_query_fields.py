@@ -1,0 +1,232 @@
+"""Whatever a JSON body may say, a request whose body is one input says in its query."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.server import Live
+from tests.service.support import Json, image, npy, npz, picture, problem, raw, tensor
+
+PNG = picture(1)
+ROW = np.random.default_rng(3).standard_normal((3, 32, 32)).astype(np.float32)
+ZERO = {"layer": "block1", "op": "zero", "channels": [3, 7]}
+RAW: dict[str, tuple[bytes, str, Json]] = {
+    "picture": (PNG, "image/png", image(PNG)),
+    "npy": (npy(ROW), "application/x-npy", tensor(ROW)),
+    "npz": (npz(image=ROW), "application/x-npz", tensor(ROW)),
+    "safetensors": (safetensors.numpy.save({"image": ROW}), "application/x-safetensors", tensor(ROW)),
+}
+EXTRACT: dict[str, Json] = {
+    "an intervention": {"layers": ["head"], "interventions": [ZERO, {"layer": "block2:input", "op": "scale", "by": 2}]},
+    "a tensor": {
+        "layers": ["pool"],
+        "interventions": [{"layer": "pool", "op": "add", "tensor": tensor(np.ones((64, 1, 1), np.float32))["tensor"]}],
+    },
+    "layer objects": {"layers": [{"layer": "block2", "pool": "mean", "normalize": True, "as": "b2"}, "head"]},
+    "statistics": {"layers": [{"layer": "block1", "stats": ["mean", "max"], "by": "channel"}]},
+    "a selector with commas": {"layers": [{"layer": "block1", "channels": [5, 1]}, {"type": "Linear"}]},
+    "an objective": {"layers": ["block3:grad_output"], "objective": {"kind": "layer", "layer": "block3", "channel": 2}},
+    "a target": {"layers": [".:grad_input"], "objective": {"kind": "kl_div", "target": [0.1] * 10}},
+    "several": {"layers": ["head", "head:grad_output"], "interventions": [ZERO], "objective": {"class": 3}},
+    "a probe": {"layers": ["pool"], "probe": True},
+    "all others": {
+        "model": "digits",
+        "layers": ["block2"],
+        "pool": "mean",
+        "normalize": True,
+        "dtype": "float16",
+        "encoding": "base64",
+        "on_error": "skip",
+        "isolated": True,
+        "verify": True,
+        "priority": "bulk",
+    },
+    "resumed": {"model": "digits", "layers": ["head"], "resume": "."},
+}
+EXPLAIN: dict[str, Json] = {
+    "an objective": {"method": "grad_cam", "layer": "block2", "objective": {"kind": "probability", "class": 4}},
+    "a target": {"method": "saliency", "objective": {"kind": "cross_entropy", "class": 7, "position": None}},
+}
+
+
+def as_query(fields: Json) -> dict[str, str]:
+    """Fields of a body as query parameters: objects and lists as JSON."""
+    return {key: json.dumps(value) if not isinstance(value, str) else value for key, value in fields.items()}
+
+
+@pytest.mark.parametrize("kind", RAW)
+@pytest.mark.parametrize("name", EXTRACT)
+def test_extract(live: Live, kind: str, name: str) -> None:
+    """What is said in a query gives what the same says in a JSON body, byte by byte; so do its refusals."""
+    data, media_type, entry = RAW[kind]
+    by_body = live.client.post("/extract", json=EXTRACT[name] | {"inputs": [entry]})
+    by_query = live.client.post("/extract", **raw(data, media_type, **as_query(EXTRACT[name])))
+    assert by_query.status_code == by_body.status_code == (422 if name == "resumed" else 200), by_query.text
+    if name == "resumed":
+        assert by_query.json()["detail"] == by_body.json()["detail"]
+    else:
+        assert by_query.content == by_body.content
+
+
+@pytest.mark.parametrize("name", EXPLAIN)
+def test_explain(live: Live, name: str) -> None:
+    """Explanations take an objective in the query as well."""
+    by_body = live.client.post("/explain", json=EXPLAIN[name] | {"inputs": [image(PNG)]})
+    by_query = live.client.post("/explain", **raw(PNG, "image/png", **as_query(EXPLAIN[name])))
+    assert by_query.status_code == 200, by_query.text
+    assert by_query.content == by_body.content
+
+
+def test_multipart(live: Live) -> None:
+    """Parts without one named ``request`` have a query like any raw body."""
+    fields = EXTRACT["several"]
+    by_query = live.client.post("/extract", files=[("images", PNG)], params=as_query(fields))
+    by_body = live.client.post("/extract", json=fields | {"inputs": [image(PNG)]})
+    assert by_query.status_code == 200, by_query.text
+    assert by_query.content == by_body.content
+
+
+@pytest.mark.parametrize("route", ["extract", "explain"])
+def test_document(live: Live, route: str) -> None:
+    """The document lists a query parameter for every field of a body but its inputs, and the server takes each."""
+    document = live.client.get("/openapi.json").json()
+    fields = set(document["components"]["schemas"][f"{route.title()}Body"]["properties"]) - {"inputs"}
+    parameters = {
+        each["name"] for each in document["paths"][f"/{route}"]["post"]["parameters"] if each["in"] == "query"
+    }
+    assert parameters == fields | {"class", "target", "format"} | ({"dry_run"} if route == "extract" else set())
+    for name in fields:
+        reply = live.client.post(f"/{route}", **raw(PNG, "image/png", **{name: "[]"}))
+        assert "is not taken here" not in reply.text
+
+
+TARGET = [0.1] * 10
+OBJECTIVES: dict[str, tuple[Json, Json]] = {  # in a query, and in a body
+    "kind": ({"objective": "probability"}, {"kind": "probability"}),
+    "class": ({"class": "3"}, {"class": 3}),
+    "top": ({"objective": "logit", "class": "top"}, {"kind": "logit", "class": "top"}),
+    "kind and target": (
+        {"objective": "kl_div", "target": json.dumps([0.1] * 10)},
+        {"kind": "kl_div", "target": [0.1] * 10},
+    ),
+    "object and class": ({"objective": '{"kind": "probability"}', "class": "5"}, {"kind": "probability", "class": 5}),
+    "object": ({"objective": " {} "}, {}),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objective(live: Live, name: str) -> None:
+    """An objective is an object, a kind, and a class or a target by themselves."""
+    query, objective = OBJECTIVES[name]
+    by_query = live.client.post("/extract", **raw(PNG, "image/png", layers="block3:grad_output", **query))
+    body = {"layers": ["block3:grad_output"], "objective": objective, "inputs": [image(PNG)]}
+    assert by_query.status_code == 200, by_query.text
+    assert by_query.content == live.client.post("/extract", json=body).content
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ["head,block2.conv1", '{"layer": "block3", "pool": "mean"}', "pool"],
+        ['["head", "block2.conv1"]', '[{"layer": "block3", "pool": "mean"}, "pool"]'],
+    ],
+)
+def test_repeated_layers(live: Live, layers: list[str]) -> None:
+    """Names, objects and lists of both may stand in parameters of their own; keys come in that order."""
+    reply = live.client.post("/extract", **raw(PNG, "image/png", layers=layers))
+    assert list(reply.json()["features"]) == ["head", "block2.conv1", "block3", "pool"]
+
+
+DEEP = "[" * 40 + "]" * 40
+REFUSED: dict[str, tuple[int, Json, str, str]] = {  # status, query, pointer, what it says
+    "no JSON": (400, {"interventions": "[{'op': 'zero'}]"}, "/interventions", "'interventions' is not JSON: line 1"),
+    "cut short": (400, {"interventions": '[{"layer": "block1"'}, "/interventions", "percent-encoded"),
+    "a word": (400, {"interventions": "zero"}, "/interventions", '"op":"zero"'),
+    "nothing": (400, {"interventions": ""}, "/interventions", "not JSON"),
+    "NaN": (400, {"interventions": '[{"layer": "block1", "op": "scale", "by": NaN}]'}, "/interventions", "not JSON"),
+    "deep interventions": (400, {"interventions": DEEP}, "/interventions", "deeper than 32"),
+    "deep layers": (400, {"layers": DEEP}, "/layers", "deeper than 32"),
+    "a deep objective": (400, {"objective": '{"a":' * 40 + "1" + "}" * 40}, "/objective", "deeper than 32"),
+    "a deep target": (400, {"target": DEEP}, "/target", "deeper than 32"),
+    "broken layers": (400, {"layers": '["pool"'}, "/layers", "'layers' is not JSON"),
+    "a broken objective": (400, {"objective": '{"kind"'}, "/objective", "objective=logit"),
+    "an object": (422, {"interventions": "{}"}, "/interventions", "list"),
+    "an unknown op": (422, {"interventions": '[{"layer": "block1", "op": "zap"}]'}, "/interventions/0/op", "zero"),
+    "an unknown field": (
+        *(422, {"interventions": '[{"layer": "block1", "op": "zero", "chanels": [1]}]'}),
+        *("/interventions/0/chanels", "'channels'"),
+    ),
+    "an unknown layer": (422, {"interventions": '[{"layer": "blok1", "op": "zero"}]'}, "/interventions/0", "block1"),
+    "from": (
+        422,
+        {"interventions": '[{"layer": "block1", "op": "add", "from": {"input": 0}}]'},
+        "/interventions/0",
+        "'from'",
+    ),
+    "a number among layers": (422, {"layers": "[0]"}, "/layers/0", "object"),
+    "a pool": (422, {"layers": '[{"layer": "pool", "pool": "mode"}]'}, "/layers/0/pool", "mean"),
+    "twice": (422, {"interventions": ["[]", "[]"]}, "", "given 2 times"),
+    "an objective twice": (422, {"objective": ["logit", "sum"]}, "", "given 2 times"),
+    "a class twice": (422, {"objective": '{"class": 3}', "class": "4"}, "/objective", "'class'"),
+    "a list as an objective": (422, {"objective": "[]", "class": "4"}, "/objective", "no object"),
+    "a list as an objective alone": (422, {"objective": "[]"}, "/objective", "object"),
+    "a target of words": (422, {"target": '["a"]'}, "/objective/target/0", "number"),
+    "a target that is no list": (422, {"target": "0.5"}, "/objective/target", "list"),
+    "very many interventions": (422, {"interventions": json.dumps([ZERO] * 257)}, "/interventions", "256"),
+    "inputs": (422, {"inputs": "[]"}, "", "'inputs' is not taken here"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(live: Live, name: str) -> None:
+    """A parameter that makes no sense is refused as a body would be; the pointer begins with its name."""
+    status, query, pointer, says = REFUSED[name]
+    reply = live.client.post("/extract", **raw(PNG, "image/png", **{"layers": "block1"} | query))
+    body = problem(reply, status)
+    assert says in reply.text.replace('\\"', '"')
+    assert body["errors"][0].get("pointer", "") == pointer
+
+
+def test_many_layers(live: Live) -> None:
+    """A parameter names no more layers than a body may."""
+    reply = live.client.post("/extract", **raw(PNG, "image/png", layers=json.dumps([f"n{k}" for k in range(2000)])))
+    assert "1024" in problem(reply, 413)["detail"]
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["layer", "op", "kind", "pool", "as", "class", "by", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(field=st.sampled_from(["layers", "interventions", "objective"]), value=JSON_VALUES)
+@settings(max_examples=150)
+def test_any_value(live: Live, field: str, value: Any) -> None:
+    """Any list or object means in a query what it means in a body, or is refused with the same status and pointers."""
+    if not isinstance(value, list | dict) or (field == "layers" and isinstance(value, dict)):
+        value = [value]
+    fields = {"layers": ["pool"]} | {field: value}
+    query = {key: json.dumps(each) for key, each in fields.items()}
+    by_query = live.client.post("/extract", **raw(PNG, "image/png", **query))
+    by_body = live.client.post("/extract", json=fields | {"inputs": [image(PNG)]})
+    assert by_query.status_code == by_body.status_code, (by_query.text, by_body.text)
+    if by_body.status_code == 200:
+        assert by_query.content == by_body.content
+    else:
+        found, expected = ([fault.get("pointer") for fault in each.json()["errors"]] for each in (by_query, by_body))
+        assert found == expected
