@@ -113,6 +113,11 @@ def digest_sources(result: str, changes: Iterable[str]) -> str:
     return _digest([RECIPE, "sources", result, *changes])
 
 
+def digest_projection(result: str, dimensions: int) -> str:
+    """The fingerprint of a result whose vectors are projected to so many dimensions."""
+    return _digest([RECIPE, "projection", result, dimensions])
+
+
 def digest_batch(result: str) -> str:
     """The fingerprint of a result of which each row depends on those that it ran with."""
     return _digest([RECIPE, "batch", result])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from layertap.service.probes import Probe
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Receipt:
     """Where one result came from and what was done to it.
 
@@ -41,12 +41,12 @@ class Receipt:
     call: int
     module: str
     site: str
-    path: str
-    layout: str | None
+    path: str = ""
+    layout: str | None = None
     captured: tuple[int | None, ...]
     dtype: str
     pool: str
-    normalize: bool
+    normalize: bool = False
     fingerprint: str
     function: str = ""
     row_axis: int | None = 0
@@ -71,36 +71,11 @@ class Receipt:
     fingerprints: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; what says nothing (an empty path, rows on axis 0) is left out."""
-        return {key: value for key, value in asdict(self).items() if key not in OMITTED or value != OMITTED[key]}
+        """Plain data for JSON; what has its default is left out."""
+        return {key: value for key, value in asdict(self).items() if key not in DEFAULTS or value != DEFAULTS[key]}
 
 
-OMITTED: dict[str, object] = {
-    "function": "",
-    "path": "",
-    "layout": None,
-    "normalize": False,
-    "row_axis": 0,
-    "stats": None,
-    "by": None,
-    "over": None,
-    "how": "",
-    "resumed": "",
-    "forward": "",
-    "classes": None,
-    "labels": None,
-    "rows_per_forward": None,
-    "preprocessed": "",
-    "channels": None,
-    "tokens": None,
-    "heads": None,
-    "queries": None,
-    "keys": None,
-    "token_counts": None,
-    "reply_dtype": "float32",
-    "probe": None,
-    "fingerprints": None,
-}
+DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -112,7 +87,8 @@ class Features:
     ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
     that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
     those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
-    others, of other shapes.
+    others, of other shapes; ``by_input`` are the keys of results of one such input. ``content`` is a digest of all that
+    decided them, where answers are kept. ``tokens`` counts those of all texts, special ones among them, padding not.
     """
 
     model: str
@@ -127,6 +103,14 @@ class Features:
     warnings: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     place: int | None = None
+    by_input: frozenset[str] = frozenset()
+    content: str = ""
+    tokens: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in (*self.arrays.values(), *self.scales.values()))
 
     @property
     def skipped(self) -> tuple[int, ...]:
@@ -151,6 +135,8 @@ def join_features(parts: Sequence[Features]) -> Features:
         scales=_join_arrays([part.scales for part in parts], first.receipts),
         errors=tuple(fault for part in parts for fault in part.errors),
         verified=all(part.verified for part in parts),
+        content="",
+        tokens=sum(part.tokens for part in parts),
     )
 
 

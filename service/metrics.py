@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from layertap.service.types import BatchReason, RestartReason
+from layertap.service.statistics import ModelStatistics
+from layertap.service.types import BatchReason, CacheResult, RestartReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
@@ -29,6 +30,7 @@ class Snapshot:
     states: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, int] = field(default_factory=dict)
     max_batch_rows: Mapping[str, int] = field(default_factory=dict)
+    cache_bytes: int = 0
 
 
 class Metrics:
@@ -44,8 +46,10 @@ class Metrics:
         self._routes: dict[str, _RouteMetrics] = {}
         self._statuses: dict[tuple[str, int], Counter] = {}
         self._models: dict[str, _ModelMetrics] = {}
+        self._statistics: dict[str, ModelStatistics] = {}
         self._steps = {step: self._families.step_seconds.labels(step) for step in STEPS}
         self._refused = {reason: self._families.refused.labels(reason) for reason in get_args(Reason)}
+        self._cached = {result: self._families.cached.labels(result) for result in get_args(CacheResult)}
 
     def observe_request(
         self, route: str, status: int, seconds: float, steps: Mapping[str, float], body_bytes: int, reply_bytes: int
@@ -82,14 +86,20 @@ class Metrics:
         metrics.requests.observe(requests)
         metrics.depth.observe(depth)
         metrics.seconds.observe(seconds)
+        self.get_statistics(model).add_batch(rows, seconds)
 
     def count_answered(self, model: str, rows: int) -> None:
         """Rows whose features were handed back: each once, however many forwards it took part in."""
         self._get_model(model).answered.inc(rows)
+        self.get_statistics(model).add_rows(rows)
 
     def count_refused(self, reason: Reason) -> None:
         """A request that found no place in the queue."""
         self._refused[reason].inc()
+
+    def count_cached(self, result: CacheResult) -> None:
+        """A request that was looked up among the answers that are kept."""
+        self._cached[result].inc()
 
     def count_expired(self, model: str) -> None:
         """A request whose deadline passed while it was in the queue."""
@@ -110,6 +120,10 @@ class Metrics:
     def count_out_of_memory(self, model: str) -> None:
         """A forward that the device had no memory for."""
         self._get_model(model).out_of_memory.inc()
+
+    def get_statistics(self, model: str) -> ModelStatistics:
+        """The sums of one model, which grow as long as the process lives."""
+        return self._statistics.get(model) or self._statistics.setdefault(model, ModelStatistics())
 
     def register_gauges(self, read: Callable[[], Snapshot]) -> None:
         """Have the gauges read at every scrape, in the thread that renders; ValueError the second time."""
@@ -161,6 +175,7 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
         GaugeMetricFamily(
             "layertap_queue_bytes", "Bytes that requests hold: bodies, rows, expected replies.", snapshot.queue_bytes
         ),
+        GaugeMetricFamily("layertap_cache_bytes", "Bytes of answers that are kept.", snapshot.cache_bytes),
         GaugeMetricFamily("layertap_running_rows", "Rows in decoding or in a forward.", snapshot.running_rows),
         states,
         _make_gauge_by_model(
@@ -208,6 +223,9 @@ class _MetricFamilies:
         )
         self.answered = counter("rows_total", "Rows whose features were handed back.", "model")
         self.refused = counter("refused_total", "Requests that found no place in the queue.", "reason")
+        self.cached = counter(
+            "cache_requests_total", "Requests that were looked up among the answers that are kept.", "result"
+        )
         self.expired = counter("expired_total", "Requests whose deadline passed in the queue.", "model")
         self.cancelled = counter("cancelled_total", "Requests whose client went away while they waited.", "model")
         self.split = counter("split_total", "Batches that were run again in parts.", "model", "cause")

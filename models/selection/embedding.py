@@ -29,7 +29,7 @@ def find_default_embedding(catalog: Catalog) -> Selector | None:
 
 
 def find_embedding(text: str, catalog: Catalog) -> Selector:
-    """The selector of a configured embedding, with the pool that makes a vector of each row.
+    """The selector of an embedding, with the pool that makes a vector of each row.
 
     UnknownLayerError, SelectorError where it names not just one tensor with an entry for each row.
     """
@@ -53,7 +53,8 @@ def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
     pool = embedding.pool or selector.reduction.pool
     if embedding.pool is None and embedding.normalize and pool == "none":
         pool = "flatten"  # the same numbers; only what is pooled is normalised
-    return replace(selector, reduction=Reduction(pool=pool, normalize=embedding.normalize, dtype=embedding.dtype))
+    reduction = Reduction(pool=pool, normalize=embedding.normalize, dtype=embedding.dtype)
+    return replace(selector, reduction=reduction, alias=embedding.alias)
 
 
 def _choose_pool(leaf: TensorInfo) -> Pool:

@@ -122,11 +122,16 @@ class Selector:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A model's own embedding, asked for in place of layers; ``pool`` None: the one that makes a vector of it."""
+    """A model's own embedding, asked for in place of layers or before them, or what one ``layer`` gives as one.
+
+    ``pool`` None: the one that makes a vector of it. ``alias`` is the key asked for; None: its selector's text.
+    """
 
     pool: str | None = None
     normalize: bool = False
     dtype: ReplyDType = "float32"
+    layer: str = ""
+    alias: str | None = None
 
 
 @dataclass(frozen=True)

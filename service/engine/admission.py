@@ -93,6 +93,11 @@ class Admission:
         self._bytes = 0
         self._rows = 0
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it holds: at first those of the request's body."""
+        return self._bytes
+
     def reserve_bytes(self, size: int) -> None:
         """Hold so many bytes more; QueueFullError, TooLargeError."""
         self._control.check_bytes(size, self._bytes)

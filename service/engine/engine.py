@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from layertap.service.engine.admission import Admission, AdmissionControl
+from layertap.service.engine.answer_cache import AnswerCache
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import DecodedInputs, InputDecoder, make_encoded_job
 from layertap.service.engine.fetch_inputs import fetch_inputs
@@ -19,16 +21,19 @@ from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
+from layertap.service.engine.request_digest import digest_request
 from layertap.service.engine.results import collect_features
 from layertap.service.engine.rows import Items
 from layertap.service.engine.sources import count_taken_bytes, fill_tensors, plan_stages
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
+from layertap.service.inputs.items import UrlItem
 from layertap.service.metrics import Metrics, Snapshot
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
+SHORT_BODY = 2**16  # bytes that are digested in about the time that a way to another thread and back takes
 Answer = tuple[Job, list[Results]]  # with what its forwards gave, in one part or several whose rows follow each other
 
 
@@ -45,18 +50,46 @@ class Engine:
         self.decoder = InputDecoder(manager.scheduler, self.run_in_thread)
         self.job_maker = JobMaker(self.planner, self.run_in_thread, settings.max_results)
         self._pool = ThreadPoolExecutor(settings.cpu_threads, "side", initializer=start_single_threaded)
+        self.answers = AnswerCache(settings.cache_bytes, self._pool)
+        manager.on_unload = self.answers.forget
 
     async def extract(self, request: ExtractRequest, admission: Admission) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""
-        parts = await self.extract_parts(request, admission)
-        if len(parts) == 1:
-            return parts[0]
-        return await self.run_in_thread(partial(join_inputs, parts), admission.deadline)
+        return await self.compute_once(request, admission, partial(self._extract, request, admission))
+
+    async def compute_once(
+        self, request: ExtractRequest, admission: Admission, compute: Callable[[], Awaitable[Features]]
+    ) -> Features:
+        """What ``compute`` gives for a request, or gave for an equal one where answers are kept; what it raises.
+
+        What is at a URL may change, so that such requests are computed each time.
+        """
+        if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
+            return await compute()
+        worker = await self.manager.get_worker(request.model, admission.deadline)
+        digest = partial(digest_request, request, worker.content)
+        short = admission.nbytes <= SHORT_BODY
+        content = digest() if short else await self.run_in_thread(digest, admission.deadline)
+
+        async def compute_named() -> Features:
+            features = await compute()
+            # A model that was unloaded meanwhile, and loaded again, may be another.
+            is_current = self.manager.workers.get(worker.name) is worker
+            return replace(features, content=content) if is_current else features
+
+        key = (worker.generation, content)
+        features, result = await self.answers.get_or_compute(key, compute_named, admission.deadline)
+        self.metrics.count_cached(result)
+        request.timings.notes["cache"] = result
+        if result != "miss":
+            admission.reserve_bytes(features.nbytes)
+        return features
 
     async def extract_parts(self, request: ExtractRequest, admission: Admission) -> list[Features]:
         """As ``extract``, in one part where all inputs have one shape, else in one for each of them."""
         worker = await self.manager.get_worker(request.model, admission.deadline)
-        with admission.queue_rows(worker, len(request.items)):
+        statistics = self.metrics.get_statistics(worker.name)
+        with statistics.measure_request(request.timings.steps), admission.queue_rows(worker, len(request.items)):
             planned = await self.planner.plan(request, worker, admission.deadline)
             admission.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
             items = await fetch_inputs(planned, self.fetcher, admission)
@@ -93,6 +126,7 @@ class Engine:
         return Snapshot(
             queue_rows=waiting,
             queue_bytes=self.admission.used_bytes,
+            cache_bytes=self.answers.used_bytes,
             running_rows=max(rows - waiting, 0),
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
@@ -103,6 +137,12 @@ class Engine:
         """Finish what was submitted, then end all threads."""
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _extract(self, request: ExtractRequest, admission: Admission) -> Features:
+        parts = await self.extract_parts(request, admission)
+        if len(parts) == 1:
+            return parts[0]
+        return await self.run_in_thread(partial(join_inputs, parts), admission.deadline)
 
     async def _decode_and_run(self, planned: PlannedRequest, items: Items, admission: Admission) -> list[Answer]:
         """The jobs of the rows that items are made into, and what their forwards gave."""

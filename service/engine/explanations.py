@@ -53,6 +53,10 @@ async def explain(engine: Engine, request: ExtractRequest, admission: Admission)
 
     Without an objective it is of each row's own highest score.
     """
+    return await engine.compute_once(request, admission, partial(_explain, engine, request, admission))
+
+
+async def _explain(engine: Engine, request: ExtractRequest, admission: Admission) -> Features:
     explanation = request.explanation
     if explanation is None:
         raise ValueError("the request asks for no explanation")

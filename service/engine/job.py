@@ -10,6 +10,7 @@ from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.errors import Fault
+from layertap.models.inputs.text import TextSpec
 from layertap.models.loaded_model import check_rows_fit
 from layertap.service.engine.batch import BatchQueue, QueuedRequest
 from layertap.service.engine.forward_batch import ForwardSpec
@@ -66,6 +67,7 @@ def make_job(
         first_row=first_row,
         place=place,
         changed=plan.changed_selectors[: len(request.interventions)],
+        tokens=_count_tokens(inputs, planned.inputs.text),
     )
 
 
@@ -87,6 +89,13 @@ def _make_queued(
         requires_isolation=isolated or not plan.may_share,
         unsplittable=together or not plan.may_split,
     )
+
+
+def _count_tokens(inputs: Mapping[str, Tensor], text: TextSpec | None) -> int:
+    """How many tokens the texts have of which rows were made; 0 where they were made of something else."""
+    if text is None or not text.is_read or not inputs:
+        return 0
+    return inputs[text.ids].numel() if text.mask is None else int(inputs[text.mask].count_nonzero())
 
 
 def _find_compiled(planned: PlannedRequest) -> CompiledPlan | None:

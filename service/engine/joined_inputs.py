@@ -119,7 +119,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
     first = parts[0]
     if len(parts) == 1:
         return first
-    arrays, scales, receipts = dict[str, Array](), dict[str, Array](), dict[str, Receipt]()
+    arrays, scales, receipts, by_input = dict[str, Array](), dict[str, Array](), dict[str, Receipt](), set[str]()
     for key, is_common in _list_keys([_outline_features(part) for part in parts]):
         if is_common:
             of_inputs = [part.receipts[key] for part in parts]
@@ -132,6 +132,7 @@ def join_inputs(parts: Sequence[Features]) -> Features:
             name = _name_entry(key, part.place)
             if key in part.arrays:
                 arrays[name], receipts[name] = part.arrays[key], part.receipts[key]
+                by_input.add(name)
             if key in part.scales:
                 scales[name] = part.scales[key]
     return replace(
@@ -143,6 +144,8 @@ def join_inputs(parts: Sequence[Features]) -> Features:
         receipts=receipts,
         interventions=join_changes(part.interventions for part in parts),
         place=None,
+        by_input=frozenset(by_input),
+        tokens=sum(part.tokens for part in parts),
     )
 
 

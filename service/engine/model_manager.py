@@ -29,7 +29,10 @@ OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what 
 
 
 class ModelManager:
-    """The workers of this process by the names of their models. Used on the event loop, which it never blocks."""
+    """The workers of this process by the names of their models. Used on the event loop, which it never blocks.
+
+    ``on_unload`` hears of each worker that is gone, by its generation.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class ModelManager:
         self.default = default
         self.draining = False
         self.workers: dict[str, ModelWorker] = {}
+        self.on_unload: Callable[[int], None] = lambda generation: None
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
@@ -197,9 +201,8 @@ class ModelManager:
                     retry_after=LOADING_RETRY_S,
                 )
             oldest = min(idle, key=lambda worker: worker.last_used)
-            del self.workers[oldest.name]
             self.scheduler.remove_model(oldest)
-            self.registry.unload(oldest.name)
+            self._remove(oldest)
 
     def _may_be_unloaded(self, worker: ModelWorker) -> bool:
         lazy = self.registry.get_entry(worker.name).spec.load == "lazy"
@@ -211,5 +214,9 @@ class ModelManager:
         if worker is not None:
             await worker.stop(limit_s)
             if self.workers.get(name) is worker:
-                del self.workers[name]
-                self.registry.unload(name)
+                self._remove(worker)
+
+    def _remove(self, worker: ModelWorker) -> None:
+        del self.workers[worker.name]
+        self.registry.unload(worker.name)
+        self.on_unload(worker.generation)

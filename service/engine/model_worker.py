@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
@@ -27,6 +28,7 @@ from layertap.service.engine.batch_queues import BatchQueues
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.executor import Executor, ModelFunction
 from layertap.service.engine.plan_cache import PlanCache
+from layertap.service.engine.request_digest import digest_model
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.engine.threads import publish_name
 from layertap.service.engine.unavailable import unloading_error
@@ -37,6 +39,9 @@ log = logging.getLogger("layertap")
 SMOOTHING = 0.2  # the newest batch's part in a mean
 
 
+_GENERATIONS = itertools.count(1)
+
+
 class ModelWorker:
     """One model, from its loading on; each of its replicas has a thread.
 
@@ -44,7 +49,7 @@ class ModelWorker:
     and not answered; they, ``last_used`` and ``stopping`` (from now on it takes nothing) belong to the event loop.
     ``idle_replicas``, ``calls`` (which want the first replica for themselves) and ``drained`` belong to the scheduler,
     under its lock. ``requires_isolation``: every request must have its forwards for itself, so that its bits are always
-    the same.
+    the same. ``generation`` is a number that no other worker of this process has.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ModelWorker:
         settings: Settings,
     ) -> None:
         self.name = name
+        self.generation = next(_GENERATIONS)
         self.loaded: Future[Executor] = Future()
         self.settled: Future[None] = Future()
         self.rows = 0
@@ -86,6 +92,11 @@ class ModelWorker:
     def model(self) -> ModelInfo:
         """The model; raises what its loading did, waits for its end."""
         return self.executor.model
+
+    @cached_property
+    def content(self) -> str:
+        """A digest of what its model's answers depend on."""
+        return digest_model(self.model)
 
     @property
     def is_active(self) -> bool:

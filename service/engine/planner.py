@@ -16,7 +16,7 @@ from layertap.models.errors import InputError, RequestError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption, find_start
-from layertap.models.selection.embedding import reduce_embedding
+from layertap.models.selection.embedding import find_embedding, reduce_embedding
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import Preprocessed, Shapes
 from layertap.service.engine.catalog_choice import choose_catalog, names_functions, names_unseen_calls
@@ -32,6 +32,7 @@ from layertap.service.engine.plan_scaling import scale_plan
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.row_shapes import find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows import Rows, get_row_shapes
+from layertap.service.schemas.faults import read_field
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -229,12 +230,16 @@ class Planner:
 
 
 def _name_embedding(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
-    """The request with the model's embedding as what it names, where it names nothing itself."""
-    if request.embedding is None:
+    """The request with the embedding that it asks for as the first that it names, where it asks for one."""
+    embedding = request.embedding
+    if embedding is None:
         return request
-    if model.embedding_selector is None:
+    selector = model.embedding_selector
+    if embedding.layer:  # named behind the model's name
+        selector = read_field("/model", lambda: find_embedding(embedding.layer, model.catalog))
+    if selector is None:
         raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
-    return replace(request, selectors=(reduce_embedding(model.embedding_selector, request.embedding),))
+    return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
 
 
 def _identify(model: ModelInfo, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:

@@ -72,7 +72,7 @@ class ExtractRequest:
     """What a request asks for, parsed and validated, whatever it was sent as.
 
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``resume`` names
-    the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for in place of
+    the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for before
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
     ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
     ``input_options`` has what some inputs want of their own, by their places: each input is then a job of its own.
@@ -128,7 +128,8 @@ class Job:
     each result by its key. ``mask`` names the input that tells tokens from padding. ``single_forward``: its rows affect
     each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
     ``first_row`` is its first row's number in the request; ``place`` that of its input, where other inputs are jobs of
-    their own. ``changed`` names what each intervention of the request changes, its input's own left out.
+    their own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
+    those of its texts, padding not counted.
 
     Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
@@ -150,6 +151,7 @@ class Job:
     first_row: int = 0
     place: int | None = None
     changed: tuple[tuple[str, ...], ...] = ()
+    tokens: int = 0
 
     @property
     def nbytes(self) -> int:

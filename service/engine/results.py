@@ -42,6 +42,7 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
         verified=job.spec.verified_by is not None,
         interventions=job.changed,
         place=job.place,
+        tokens=job.tokens,
     )
 
 

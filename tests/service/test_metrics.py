@@ -25,7 +25,7 @@ ROUTES = {
     *("/extract", "/models", "/models/{name}", "/models/{name}/layers", "/models/{name}/load", "/models/{name}/unload"),
     *("/livez", "/readyz", "/metrics", "/", "other"),
 }
-LABELS = {"route", "status", "step", "model", "why", "reason", "cause", "state"}
+LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state"}
 STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
