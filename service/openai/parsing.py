@@ -1,0 +1,121 @@
+"""A body as OpenAI's clients send it, made into an ``ExtractRequest``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from layertap.models.errors import Fault, InputError, RequestError, SelectorError
+from layertap.models.model_info import ModelInfo
+from layertap.models.selection.hook_points import Embedding
+from layertap.models.selection.selectors import parse_selector
+from layertap.service.engine.request import ExtractRequest, ReplyOptions
+from layertap.service.errors import UnsupportedMediaError
+from layertap.service.formats.reply_format import Encoding
+from layertap.service.http.json_document import load_json
+from layertap.service.http.parsing import RawRequest
+from layertap.service.inputs.arrays import decode_base64
+from layertap.service.inputs.items import ImageItem, InputItem, TextItem, UrlItem
+from layertap.service.openai.schemas import EmbeddingsBody, InputEntry, Kind
+from layertap.service.schemas.faults import read_field
+from layertap.service.schemas.validation_errors import convert_errors
+from layertap.service.settings import Settings
+
+ENCODINGS: dict[str, Encoding] = {"float": "list", "base64": "base64"}
+URL_SCHEMES = ("http://", "https://")
+
+
+@dataclass(frozen=True)
+class EmbeddingsRequest:
+    """An extraction with what OpenAI's replies say besides: the model by the id that was sent, the vectors' length."""
+
+    extract: ExtractRequest
+    model_id: str
+    dimensions: int | None
+
+    @property
+    def model(self) -> str | None:
+        """The model's name."""
+        return self.extract.model
+
+    def fit_to_model(self, model: ModelInfo) -> EmbeddingsRequest:
+        """The request with strings read as the model takes them: where it takes no text, one may be a URL."""
+        if model.text is not None:
+            return self
+        items = tuple((place, _read_url(item)) for place, item in self.extract.items)
+        return replace(self, extract=replace(self.extract, items=items))
+
+    def split(self, size: int) -> Iterator[ExtractRequest]:
+        """Requests for so many of its inputs at a time, in their order."""
+        items = self.extract.items
+        for start in range(0, len(items), size):
+            yield replace(self.extract, items=items[start : start + size])
+
+
+def parse_model_id(model_id: str) -> tuple[str, Embedding]:
+    """The model's name, and the embedding that ``NAME`` or ``NAME:LAYER`` means: of length 1, as OpenAI's are.
+
+    SelectorError where the layer is no selector, or one that may name several.
+    """
+    name, _, layer = model_id.partition(":")
+    if layer and parse_selector(layer).is_glob:  # to look for matches would take long
+        raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
+    return name, Embedding(normalize=True, layer=layer)
+
+
+def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
+    """What a request asks for; computes, so it belongs in a thread.
+
+    BadRequestError, UnsupportedMediaError, RequestError.
+    """
+    if raw.media_type != "application/json":
+        raise UnsupportedMediaError(
+            "a body of this content type is not taken", hint="send Content-Type: application/json"
+        )
+    body = _validate(load_json(raw.data, settings.max_json_depth))
+    name, embedding = read_field("/model", lambda: parse_model_id(body.model))
+    extract = ExtractRequest(
+        model=name,
+        items=_read_items(body),
+        embedding=embedding,
+        reply=ReplyOptions(raw.format, ENCODINGS[body.encoding_format], settings.max_reply_bytes),
+        timings=raw.timings,
+    )
+    return EmbeddingsRequest(extract, body.model, body.dimensions)
+
+
+def _validate(value: object) -> EmbeddingsBody:
+    try:
+        return EmbeddingsBody.model_validate(value)
+    except ValidationError as error:
+        faults = convert_errors(error.errors(include_url=False, include_input=False, include_context=False))
+        # Hints are of fields that other routes have.
+        raise RequestError.from_faults([replace(fault, hint="") for fault in faults]) from None
+
+
+def _read_items(body: EmbeddingsBody) -> tuple[tuple[int, InputItem], ...]:
+    items: list[tuple[int, InputItem]] = []
+    faults: list[Fault] = []
+    for place, entry in enumerate(body.input):
+        try:
+            items.append((place, _read_item(entry, entry.kind or body.modality)))
+        except InputError as error:
+            faults.append(error.to_fault(f"/input/{place}", place))
+    if faults:
+        raise RequestError.from_faults(faults)
+    return tuple(items)
+
+
+def _read_item(entry: InputEntry, kind: Kind | None) -> InputItem:
+    """An entry as an item; InputError where it is to be a picture and is none."""
+    value = entry.value
+    if kind == "text" or (kind is None and value[:5].lower() != "data:"):
+        return TextItem(value)
+    return UrlItem(value) if value.startswith(URL_SCHEMES) else ImageItem(decode_base64(value))
+
+
+def _read_url(item: InputItem) -> InputItem:
+    is_url = isinstance(item, TextItem) and item.text.startswith(URL_SCHEMES)
+    return UrlItem(item.text) if is_url and isinstance(item, TextItem) else item

@@ -1,0 +1,91 @@
+"""``POST /v1/embeddings`` and ``GET /v1/models``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.planner import PlannedRequest
+from layertap.service.engine.request import ExtractRequest
+from layertap.service.features import Features, join_features
+from layertap.service.formats.table import FORMATS
+from layertap.service.http import timeout
+from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.model_descriptions import Json
+from layertap.service.http.plain_route import PlainRoute
+from layertap.service.http.request_handler import make_headers, receive
+from layertap.service.openai.encoding import encode_embeddings
+from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
+from layertap.service.openai.projection import check_dimensions, shorten
+
+TIMEOUT_HEADER = "X-Stainless-Read-Timeout"  # how long the client waits, in seconds
+JSON = {"json": FORMATS["json"]}
+router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
+
+
+async def create_embeddings(request: Request) -> Response:
+    """A vector of length 1 for each input."""
+    engine: Engine = request.app.state.engine
+    header = TIMEOUT_HEADER if TIMEOUT_HEADER in request.headers else timeout.HEADER
+    async with receive(request, engine, parse_embeddings, JSON, header) as (parsed, admission):
+        worker = await engine.manager.get_worker(parsed.model, admission.deadline)
+        parts = list(parsed.fit_to_model(worker.model).split(engine.settings.max_inputs))
+        if parsed.dimensions is not None:
+            planned = await engine.planner.plan(parts[0], worker, admission.deadline)
+            check_dimensions(parsed.dimensions, _count_columns(planned))
+        features = [await engine.extract(part, admission) for part in parts]
+        with parsed.extract.timings.step("encode"):
+            encode = partial(_encode, features, parsed)
+            fingerprint, data = await engine.run_in_thread(encode, admission.deadline)
+        return Response(data, media_type="application/json", headers=make_headers(fingerprint, ()))
+
+
+ROUTE = PlainRoute("/v1/embeddings", create_embeddings)
+
+
+@router.get("/models")
+async def list_models(engine: EngineDependency) -> Json:
+    """Every model, by the id that embeddings are asked for with."""
+    return {"object": "list", "data": [await _describe(engine, entry.spec.name) for entry in engine.manager.registry]}
+
+
+@router.get("/models/{model_id:path}")
+async def show_model(engine: EngineDependency, model_id: str) -> Json:
+    """One model, or ``NAME:LAYER``."""
+    return await _describe(engine, model_id)
+
+
+def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[str, bytes]:
+    """The fingerprint of what features of some inputs after others are, and their reply."""
+    features = join_features(parts)
+    if request.dimensions is not None:
+        features = shorten(features, request.dimensions)
+    return features.fingerprint, encode_embeddings(features, request.model_id, request.extract.reply.encoding)
+
+
+async def _describe(engine: Engine, model_id: str) -> Json:
+    """A model as OpenAI's clients read it, where it is loaded with what its vectors are.
+
+    UnknownModelError, RequestError.
+    """
+    name, embedding = parse_model_id(model_id)
+    entry = engine.manager.registry.get_entry(name)
+    body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
+    worker = engine.manager.workers.get(name)
+    has_embedding = entry.model is not None and (embedding.layer or entry.model.embedding is not None)
+    if worker is None or not has_embedding:
+        return body
+    request = ExtractRequest(model=name, items=(), embedding=embedding)
+    planned = await engine.planner.plan(request, worker, time.monotonic() + engine.settings.deadline_s)
+    (fingerprint,) = planned.fingerprints.values()
+    return body | {"fingerprint": fingerprint, "dimensions": _count_columns(planned)}
+
+
+def _count_columns(planned: PlannedRequest) -> int:
+    """How many numbers a vector has."""
+    (result,) = planned.plan.results
+    return result.capture.reply_shape(1)[-1]

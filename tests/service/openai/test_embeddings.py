@@ -1,0 +1,275 @@
+"""The ``openai`` package, as it is published, and our embeddings: equal to native ones, errors in its own classes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from openai import OpenAI
+
+from layertap.models.spec import ModelSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, image, net, picture, text64
+from tests.transformers_nets import saved, tokenizer
+
+PICTURES = [picture(seed) for seed in range(5)]
+TEXTS = ["a cat sat on the mat", "the dog saw the cat", "a red dog and a cat"]
+
+
+@pytest.fixture(scope="module")
+def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of pictures and of texts, which takes four inputs a request."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("bert", "gpt2"):
+        saved(name, folder / name)
+        tokenizer(folder / name)
+    specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in ("bert", "gpt2")]
+    with serve(configured(*specs, net("never", "Never", required=False)), max_inputs=4) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def client(served: Live) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def uri(data: bytes) -> str:
+    return f"data:image/png;base64,{text64(data)}"
+
+
+def native(live: Live, **body: object) -> Array:
+    """The only result of the native route."""
+    (found,) = arrays_of(live.client.post("/extract", json={"normalize": True, **body})).values()
+    return found
+
+
+def vectors(reply: openai.types.CreateEmbeddingResponse) -> Array:
+    assert [each.index for each in reply.data] == list(range(len(reply.data)))
+    return np.array([each.embedding for each in reply.data], np.float32)
+
+
+def test_texts(served: Live, client: OpenAI) -> None:
+    """Texts give what the native route gives, of length 1, with their tokens counted and their fingerprint."""
+    reply = client.embeddings.with_raw_response.create(model="bert", input=TEXTS)
+    body = reply.parse()
+    expected = native(served, model="bert", inputs=[{"text": text} for text in TEXTS])
+    np.testing.assert_allclose(vectors(body), expected, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors(body), axis=1), 1, atol=1e-5)
+    assert (body.model, body.object) == ("bert", "list")
+    tokens = sum(len(text.split()) + 2 for text in TEXTS)
+    assert (body.usage.prompt_tokens, body.usage.total_tokens) == (tokens, tokens)
+    native_reply = served.client.post(
+        "/extract", json={"model": "bert", "normalize": True, "inputs": [{"text": TEXTS[0]}]}
+    )
+    assert reply.headers["x-layertap-fingerprint"] == native_reply.headers["x-layertap-fingerprint"]
+
+
+def test_texts_without_mask(client: OpenAI) -> None:
+    """A text's tokens are counted whatever the model does about padding; a text alone is a list of one."""
+    reply = client.embeddings.create(model="gpt2", input="a cat")
+    assert vectors(reply).shape[0] == 1
+    assert reply.usage.prompt_tokens == 4
+
+
+@pytest.mark.parametrize("form", ["uri", "object", "base64"])
+def test_pictures(served: Live, client: OpenAI, form: str) -> None:
+    """Pictures as data URIs, and as other servers take them, give what the native route gives."""
+    forms = {
+        "uri": ([uri(data) for data in PICTURES[:3]], {}),
+        "object": ([{"image": uri(data)} for data in PICTURES[:3]], {}),
+        "base64": ([text64(data) for data in PICTURES[:3]], {"modality": "image"}),
+    }
+    given, extra = forms[form]
+    reply = client.embeddings.create(model="digits", input=given, extra_body=extra)  # type: ignore[arg-type]
+    expected = native(served, inputs=[image(data) for data in PICTURES[:3]])
+    np.testing.assert_allclose(vectors(reply), expected, atol=1e-6)
+    assert reply.usage.prompt_tokens == 0
+
+
+def test_layer(served: Live, client: OpenAI) -> None:
+    """``NAME:LAYER`` is that layer as an embedding: pooled to a vector, of its output or its input."""
+    for layer, pool in (("block2", "mean"), ("head:input", "flatten"), ("head", "flatten")):
+        reply = client.embeddings.create(model=f"digits:{layer}", input=uri(PICTURES[0]))
+        expected = native(served, inputs=[image(PICTURES[0])], layers=[layer], pool=pool)
+        np.testing.assert_allclose(vectors(reply), expected, atol=1e-6)
+        assert reply.model == f"digits:{layer}"
+
+
+def test_encodings(client: OpenAI) -> None:
+    """Numbers and base64 are the same bits."""
+    plain = client.embeddings.create(model="digits", input=uri(PICTURES[0]), encoding_format="float")
+    coded = client.embeddings.create(model="digits", input=uri(PICTURES[0]), encoding_format="base64")
+    assert isinstance(coded.data[0].embedding, str)
+    decoded = np.frombuffer(base64.b64decode(coded.data[0].embedding), "<f4")
+    assert vectors(plain)[0].tobytes() == decoded.tobytes()
+
+
+def test_many_inputs(served: Live, client: OpenAI) -> None:
+    """More inputs than a request may have are answered all the same, a part after another."""
+    given = [uri(PICTURES[place % 5]) for place in range(11)]
+    reply = client.embeddings.create(model="digits", input=given)
+    single = [native(served, inputs=[image(data)]) for data in PICTURES]
+    np.testing.assert_allclose(vectors(reply), np.concatenate([single[place % 5] for place in range(11)]), atol=1e-6)
+
+
+def project_by_hand(rows: Array, dimensions: int) -> Array:
+    """The projection as it is documented, a number at a time."""
+    columns = rows.shape[1]
+    stream = hashlib.shake_128(f"layertap projection {columns} {dimensions}".encode()).digest(
+        (columns * dimensions + 7) // 8
+    )
+    result = np.zeros((len(rows), dimensions))
+    for row, column, dimension in np.ndindex(len(rows), columns, dimensions):
+        bit = column * dimensions + dimension
+        sign = 1 if stream[bit // 8] >> (7 - bit % 8) & 1 else -1
+        result[row, dimension] += sign * float(rows[row, column])
+    return result / np.linalg.norm(result, axis=1, keepdims=True)
+
+
+def test_dimensions(served: Live, client: OpenAI) -> None:
+    """Fewer dimensions are a fixed projection, with a fingerprint of its own; as many as there are change nothing."""
+    given = [uri(data) for data in PICTURES[:3]]
+    whole = client.embeddings.with_raw_response.create(model="digits", input=given)
+    rows = vectors(whole.parse())
+    columns = rows.shape[1]
+    same = client.embeddings.with_raw_response.create(model="digits", input=given, dimensions=columns)
+    assert vectors(same.parse()).tobytes() == rows.tobytes()
+    assert same.headers["x-layertap-fingerprint"] == whole.headers["x-layertap-fingerprint"]
+    seen = {whole.headers["x-layertap-fingerprint"]}
+    for dimensions in (1, 16, columns - 1):
+        reply = client.embeddings.with_raw_response.create(model="digits", input=given, dimensions=dimensions)
+        np.testing.assert_allclose(vectors(reply.parse()), project_by_hand(rows, dimensions), atol=1e-6)
+        seen.add(reply.headers["x-layertap-fingerprint"])
+    assert len(seen) == 4
+
+
+def test_projection_keeps_angles() -> None:
+    """Cosines of random vectors change as little as the theory says."""
+    from layertap.service.openai.projection import project
+
+    rows = np.random.default_rng(0).normal(size=(40, 768)).astype(np.float32)
+    rows[1::2] = rows[::2] + 0.5 * rows[1::2]
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    shorter = project(rows, 256)
+    assert np.abs(rows @ rows.T - shorter @ shorter.T).max() < 4 / 16
+    assert np.abs(rows @ rows.T - shorter @ shorter.T).mean() < 1 / 16
+
+
+def test_models(served: Live, client: OpenAI) -> None:
+    """Models are listed by id, with what their vectors are where they are loaded."""
+    listed = {each.id: each for each in client.models.list()}
+    assert set(listed) == {"digits", "bert", "gpt2", "never"}
+    reply = client.embeddings.with_raw_response.create(model="digits", input=uri(PICTURES[0]))
+    digits: Json = listed["digits"].model_dump()
+    assert digits["fingerprint"] == reply.headers["x-layertap-fingerprint"]
+    assert digits["dimensions"] == len(reply.parse().data[0].embedding)
+    assert client.models.retrieve("digits").model_dump() == digits
+    layer: Json = client.models.retrieve("digits:block2").model_dump()
+    assert layer["dimensions"] == 32
+    assert layer["fingerprint"] != digits["fingerprint"]
+
+
+REFUSED: dict[str, tuple[Json, type[openai.APIStatusError], str | None, str]] = {
+    "unknown model": ({"model": "digit"}, openai.NotFoundError, None, "'digits'"),
+    "unknown layer": ({"model": "digits:block9"}, openai.BadRequestError, "model", "block1"),
+    "several layers": ({"model": "digits:block*"}, openai.BadRequestError, "model", "one layer"),
+    "no selector": ({"model": "digits:block1#x"}, openai.BadRequestError, "model", "#"),
+    "no layer of vectors": ({"model": "digits:block1:grad_output"}, openai.BadRequestError, "model", "embedding"),
+    "a text": ({"input": "a cat"}, openai.BadRequestError, "input[0]", "takes no text"),
+    "second is a text": ({"input": [uri(PICTURES[0]), "a cat"]}, openai.BadRequestError, "input[1]", "takes no text"),
+    "no picture": ({"input": [uri(b"none")]}, openai.BadRequestError, "input[0]", "not a picture"),
+    "no base64": ({"input": ["data:image/png;base64,%"]}, openai.BadRequestError, "input[0]", "base64"),
+    "a picture for texts": ({"model": "bert"}, openai.BadRequestError, "input[0]", "text"),
+    "a URL": ({"input": "http://example.org/a.png"}, openai.BadRequestError, "input[0]", "URL"),
+    "tokens": ({"input": [1, 2, 3]}, openai.BadRequestError, "input", "strings"),
+    "lists of tokens": ({"input": [[1, 2], [3]]}, openai.BadRequestError, "input", "strings"),
+    "nothing": ({"input": []}, openai.BadRequestError, "input", "list of 1"),
+    "too many": ({"input": ["a"] * 2049}, openai.BadRequestError, "input", "2048"),
+    "too long": ({"dimensions": 65}, openai.BadRequestError, None, "at most 64"),
+    "no dimensions": ({"dimensions": 0}, openai.BadRequestError, "dimensions", "greater than or equal to 1"),
+    "no encoding": ({"encoding_format": "hex"}, openai.BadRequestError, "encoding_format", "base64"),
+    "an unknown field": ({"extra_body": {"layers": ["head"]}}, openai.BadRequestError, "layers", "no field 'layers'"),
+    "not loaded": ({"model": "never"}, openai.InternalServerError, None, "could not be loaded"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors(client: OpenAI, case: str) -> None:
+    """What can't be done raises the client's own errors, and says what to do instead."""
+    body, kind, parameter, words = REFUSED[case]
+    with pytest.raises(kind) as raised:
+        client.embeddings.create(**{"model": "digits", "input": uri(PICTURES[0]), **body})
+    assert words in raised.value.message
+    error = raised.value.body
+    assert isinstance(error, dict)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == parameter
+
+
+def test_urls_of_a_text_model(client: OpenAI) -> None:
+    """To a model of texts a URL is a text like any other."""
+    assert len(client.embeddings.create(model="bert", input="http://example.org/a.png").data) == 1
+
+
+def test_other_errors(served: Live, client: OpenAI) -> None:
+    """What is no route, no method, no JSON or no format on offer is told in the same envelope."""
+    post = served.client.post
+    good = {"model": "digits", "input": uri(PICTURES[0])}
+    replies: dict[int, list[httpx.Response]] = {
+        404: [post("/v1/completions", json={}), served.client.get("/v1")],
+        405: [served.client.get("/v1/embeddings")],
+        400: [post("/v1/embeddings", content=b"{", headers={"content-type": "application/json"})],
+        406: [post("/v1/embeddings", json=good, headers={"accept": "image/png"})],
+        415: [post("/v1/embeddings", content=b"x", headers={"content-type": "image/png"})],
+    }
+    for status, each in replies.items():
+        for reply in each:
+            assert reply.status_code == status, reply.text
+            assert set(reply.json()) == {"error"}
+            assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert set(served.client.get("/v2").json()) != {"error"}
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("digit")
+
+
+def test_keys(serve: Serve) -> None:
+    """A key is the client's own; without one it is an authentication error."""
+    with serve(configured(), api_keys="secret-key") as live:
+        with OpenAI(base_url=f"{live.url}/v1", api_key="secret-key", max_retries=0) as good:
+            assert [each.id for each in good.models.list()] == ["digits"]
+            assert len(good.embeddings.create(model="digits", input=uri(PICTURES[0])).data) == 1
+        with OpenAI(base_url=f"{live.url}/v1", api_key="wrong", max_retries=0) as bad:
+            with pytest.raises(openai.AuthenticationError, match="not known"):
+                bad.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                bad.embeddings.create(model="digits", input="a")
+
+
+def test_deadline(client: OpenAI) -> None:
+    """How long the client says that it waits is the request's deadline."""
+    header = {"x-stainless-read-timeout": "0.0001"}
+    with pytest.raises(openai.APIStatusError) as raised:
+        client.embeddings.create(model="digits", input=[uri(PICTURES[0])] * 64, extra_headers=header)
+    assert raised.value.status_code == 504
+    assert "X-Stainless-Read-Timeout" in raised.value.message
+
+
+def test_refused_keys_are_retried(serve: Serve) -> None:
+    """A key over its rate is told when to come again, and the client does by itself."""
+    with (
+        serve(configured(), api_keys="secret-key", key_rate=0.5, key_burst=1) as live,
+        OpenAI(base_url=f"{live.url}/v1", api_key="secret-key", max_retries=0) as hasty,
+        OpenAI(base_url=f"{live.url}/v1", api_key="secret-key", max_retries=4) as patient,
+    ):
+        assert hasty.models.list().data
+        with pytest.raises(openai.RateLimitError) as raised:
+            hasty.models.list()
+        assert int(raised.value.response.headers["retry-after"]) >= 1
+        assert patient.models.list().data
