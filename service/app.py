@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,11 +22,17 @@ from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
 from layertap.service.http.routes import docs, explain, extract, health, metrics, models, probe
 from layertap.service.metrics import Metrics
+from layertap.service.oip import errors as oip_errors
+from layertap.service.oip import routes as oip_routes
+from layertap.service.openai import errors as openai_errors
+from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
 from layertap.service.workers import executors
 
-PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE)
+PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE, openai_routes.ROUTE, *oip_routes.INFER_ROUTES)
+ROUTERS = (models.router, probe.router, health.router, metrics.router, openai_routes.router, oip_routes.router)
+PROBLEM_ENCODERS = {"v1": openai_errors.encode_error, "v2": oip_errors.encode_error}  # by the first part of the path
 
 
 def create_app(
@@ -59,16 +66,24 @@ def create_app(
         exception_handlers=problems.EXCEPTION_HANDLERS,
         lifespan=lifespan,
         redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,  # generated clients call operations so
         docs_url=None,  # our own
         redoc_url=None,
     )
     app.state.engine = engine
     app.state.prober = Prober(engine)
-    for router in (models.router, probe.router, health.router, metrics.router):
+    for router in ROUTERS:
         app.include_router(router)
     openapi.install(app)
     docs.install(app)
-    app.add_middleware(RequestContextMiddleware, settings=settings, metrics=engine.metrics, routes=PLAIN_ROUTES)
+    app.add_middleware(
+        RequestContextMiddleware,
+        settings=settings,
+        metrics=engine.metrics,
+        run_in_thread=lambda function: engine.run_in_thread(function, time.monotonic() + settings.deadline_s),
+        routes=PLAIN_ROUTES,
+        encoders=PROBLEM_ENCODERS,
+    )
     return app
 
 

@@ -1,0 +1,68 @@
+"""Features as the protocol's clients read them: JSON, and behind it the bytes of those outputs that are wanted so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from layertap.service.features import Array, Features
+from layertap.service.formats.arrays import name_arrays, to_little_endian
+from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.json import estimate_bytes
+from layertap.service.formats.reply_format import Encoding, ReplyFormat
+from layertap.service.oip.datatypes import DATATYPES
+
+HEADER = "Inference-Header-Content-Length"
+VERSION = "1"  # the only one of each model
+
+
+def encode_reply(features: Features, request_id: str, binary: Mapping[str, bool], binary_default: bool) -> Buffers:
+    """The JSON of a reply, and behind it a buffer for each output that is sent so: little-endian, in C order.
+
+    ``binary`` tells of outputs by their names whether they are sent behind the JSON. Of those that a glob or a layer of
+    several tensors stands for all are, where any such name is. In JSON numbers stand one after another; what is not
+    finite is null. Scales of INT8 are outputs ``NAME.scale``. NotAcceptableError where two have one name.
+    """
+    arrays = {name: to_little_endian(array) for name, array in name_arrays(features).items()}
+    others = [wanted for name, wanted in binary.items() if name not in arrays]
+    default = any(others) if others else binary_default
+    behind = {name for name in arrays if binary.get(name, default)}
+    head = {
+        "model_name": features.model,
+        "model_version": VERSION,
+        **({"id": request_id} if request_id else {}),
+        "parameters": {"fingerprint": features.fingerprint},
+        "outputs": [_describe_output(name, array, features, name in behind) for name, array in arrays.items()],
+    }
+    json = orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY)
+    return [json, *(view_bytes(array) for name, array in arrays.items() if name in behind)]
+
+
+def _describe_output(name: str, array: Array, features: Features, is_behind: bool) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    if is_behind:
+        parameters["binary_data_size"] = array.nbytes
+    if receipt := features.receipts.get(name):
+        parameters["fingerprint"] = receipt.fingerprint
+    return {
+        "name": name,
+        "datatype": DATATYPES[array.dtype.name],
+        "shape": array.shape,
+        **({"parameters": parameters} if parameters else {}),
+        **({} if is_behind else {"data": array.reshape(-1)}),
+    }
+
+
+def _encode_bytes(features: Features, encoding: Encoding) -> Buffers:
+    return encode_reply(features, "", {}, binary_default=True)
+
+
+def _encode_json(features: Features, encoding: Encoding) -> Buffers:
+    return encode_reply(features, "", {}, binary_default=False)
+
+
+JSON = ReplyFormat("json", "application/json", _encode_json, estimate_bytes, binary=False)
+BINARY = ReplyFormat("binary", "application/octet-stream", _encode_bytes)
+FORMATS = {each.name: each for each in (JSON, BINARY)}

@@ -1,0 +1,194 @@
+"""The routes below ``/v2``: inferences, metadata, health, the repository, statistics.
+
+They are left out of the OpenAPI document: the protocol has one of its own, and clients that are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from layertap.models.errors import LayertapError, RequestError, TooLargeError, UnknownModelError, escape
+from layertap.service.engine.engine import Engine
+from layertap.service.engine.model_worker import ModelWorker
+from layertap.service.errors import BadRequestError, UnavailableError
+from layertap.service.http.auth import require_admin
+from layertap.service.http.body import read_body
+from layertap.service.http.buffers_response import make_response
+from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.json_document import load_json
+from layertap.service.http.model_descriptions import Json
+from layertap.service.http.plain_route import PlainRoute
+from layertap.service.http.request_handler import FEW_NUMBERS, describe_features, receive
+from layertap.service.http.routes import health, models
+from layertap.service.http.timeout import Timeout
+from layertap.service.oip import metadata
+from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
+from layertap.service.oip.parsing import InferRequest, parse_infer
+from layertap.service.oip.statistics import describe_statistics
+
+MAX_DOCUMENT = 2**16  # bytes of a request that is no inference
+LOADING_RETRY_S = 1.0
+Endpoint = Callable[..., Any]
+
+
+async def infer(request: Request) -> Response:
+    """What layers of a model compute for a request's inputs."""
+    engine: Engine = request.app.state.engine
+    await check_version(request)
+    parse = partial(parse_infer, model=request.path_params["name"])
+    async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, admission):
+        worker = await engine.manager.get_worker(parsed.model, admission.deadline)
+        extract = parsed.fit_to_model(worker.model)
+        try:
+            features = await engine.extract(extract, admission)
+        except LayertapError as error:
+            raise parsed.locate(error) from None
+        with parsed.extract.timings.step("encode"):
+            encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
+            is_short = sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS
+            head, *behind = encode() if is_short else await engine.run_in_thread(encode, admission.deadline)
+        headers = describe_features(features)
+        if behind:
+            headers[HEADER] = str(len(head))
+        return make_response([head, *behind], headers, (BINARY if behind else JSON).media_type)
+
+
+async def check_version(request: Request) -> None:
+    """UnknownModelError for a version in the path that no model has."""
+    version = request.path_params.get("version", VERSION)
+    if version != VERSION:
+        raise UnknownModelError(f"no model has version {escape(version)}", hint=f"each has version {VERSION} only")
+
+
+INFER_ROUTES = (
+    PlainRoute("/v2/models/{name}/infer", infer),
+    PlainRoute("/v2/models/{name}/versions/{version}/infer", infer),
+)
+router = APIRouter(prefix="/v2", include_in_schema=False, dependencies=[Depends(check_version)])
+
+
+def get_of_model(path: str = "") -> Callable[[Endpoint], Endpoint]:
+    """Have an endpoint answer below a model's path, with its version in it or without."""
+
+    def add(endpoint: Endpoint) -> Endpoint:
+        for prefix in ("/models/{name}", "/models/{name}/versions/{version}"):
+            router.add_api_route(f"{prefix}{path}", endpoint, methods=["GET"])
+        return endpoint
+
+    return add
+
+
+@router.get("")
+async def show_server() -> Json:
+    """The server's name, version and extensions."""
+    return metadata.describe_server()
+
+
+@router.get("/health/live")
+async def show_live(engine: EngineDependency) -> Json:
+    """As ``/livez``."""
+    await health.livez(engine)
+    return {"live": True}
+
+
+@router.get("/health/ready")
+async def show_ready(engine: EngineDependency) -> Json:
+    """As ``/readyz``."""
+    await health.readyz(engine)
+    return {"ready": True}
+
+
+@router.get("/models/stats")
+async def list_statistics(engine: EngineDependency) -> Json:
+    """What requests and forwards of each model took."""
+    return {"model_stats": [_describe_statistics(engine, entry.spec.name) for entry in engine.manager.registry]}
+
+
+@get_of_model("/stats")
+async def show_statistics(engine: EngineDependency, name: str) -> Json:
+    """What requests and forwards of one model took."""
+    return {"model_stats": [_describe_statistics(engine, engine.manager.registry.get_entry(name).spec.name)]}
+
+
+@get_of_model("/ready")
+async def show_model_ready(engine: EngineDependency, name: str) -> Json:
+    """Whether a model is loaded."""
+    entry = engine.manager.registry.get_entry(name)
+    if entry.state != "ready":
+        index = metadata.describe_index(entry)
+        raise UnavailableError(f"model {name} is {entry.state}", hint=index["reason"], retry_after=LOADING_RETRY_S)
+    return {"name": name, "ready": True}
+
+
+@get_of_model()
+async def show_model(engine: EngineDependency, name: str) -> Json:
+    """A model's inputs, and its outputs that need no name of a layer; loads the model if need be."""
+    worker, outputs = await _plan_outputs(engine, name)
+    return metadata.describe_model(worker.model, outputs)
+
+
+@get_of_model("/config")
+async def show_config(engine: EngineDependency, name: str) -> Json:
+    """The same as Triton's configuration has it; loads the model if need be."""
+    worker, outputs = await _plan_outputs(engine, name)
+    return metadata.describe_config(worker.model, outputs, engine.settings.max_inputs)
+
+
+@router.post("/repository/index")
+async def list_repository(request: Request, engine: EngineDependency) -> list[Json]:
+    """Every configured model and its state; with ``ready`` only those that are."""
+    document = await _read_document(request, engine, {"ready"})
+    index = [metadata.describe_index(entry) for entry in engine.manager.registry]
+    return [each for each in index if not document.get("ready") or each["state"] == "READY"]
+
+
+@router.post("/repository/models/{name}/load", dependencies=[Depends(require_admin)])
+async def load_model(request: Request, engine: EngineDependency, name: str) -> Json:
+    """As ``POST /models/NAME/load``."""
+    document = await _read_document(request, engine, {"parameters"})
+    if document.get("parameters"):
+        raise RequestError("models are configured by who runs the server", hint="leave 'config' and files out")
+    await models.load_model(engine, name)
+    return {}
+
+
+@router.post("/repository/models/{name}/unload", dependencies=[Depends(require_admin)])
+async def unload_model(engine: EngineDependency, name: str) -> Json:
+    """As ``POST /models/NAME/unload``; no model has others that depend on it."""
+    await models.unload_model(engine, name)
+    return {}
+
+
+def _get_timeout(request: InferRequest) -> float | None:
+    return request.timeout_s
+
+
+def _describe_statistics(engine: Engine, name: str) -> Json:
+    return describe_statistics(name, engine.metrics.get_statistics(name))
+
+
+async def _plan_outputs(engine: Engine, name: str) -> tuple[ModelWorker, list[metadata.TensorMetadata]]:
+    """A model's worker, and the outputs that its metadata have."""
+    deadline = Timeout.from_settings(engine.settings).deadline
+    worker = await engine.manager.get_worker(name, deadline)
+    planned = await engine.planner.plan(metadata.make_outputs_request(worker.model), worker, deadline)
+    return worker, [metadata.describe_output(result) for result in planned.plan.results]
+
+
+async def _read_document(request: Request, engine: Engine, fields: set[str]) -> Json:
+    """A body of few fields, or none; BadRequestError, RequestError, TooLargeError."""
+    with engine.admission.admit(Timeout.from_settings(engine.settings).deadline) as admission:
+        data = await read_body(request, engine.settings, admission.reserve_bytes)
+    if len(data) > MAX_DOCUMENT:
+        hint = "models are configured by who runs the server"
+        raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)
+    document = load_json(data, engine.settings.max_json_depth) if data else {}
+    if not isinstance(document, dict):
+        raise BadRequestError("the body is no JSON object")
+    if unknown := document.keys() - fields:
+        raise RequestError(f"there is no field {escape(min(unknown))}", hint=f"use {', '.join(fields)}")
+    return document

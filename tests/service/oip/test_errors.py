@@ -1,0 +1,307 @@
+"""What is wrong with a request is told in the protocol's way, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.utils import InferenceServerException
+
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.gated_server import hold_model
+from tests.service.oip.support import (
+    HEADER,
+    behind,
+    body,
+    connect,
+    make_bytes,
+    make_input,
+    make_tensor,
+    read_error,
+)
+from tests.service.support import Control, Json, configured, net, picture
+
+ROWS = np.ones((1, 4), np.float32)
+FOUR = b"\0\0\x80?" * 4
+PICTURE = {"name": "encoded_image", "shape": [1], "datatype": "BYTES"}
+
+
+def element(data: bytes) -> bytes:
+    """An element of datatype BYTES."""
+    return len(data).to_bytes(4, "little") + data
+
+
+# Bodies for the model ``gated``, which takes x, FP32 [4], and words that the error has.
+BAD: list[tuple[str, Json, str]] = [
+    ("not JSON", {"content": b"{"}, "not JSON"),
+    ("nothing", {"content": b""}, "not JSON"),
+    ("a list", {"content": b"[]"}, "object"),
+    ("NaN", {"content": b'{"inputs":[{"name":"x","shape":[1,1],"datatype":"FP32","data":[NaN]}]}'}, "NaN"),
+    ("no inputs", body(), "inputs"),
+    ("unknown field", body(make_tensor(), extra=1), "'extra'"),
+    ("no shape", body({"name": "x", "datatype": "FP32", "data": [1]}), "inputs/0/shape"),
+    ("negative shape", body(make_tensor((-1, 4))), "inputs/0/shape/0"),
+    ("shape of text", body(make_tensor(("1", "4"))), "inputs/0/shape/0"),
+    ("shape of fractions", body(make_tensor((1.0, 4.0))), "inputs/0/shape/0"),
+    ("nine axes", body(make_tensor((1,) * 9, [1])), "inputs/0/shape"),
+    ("huge shape", body(behind(4, (2**31 - 1,) * 8), data=FOUR[:4]), "makes no sense"),
+    ("too few", body(make_tensor((1, 4), [1, 2])), "2 elements"),
+    ("too many", body(make_tensor((1, 4), [1] * 5)), "5 elements"),
+    ("nested otherwise", body(make_tensor((2, 4), [[1, 2]] * 4)), "[4, 2]"),
+    ("nested unevenly", body(make_tensor((1, 4), [[1, 2], [3]])), "unevenly"),
+    ("half nested", body(make_tensor((1, 4), [[1, 2], 3])), "unevenly"),
+    ("half flat", body(make_tensor((1, 2), [1, [2, 3, 4]])), "numbers"),
+    ("text among numbers", body(make_tensor((1, 4), [1, 2, 3, "4"])), "numbers"),
+    ("booleans for numbers", body(make_tensor((1, 4), [True] * 4)), "numbers"),
+    ("null among numbers", body(make_tensor((1, 4), [1, 2, 3, None])), "numbers"),
+    ("data of text", body(make_tensor((1, 4), "1234")), "no list"),
+    ("no data", body(make_tensor(data=None)), "no data"),
+    ("fractions for integers", body(make_tensor((1, 4), [1.5] * 4, "INT32")), "whole numbers"),
+    ("beyond INT8", body(make_tensor((1, 4), [128] * 4, "INT8")), "beyond INT8"),
+    ("below UINT8", body(make_tensor((1, 4), [-1] * 4, "UINT8")), "beyond UINT8"),
+    ("beyond FP16", body(make_tensor((1, 4), [1e6] * 4, "FP16")), "infinite"),
+    ("integers for floats", body(make_tensor((1, 4), [1] * 4, "INT32")), "float32"),
+    ("unknown datatype", body(make_tensor(datatype="FP8")), "'FP8'"),
+    ("unknown input", body(make_tensor() | {"name": "y"}), "'y'"),
+    ("two of one name", body(make_tensor(), make_tensor()), "one name"),
+    ("another shape", body(make_tensor((1, 5), [1] * 5)), "[1, 5]"),
+    ("no rows", body(make_tensor((0, 4), [])), "no rows"),
+    ("bytes that are not there", body(behind(16), data=FOUR[:8]), "16 bytes"),
+    ("bytes without a header", {"content": json.dumps({"inputs": [behind(16)]}).encode()}, HEADER),
+    ("bytes of another size", body(behind(8), data=FOUR[:8]), "takes 16 bytes"),
+    ("bytes of nothing", body(make_tensor(), data=b"12"), "2 bytes"),
+    ("bytes twice", body(make_tensor(parameters={"binary_data_size": 16}), data=FOUR), "once"),
+    ("negative bytes", body(behind(-1), data=FOUR), "binary_data_size"),
+    ("bytes of text", body(behind("16"), data=FOUR), "binary_data_size"),
+    ("very many bytes", body(behind(2**63), data=FOUR), "binary_data_size"),
+    ("NaN behind", body(behind(16), data=b"\xff" * 16), "NaN"),
+    ("header beyond", {**body(make_tensor()), "headers": {HEADER: "10000"}}, HEADER),
+    ("negative header", {**body(make_tensor()), "headers": {HEADER: "-1"}}, HEADER),
+    ("header of text", {**body(make_tensor()), "headers": {HEADER: "1e2"}}, HEADER),
+    ("header of other digits", {**body(make_tensor()), "headers": {HEADER: "²".encode("latin-1")}}, HEADER),
+    ("endless header", {**body(make_tensor()), "headers": {HEADER: "9" * 5000}}, HEADER),
+    ("header too short", {**body(make_tensor()), "headers": {HEADER: "5"}}, "not JSON"),
+    (
+        "said to be a picture",
+        {"content": body(make_tensor())["content"], "headers": {"content-type": "image/png"}},
+        "JSON",
+    ),
+    ("raw of another size", {"content": b"12", "headers": {HEADER: "0"}}, "takes 16 bytes"),
+    ("picture for numbers", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=element(b"abc")), "picture"),
+    ("shared memory", body(make_tensor(parameters={"shared_memory_region": "r"})), "shared memory is not offered"),
+    ("sequence", body(make_tensor(), parameters={"sequence_id": 1}), "sequences are not offered"),
+    ("packed otherwise", {**body(make_tensor()), "headers": {"content-encoding": "br"}}, "gzip"),
+    ("no gzip", {**body(make_tensor()), "headers": {"content-encoding": "gzip"}}, "gzip"),
+    ("unknown parameter", body(make_tensor(), parameters={"poll": "mean"}), "'pool'"),
+    ("unknown pool", body(make_tensor(), parameters={"pool": "median"}), "parameters/pool"),
+    ("timeout of text", body(make_tensor(), parameters={"timeout": "1"}), "parameters/timeout"),
+    ("negative priority", body(make_tensor(), parameters={"priority": -1}), "parameters/priority"),
+    ("objective twice", body(make_tensor(), parameters={"objective": {"class": 1}, "class": 2}), "objective"),
+    ("objective of numbers", body(make_tensor(), parameters={"objective": 3}), "objective"),
+    ("unknown layer", body(make_tensor(), outputs=[{"name": "linaer"}]), "'linear'"),
+    ("no layer", body(make_tensor(), outputs=[{"name": ""}]), "outputs/0"),
+    ("no selector", body(make_tensor(), outputs=[{"name": "linear[0"}]), "outputs/0"),
+    ("an output's pool", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"pool": 3}}]), "outputs/0"),
+    ("another name", body(make_tensor(), outputs=[{"name": "linear", "parameters": {"as": "a"}}]), "'as'"),
+    (
+        "classification",
+        body(make_tensor(), outputs=[{"name": "linear", "parameters": {"classification": 2}}]),
+        "classification is not offered",
+    ),
+]
+
+# Bodies for the model ``digits``, which takes pictures.
+BAD_PICTURES: list[tuple[str, Json, str]] = [
+    ("no picture", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=element(b"abc")), "row 0"),
+    ("element cut off", body(PICTURE | {"parameters": {"binary_data_size": 7}}, data=b"\4\0\0\0abc"), "cut off"),
+    ("length cut off", body(PICTURE | {"parameters": {"binary_data_size": 3}}, data=b"\4\0\0"), "cut off"),
+    ("huge length", body(PICTURE | {"parameters": {"binary_data_size": 4}}, data=b"\xff" * 4), "cut off"),
+    ("too many elements", body(PICTURE | {"parameters": {"binary_data_size": 8}}, data=b"\0" * 8), "4 bytes are left"),
+    ("another shape", body(PICTURE | {"shape": [1, 2], "data": ["a", "b"]}), "[N, 1]"),
+    ("no elements", body(PICTURE | {"shape": [0], "data": []}), "[N, 1]"),
+    ("numbers for strings", body(PICTURE | {"data": [1]}), "strings"),
+    ("another name", body(PICTURE | {"name": "image", "data": ["a"]}), "'encoded_image'"),
+    ("beside another", body(PICTURE | {"data": ["a"]}, PICTURE | {"name": "text", "data": ["a"]}), "all that"),
+    ("a text", body({"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}), "takes no text"),
+]
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[Any]:
+    with connect(live) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("sent", "words"), [each[1:] for each in BAD], ids=[each[0] for each in BAD])
+def test_bad_request(live: Live, sent: Json, words: str) -> None:
+    """What makes no sense is 400, in words that say what."""
+    assert words in read_error(live.client.post("/v2/models/gated/infer", **sent), 400)
+
+
+@pytest.mark.parametrize(("sent", "words"), [each[1:] for each in BAD_PICTURES], ids=[each[0] for each in BAD_PICTURES])
+def test_bad_elements(live: Live, sent: Json, words: str) -> None:
+    """Elements that make no sense are 400 too."""
+    assert words in read_error(live.client.post("/v2/models/digits/infer", **sent), 400)
+
+
+def test_nothing_is_meant(live: Live) -> None:
+    """Parameters of what is not offered are taken where they say that it is not wanted."""
+    sent = body(make_tensor(), parameters={"sequence_id": 0, "sequence_start": False, "timeout": 0, "priority": 2})
+    assert live.client.post("/v2/models/gated/infer", **sent).status_code == 200
+
+
+def test_bad_rows_are_numbered(live: Live, client: Any) -> None:
+    """Of several bad pictures the first is told, and how many others there are."""
+    rows = make_bytes("encoded_image", [picture(), b"none", b"neither"], (3, 1))
+    with pytest.raises(InferenceServerException, match=r"row 1: .*\(and 1 more\)") as caught:
+        client.infer("digits", [rows])
+    assert caught.value.status() == "400"
+
+
+def test_unknown_model(live: Live, client: Any) -> None:
+    """A model, a version or a route that is not there is 404, whatever is asked of it."""
+    rows = [make_input("x", ROWS)]
+    for ask in (
+        lambda: client.infer("digit", rows),
+        lambda: client.get_model_metadata("digit"),
+        lambda: client.get_inference_statistics("digit"),
+        lambda: client.load_model("digit"),
+        lambda: client.infer("gated", rows, model_version="2"),
+        lambda: client.get_model_config("gated", "latest"),
+        lambda: client.get_trace_settings(),
+        lambda: client.get_system_shared_memory_status(),
+    ):
+        with pytest.raises(InferenceServerException) as caught:
+            ask()
+        assert caught.value.status() == "404"
+        assert caught.value.message()
+    assert "'digits'" in read_error(live.client.get("/v2/models/digit"), 404)
+
+
+def test_failed_model(live: Live) -> None:
+    """A model that could not be loaded is 503, with when to come again."""
+    reply = live.client.post("/v2/models/never/infer", **body(make_tensor()))
+    assert "never could not be loaded" in read_error(reply, 503)
+    assert int(reply.headers["retry-after"]) > 0
+
+
+def test_other_methods(live: Live) -> None:
+    """A method that a route does not have is 405."""
+    assert read_error(live.client.get("/v2/models/gated/infer"), 405)
+
+
+def test_deadline(live: Live, client: Any) -> None:
+    """A timeout, in microseconds, is a deadline: what is not there by then is 504 and says whose limit it was."""
+    with hold_model(live), pytest.raises(InferenceServerException, match=r"the timeout of 0\.3 s") as caught:
+        client.infer("gated", [make_input("x", ROWS)], timeout=300_000)
+    assert caught.value.status() == "504"
+
+
+def test_limits(limited: Live) -> None:
+    """What is over a limit is 413, with the figure and the limit."""
+    outputs = [{"name": name} for name in "abcdefghi"]
+    for sent, words in (
+        (body(make_tensor((5, 4), [1] * 20)), "5 inputs"),
+        (body(make_tensor(), outputs=outputs), "9 results"),
+        (body(PICTURE | {"shape": [5], "data": ["a"] * 5}), "5 inputs"),
+        (body(PICTURE | {"shape": [2**31 - 1], "data": []}), "2147483647 inputs"),
+        ({"content": b" " * 2_000_001}, "2000001 bytes"),
+    ):
+        assert words in read_error(limited.client.post("/v2/models/gated/infer", **sent), 413)
+    maps = [{"name": name} for name in ("block1", "block2", "block3")]
+    pixels = {"name": "image", "shape": [4, 3, 32, 32], "datatype": "FP32"}
+    sent = body(pixels | {"parameters": {"binary_data_size": 49152}}, data=b"\0" * 49152, outputs=maps)
+    assert "the reply would have" in read_error(limited.client.post("/v2/models/digits/infer", **sent), 413)
+    long = limited.client.post("/v2/repository/index", content=b" " * 70_000)
+    assert "65536" in read_error(long, 413)
+
+
+def test_keys(serve: Serve) -> None:
+    """Health needs no key, all else does; loading and unloading an administrator's."""
+    configuration = configured(net("gated", "Gated"))
+    with serve(configuration, api_keys=("user",), admin_keys=("root",)) as live, connect(live) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert not client.is_model_ready("gated")
+        for headers, status in (({}, "401"), ({"Authorization": "Bearer user"}, "403")):
+            with pytest.raises(InferenceServerException) as caught:
+                client.unload_model("gated", headers=headers)
+            assert caught.value.status() == status
+        assert client.is_model_ready("gated", headers={"X-API-Key": "user"})
+        client.unload_model("gated", headers={"Authorization": "Bearer root"})
+        assert not client.is_model_ready("gated", headers={"X-API-Key": "user"})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(["x", "encoded_image", "text", "linear", "embedding", ".", "*"]) | st.text(max_size=8)
+TENSORS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": NAMES | JSON,
+        "shape": st.lists(st.integers(-1, 5), max_size=3) | st.just([1, 4]) | JSON,
+        "datatype": st.sampled_from(["FP32", "FP16", "BF16", "INT64", "BOOL", "BYTES"]) | JSON,
+        "data": st.lists(st.integers() | st.floats(allow_nan=False), max_size=4) | JSON,
+        "parameters": st.fixed_dictionaries({}, optional={"binary_data_size": st.integers(-1, 40) | JSON}) | JSON,
+    },
+)
+OUTPUTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": NAMES | JSON,
+        "parameters": st.fixed_dictionaries({}, optional={"binary_data": JSON, "pool": JSON, "stats": JSON}) | JSON,
+    },
+)
+PARAMETERS = st.dictionaries(
+    st.sampled_from(["timeout", "priority", "pool", "dtype", "objective", "class", "resume", "interventions"]),
+    JSON,
+    max_size=3,
+)
+BODIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.text(max_size=8) | JSON,
+        "inputs": st.lists(TENSORS, max_size=3) | JSON,
+        "outputs": st.lists(OUTPUTS, max_size=3) | JSON,
+        "parameters": PARAMETERS | JSON,
+    },
+)
+
+
+def ask(live: Live, document: object, data: bytes, length: int | None) -> None:
+    """Send a body: it is answered, or refused in the protocol's way."""
+    head = json.dumps(document).encode()
+    headers = {} if length is None else {HEADER: str(len(head) + length)}
+    reply = live.client.post("/v2/models/gated/infer", content=head + data, headers=headers)
+    if reply.status_code != 200:
+        assert reply.status_code < 500, (document, reply.text)
+        read_error(reply, reply.status_code)
+
+
+@given(document=BODIES, data=st.binary(max_size=40), length=st.none() | st.integers(-5, 5) | st.just(0))
+@settings(max_examples=150)
+def test_random_bodies(live: Live, document: object, data: bytes, length: int | None) -> None:
+    """Nothing that may be sent is a bug's."""
+    ask(live, document, data, length)
+
+
+@pytest.mark.slow
+def test_random_bodies_at_length(live: Live, control: Control) -> None:
+    """The same, many times; the server is as well as before."""
+
+    @given(document=BODIES, data=st.binary(max_size=40), length=st.none() | st.integers(-5, 5) | st.just(0))
+    @settings(max_examples=5000)
+    def many(document: object, data: bytes, length: int | None) -> None:
+        ask(live, document, data, length)
+
+    many()
+    control.check()

@@ -1,0 +1,275 @@
+"""``tritonclient.http``, as it is published, and our inferences: the bits of the native route."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as aio
+from tritonclient.utils import InferenceServerException
+
+from layertap.models.spec import InputDType, InputSpec, ModelSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.oip.support import (
+    HEADER,
+    body,
+    connect,
+    make_bytes,
+    make_input,
+    make_outputs,
+    make_tensor,
+    read_error,
+    read_outputs,
+)
+from tests.service.support import Array, Json, arrays_of, configured, image, picture, same, tensor
+from tests.transformers_nets import saved, tokenizer
+
+LAYERS = ("block1", "block2.conv2", "block2.relu:input", "block3", "head")
+PICTURES = [picture(seed) for seed in range(3)]
+TEXTS = ["a cat sat on the mat", "the dog saw the cat"]
+DTYPES: tuple[InputDType, ...] = ("int8", "int32", "int64", "uint8", "bool", "float32", "float64")
+PIXELS = np.random.default_rng(0).standard_normal((3, 3, 32, 32)).astype(np.float32)
+
+
+def make_spec(name: str, factory: str, dtype: InputDType = "float32") -> ModelSpec:
+    """The configuration of a module of ``nets``, which takes three numbers a row."""
+    return ModelSpec(
+        name,
+        f"python:tests.service.oip.nets:{factory}",
+        weights="random:0",
+        device="cpu",
+        inputs=(InputSpec("x", (3,), dtype),),
+    )
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[Any]:
+    with connect(live) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def typed(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server of models that take integers, booleans and texts."""
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    saved("bert", folder)
+    tokenizer(folder)
+    specs = [make_spec(dtype, "Passing", dtype) for dtype in DTYPES]
+    bert = ModelSpec("bert", f"transformers:{folder}", device="cpu")
+    with serve(configured(*specs, make_spec("logarithm", "Logarithm"), bert), max_loaded_models=20) as live:
+        yield live
+
+
+def native(live: Live, *layers: str | Json, rows: Array = PIXELS, **fields: Any) -> dict[str, Array]:
+    """The same layers by the native route, of the same rows."""
+    request = {"layers": list(layers), "encoding": "base64", **fields} if layers else {"encoding": "base64", **fields}
+    return arrays_of(live.client.post("/extract", json={"inputs": [tensor(row) for row in rows], **request}))
+
+
+@pytest.mark.parametrize("binary_output", [True, False])
+@pytest.mark.parametrize("binary_input", [True, False])
+def test_layers(live: Live, client: Any, binary_input: bool, binary_output: bool) -> None:
+    """Several layers in one request: names as they were sent, and the native route's bits, whatever the form."""
+    found = client.infer(
+        "digits",
+        [make_input("image", PIXELS, binary=binary_input)],
+        outputs=make_outputs(*LAYERS, binary=binary_output),
+        request_id="again 7",
+    )
+    head = found.get_response()
+    assert (head["model_name"], head["model_version"], head["id"]) == ("digits", "1", "again 7")
+    assert same(read_outputs(found), native(live, *LAYERS))
+    assert all(("data" in each) != binary_output for each in head["outputs"])
+
+
+def test_outputs_of_both_forms(live: Live, client: Any) -> None:
+    """Outputs behind the JSON and in it stand in one reply; globs give canonical names."""
+    outputs = [*make_outputs("block?"), *make_outputs("head", binary=False)]
+    found = client.infer("digits", [make_input("image", PIXELS)], outputs=outputs)
+    forms = {each["name"]: "data" in each for each in found.get_response()["outputs"]}
+    assert forms == {"block1": False, "block2": False, "block3": False, "head": True}
+    assert same(read_outputs(found), native(live, "block?", "head"))
+
+
+def test_embedding(live: Live, client: Any) -> None:
+    """Without outputs, and by its name beside others, there is the model's embedding, one vector a row."""
+    (expected,) = native(live).values()
+    alone = client.infer("digits", [make_input("image", PIXELS)])
+    assert same(read_outputs(alone), {"embedding": expected})
+    beside = client.infer("digits", [make_input("image", PIXELS)], outputs=make_outputs("head", "embedding"))
+    assert same(read_outputs(beside), {"embedding": expected, **native(live, "head")})
+
+
+def test_fingerprints(live: Live) -> None:
+    """The fingerprint is in a header and in parameters, that of the native route; each output has its own."""
+    request = {"name": "image", "shape": [3, 3, 32, 32], "datatype": "FP32", "data": PIXELS.tolist()}
+    found = live.client.post("/v2/models/digits/infer", **body(request, outputs=[{"name": "block1"}, {"name": "head"}]))
+    same_layers = live.client.post(
+        "/extract", json={"layers": ["block1", "head"], "inputs": [tensor(row) for row in PIXELS]}
+    )
+    head, receipts = found.json(), same_layers.json()["receipts"]
+    assert head["parameters"] == {"fingerprint": same_layers.json()["fingerprint"]}
+    assert found.headers["x-layertap-fingerprint"] == same_layers.headers["x-layertap-fingerprint"]
+    assert {each["name"]: each["parameters"]["fingerprint"] for each in head["outputs"]} == {
+        name: receipt["fingerprint"] for name, receipt in receipts.items()
+    }
+
+
+def test_parameters(live: Live, client: Any) -> None:
+    """Parameters are the fields of the native route: for all outputs, or for one."""
+    rows = [make_input("image", PIXELS)]
+    found = client.infer("digits", rows, outputs=make_outputs("block?"), parameters={"pool": "gem", "normalize": True})
+    assert same(read_outputs(found), native(live, "block?", pool="gem", normalize=True))
+    one, other = make_outputs("block1", "block2")
+    one._parameters |= {"pool": "mean", "dtype": "int8"}
+    found = client.infer("digits", rows, outputs=[one, other])
+    expected = native(live, {"layer": "block1", "pool": "mean", "dtype": "int8"}, "block2")
+    assert same(read_outputs(found), expected)
+    assert set(expected) == {"block1", "block1.scale", "block2"}
+
+
+def test_gradients(live: Live, client: Any) -> None:
+    """Objectives and interventions are parameters too."""
+    rows = [make_input("image", PIXELS)]
+    change = [{"layer": "block2", "op": "zero", "channels": [1]}]
+    found = client.infer(
+        "digits",
+        rows,
+        outputs=make_outputs("block3:grad_output"),
+        parameters={"objective": "logit", "class": 3, "interventions": change},
+    )
+    expected = native(live, "block3:grad_output", objective={"kind": "logit", "class": 3}, interventions=change)
+    assert same(read_outputs(found), expected)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_pictures(live: Live, client: Any, shape: tuple[int, ...]) -> None:
+    """Encoded pictures are decoded and preprocessed as the native route does it."""
+    found = client.infer("digits", [make_bytes("encoded_image", PICTURES, shape)], outputs=make_outputs("head"))
+    sent = {"layers": ["head"], "encoding": "base64", "inputs": [image(each) for each in PICTURES]}
+    assert same(read_outputs(found), arrays_of(live.client.post("/extract", json=sent)))
+
+
+def test_texts(typed: Live) -> None:
+    """Texts behind the JSON and in it give what the native route gives."""
+    expected = arrays_of(
+        typed.client.post("/extract", json={"model": "bert", "inputs": [{"text": each} for each in TEXTS]})
+    )
+    with connect(typed) as client:
+        for binary in (True, False):
+            found = client.infer("bert", [make_bytes("text", TEXTS, (2, 1), binary=binary)])
+            assert np.array_equal(found.as_numpy("embedding"), *expected.values())
+
+
+def test_several_inputs(live: Live, client: Any) -> None:
+    """A model of several inputs takes each by its name, in any order."""
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    kinds = np.array([1, 2])
+    found = client.infer("two", [make_input("kind", kinds), make_input("pixels", values)], outputs=make_outputs("."))
+    sent = [
+        {"tensors": {"pixels": tensor(row)["tensor"], "kind": tensor(kind)["tensor"]}}
+        for row, kind in zip(values, kinds, strict=True)
+    ]
+    expected = arrays_of(live.client.post("/extract", json={"model": "two", "layers": ["."], "inputs": sent}))
+    assert same(read_outputs(found), expected)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        ("int8", np.array([[-128, 0, 127]], np.int8)),
+        ("int32", np.array([[-(2**31), 0, 2**31 - 1]], np.int32)),
+        ("int64", np.array([[-(2**53), 0, 2**62]], np.int64)),
+        ("uint8", np.array([[0, 1, 255]], np.uint8)),
+        ("bool", np.array([[True, False, True]])),
+        ("float32", np.array([[1e-45, 0.1, -3.4e38]], np.float32)),
+        ("float32", np.array([[0.1, -65504, 6e-8]], np.float16)),
+        ("float64", np.array([[0.1, -1e38, 5e-324]], np.float64)),
+    ],
+)
+def test_datatypes(typed: Live, model: str, values: Array, binary: bool) -> None:
+    """Numbers of each datatype come to the model as they are."""
+    with connect(typed) as client:
+        found = client.infer(model, [make_input("x", values, binary=binary)], outputs=make_outputs(".:input"))
+    (reply,) = read_outputs(found).values()
+    assert np.array_equal(reply, values.astype(reply.dtype))
+
+
+def test_bfloat16(typed: Live) -> None:
+    """BF16 comes as bytes, and only so."""
+    values = np.array([[0.1, -3e38, 1e-40]], ml_dtypes.bfloat16)
+    with connect(typed) as client:
+        found = client.infer("float32", [make_input("x", values)], outputs=make_outputs(".:input"))
+    (reply,) = read_outputs(found).values()
+    assert np.array_equal(reply, values.astype(np.float32))
+    refused = typed.client.post("/v2/models/float32/infer", **body(make_tensor((1, 3), [1, 2, 3], "BF16")))
+    assert "BF16" in read_error(refused, 400)
+
+
+def test_nested_data(live: Live) -> None:
+    """Numbers of JSON may be nested as their shape says, or one after another."""
+    flat = live.client.post("/v2/models/gated/infer", **body(make_tensor((2, 4), list(range(8)))))
+    nested = live.client.post("/v2/models/gated/infer", **body(make_tensor((2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]])))
+    assert flat.status_code == 200
+    assert flat.json()["outputs"] == nested.json()["outputs"]
+
+
+def test_raw_body(live: Live) -> None:
+    """A body without JSON is one row, as the model takes it: a picture, or an array's bytes."""
+    for model, data, sent in (
+        ("digits", PICTURES[0], {"inputs": [image(PICTURES[0])]}),
+        ("gated", np.arange(4, dtype="<f4").tobytes(), {"inputs": [tensor(np.arange(4, dtype=np.float32))]}),
+    ):
+        reply = live.client.post(f"/v2/models/{model}/infer", content=data, headers={HEADER: "0"})
+        result = triton.InferResult.from_response_body(reply.content, header_length=int(reply.headers[HEADER]))
+        (expected,) = arrays_of(live.client.post("/extract", json={"model": model, **sent})).values()
+        assert np.array_equal(result.as_numpy("embedding"), expected)
+
+
+@pytest.mark.parametrize("asked", [None, "gzip", "deflate"])
+@pytest.mark.parametrize("packed", [None, "gzip", "deflate"])
+def test_compression(live: Live, client: Any, packed: str | None, asked: str | None) -> None:
+    """Bodies packed by the client are taken, and whatever replies it asks for it can read."""
+    for binary in (True, False):
+        found = client.infer(
+            "digits",
+            [make_input("image", PIXELS, binary=binary)],
+            outputs=make_outputs(*LAYERS, binary=binary),
+            request_compression_algorithm=packed,
+            response_compression_algorithm=asked,
+        )
+        assert same(read_outputs(found), native(live, *LAYERS))
+
+
+def test_not_finite(typed: Live) -> None:
+    """What is not finite is null in JSON, and comes through as bytes."""
+    rows = np.array([[1, 0, -1]], np.float32)
+    with connect(typed) as client:
+        behind = client.infer("logarithm", [make_input("x", rows)], outputs=make_outputs("."))
+        inside = client.infer("logarithm", [make_input("x", rows)], outputs=make_outputs(".", binary=False))
+    assert np.array_equal(behind.as_numpy("."), [[0, -np.inf, np.nan]], equal_nan=True)
+    assert inside.get_output(".")["data"] == [0, None, None]
+
+
+def test_async_clients(live: Live, client: Any) -> None:
+    """The client's own asynchronous call, and the client for asyncio."""
+    rows, outputs = [make_input("image", PIXELS)], make_outputs("head")
+    expected = native(live, "head")
+    pending = [client.async_infer("digits", rows, outputs=outputs) for _ in range(3)]
+    assert all(same(read_outputs(each.get_result()), expected) for each in pending)
+
+    async def ask() -> Any:
+        async with aio.InferenceServerClient(live.url.removeprefix("http://")) as asyncio_client:
+            assert await asyncio_client.is_server_ready()
+            with pytest.raises(InferenceServerException, match="block9"):
+                await asyncio_client.infer("digits", rows, outputs=make_outputs("block9"))
+            return await asyncio_client.infer("digits", rows, outputs=outputs)
+
+    assert same(read_outputs(asyncio.run(ask())), expected)
