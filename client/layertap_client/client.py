@@ -1,0 +1,283 @@
+"""The two clients: thin drivers over httpx of what ``operations`` says once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+
+import httpx
+
+from layertap_client import operations
+from layertap_client.bodies import ExtractOptions
+from layertap_client.exchange import RetryPolicy, Session
+from layertap_client.inputs import Input
+from layertap_client.messages import Failure, Reply, Send, Step, Steps, Wait
+from layertap_client.operations import LayerSpecs
+from layertap_client.streams import AsyncEmbeddingStream, EmbeddingStream, stream, stream_async
+
+P = ParamSpec("P")
+T = TypeVar("T")
+URL = "http://127.0.0.1:8000"
+MAX_CONNECT_S = 10.0
+CONNECTIONS = 32
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+def blocking(operation: Callable[Concatenate[Session, P], Steps[T]]) -> Callable[Concatenate[Client, P], T]:
+    """An operation as a method of ``Client``."""
+
+    @wraps(operation)
+    def method(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.perform(operation(self.session, *args, **kwargs))
+
+    return method
+
+
+def awaitable(
+    operation: Callable[Concatenate[Session, P], Steps[T]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
+    """An operation as a method of ``AsyncClient``."""
+
+    @wraps(operation)
+    async def method(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.perform(operation(self.session, *args, **kwargs))
+
+    return method
+
+
+class Client:
+    """A layertap server, asked by blocking calls; threads may share one.
+
+    ``model`` is asked where a call names none, else the server's default. ``timeout``: seconds that a call may take
+    with all its attempts, which the server is told as its deadline. ``httpx_options`` go to ``httpx.Client``
+    (``verify``, ``cert``, ``proxy``, ``transport`` …). Use it in a ``with`` block, or ``close`` it.
+    """
+
+    def __init__(
+        self,
+        url: str = URL,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        retries: RetryPolicy | None = None,
+        connections: int = CONNECTIONS,
+        **httpx_options: Any,
+    ) -> None:
+        self.url = url
+        self.session = Session(timeout, model, retries or RetryPolicy())
+        self.connections = connections
+        self._http = httpx.Client(**make_options(url, api_key, connections, httpx_options))
+
+    extract = blocking(operations.extract)
+    explain = blocking(operations.explain)
+    dry_run = blocking(operations.dry_run)
+    models = blocking(operations.models)
+    model = blocking(operations.model)
+    layers = blocking(operations.layers)
+    probe = blocking(operations.probe)
+    load = blocking(operations.load)
+    unload = blocking(operations.unload)
+    is_ready = blocking(operations.is_ready)
+
+    def embed(
+        self,
+        inputs: Iterable[Input],
+        layers: LayerSpecs | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ExtractOptions],
+    ) -> EmbeddingStream:
+        """Many inputs, a list or whatever gives one after another: a stream of ``Embedded``, one each, in order.
+
+        Inputs are those of ``extract``, arrays without an axis of rows. How many go in a request and how many requests
+        are under way is found by measuring, within the server's limits; a server that refuses is sent less. Memory is
+        bounded. A bad input is an ``Embedded`` with an ``error``. ``progress``: a bar, by rich or tqdm; None shows one
+        on terminals. ``options``: those of ``ExtractOptions``; ``timeout`` (600) is for a batch with all attempts.
+        LayertapError where the server can't be asked; FingerprintChangedError where its model changes meanwhile.
+        """
+        return EmbeddingStream(stream(self, inputs, layers, progress, options))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def perform(self, steps: Steps[T]) -> T:
+        """Do step after step, and give what they come to."""
+        outcome: Any = None
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = self._perform_step(step)
+                except Exception as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _perform_step(self, step: Step) -> Any:
+        if isinstance(step, Send):
+            return self._send(step)
+        if isinstance(step, Wait):
+            return time.sleep(step.seconds)
+        return step.function()
+
+    def _send(self, step: Send) -> Reply | Failure:
+        end = time.monotonic() + step.seconds
+        body = bytearray()
+        try:
+            with self._http.stream(**make_arguments(step)) as response:
+                for chunk in response.iter_bytes():
+                    body += chunk
+                    if time.monotonic() > end:
+                        return Failure(
+                            f"the reply was not complete after {step.seconds:.3g} s", sent=True, timed_out=True
+                        )
+        except httpx.RequestError as error:
+            return describe_failure(error, step)
+        return Reply(response.status_code, response.headers, body)
+
+
+class AsyncClient:
+    """A layertap server, asked by coroutines of one event loop; as ``Client`` otherwise.
+
+    Use it in an ``async with`` block, or ``await client.aclose()``.
+    """
+
+    def __init__(
+        self,
+        url: str = URL,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 60.0,
+        retries: RetryPolicy | None = None,
+        connections: int = CONNECTIONS,
+        **httpx_options: Any,
+    ) -> None:
+        self.url = url
+        self.session = Session(timeout, model, retries or RetryPolicy())
+        self.connections = connections
+        self._http = httpx.AsyncClient(**make_options(url, api_key, connections, httpx_options))
+
+    extract = awaitable(operations.extract)
+    explain = awaitable(operations.explain)
+    dry_run = awaitable(operations.dry_run)
+    models = awaitable(operations.models)
+    model = awaitable(operations.model)
+    layers = awaitable(operations.layers)
+    probe = awaitable(operations.probe)
+    load = awaitable(operations.load)
+    unload = awaitable(operations.unload)
+    is_ready = awaitable(operations.is_ready)
+
+    def embed(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        layers: LayerSpecs | None = None,
+        *,
+        progress: bool | None = None,
+        **options: Unpack[ExtractOptions],
+    ) -> AsyncEmbeddingStream:
+        """As ``Client.embed``, a stream for ``async for``; inputs may come asynchronously too."""
+        return AsyncEmbeddingStream(stream_async(self, inputs, layers, progress, options))
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    async def perform(self, steps: Steps[T]) -> T:
+        """Do step after step, and give what they come to."""
+        outcome: Any = None
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = await self._perform_step(step)
+                except Exception as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    async def _perform_step(self, step: Step) -> Any:
+        if isinstance(step, Send):
+            return await self._send(step)
+        if isinstance(step, Wait):
+            return await asyncio.sleep(step.seconds)
+        return step.function() if step.quick else await asyncio.to_thread(step.function)
+
+    async def _send(self, step: Send) -> Reply | Failure:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(step.seconds), self._http.stream(**make_arguments(step)) as response:
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+        except TimeoutError:
+            return Failure(f"the reply was not complete after {step.seconds:.3g} s", sent=True, timed_out=True)
+        except httpx.RequestError as error:
+            return describe_failure(error, step)
+        return Reply(response.status_code, response.headers, body)
+
+
+def make_options(url: str, api_key: str | None, connections: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of httpx's clients."""
+    # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
+    headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    return {"base_url": url, "headers": headers, "limits": limits, **given}
+
+
+def make_arguments(step: Send) -> dict[str, Any]:
+    """The arguments of httpx's ``stream``."""
+    request, seconds = step.request, step.seconds
+    return {
+        "method": request.method,
+        "url": request.path,
+        "params": list(request.params) or None,
+        "headers": dict(request.headers),
+        "content": request.content or None,
+        "timeout": httpx.Timeout(seconds, connect=min(seconds, MAX_CONNECT_S)),
+    }
+
+
+def describe_failure(error: httpx.RequestError, step: Send) -> Failure:
+    """Why there is no reply."""
+    sent = not isinstance(error, NEVER_SENT)
+    if isinstance(error, httpx.TimeoutException) and sent:
+        return Failure(f"the server did not reply within {step.seconds:.3g} s", sent=True, timed_out=True)
+    said = str(error) or type(error).__name__
+    message = (
+        "the connection broke off"
+        if sent
+        else f"no server answers at {error.request.url.copy_with(path='/', query=None)}"
+    )
+    return Failure(f"{message}: {said}", sent=sent)

@@ -1,0 +1,132 @@
+"""One request until it is answered: deadlines, and when it is sent again."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+from layertap_client.errors import (
+    BadReplyError,
+    ConnectionFailedError,
+    LayertapError,
+    ReplyTimeoutError,
+    make_problem,
+)
+from layertap_client.messages import Failure, Reply, Request, Send, Steps, Wait
+
+DEADLINE = "X-Request-Timeout"
+REPLY_SHARE, MAX_REPLY_S = 0.1, 0.5  # of what is left of a timeout, kept for the way of the reply
+JITTER = 0.25
+REFUSALS = frozenset({429, 503})  # nothing was done
+GATEWAYS = frozenset({408, 502, 504})  # something may have been done
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When a request is sent again.
+
+    A refusal that says ``Retry-After`` is waited out for as long as the call's timeout allows. Anything else (a broken
+    connection, a proxy's 502) is tried ``attempts`` times more, after ``backoff_s`` that doubles up to
+    ``max_backoff_s``; a server that answered before and can't be reached now is tried until the timeout: it restarts.
+    Requests that may be done twice are repeated in any case; loading and unloading a model only where the server can't
+    have begun. ``attempts=0`` repeats nothing at all.
+    """
+
+    attempts: int = 3
+    backoff_s: float = 0.25
+    max_backoff_s: float = 5.0
+
+
+@dataclass
+class Session:
+    """What the calls of one client have in common; ``answered``: whether the server has ever replied."""
+
+    timeout: float = 60.0
+    model: str | None = None
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
+    answered: bool = False
+    clock: Callable[[], float] = time.monotonic
+    draw: Callable[[], float] = random.random
+
+    def exchange(self, request: Request, timeout: float | None = None, attempt_s: float = float("inf")) -> Steps[Reply]:
+        """The good reply to a request; LayertapError.
+
+        ``timeout`` in seconds is for all attempts together, ``attempt_s`` for each.
+        """
+        deadline = self.clock() + (self.timeout if timeout is None else timeout)
+        failures = attempts = refusals = 0
+        while True:
+            left = min(max(deadline - self.clock(), 0.001), attempt_s)
+            told = left - min(MAX_REPLY_S, REPLY_SHARE * left)
+            outcome: Reply | Failure = yield Send(request.with_headers({DEADLINE: f"{told:.3f}"}), left)
+            attempts += 1
+            if isinstance(outcome, Reply):
+                self.answered = True
+                if outcome.status == 200:
+                    return replace(outcome, attempts=attempts, refusals=refusals)
+                refusals += outcome.status == 429
+            pause = self._choose_pause(request, outcome, failures)
+            if pause is None or self.clock() + pause >= deadline:
+                raise make_error(outcome)
+            failures += _retry_after(outcome) is None
+            yield Wait(pause)
+
+    def _choose_pause(self, request: Request, outcome: Reply | Failure, failures: int) -> float | None:
+        """Seconds until the request is sent again; None where it must not be, or it would be no use."""
+        if not self.retries.attempts or not _is_repeatable(request, outcome):
+            return None
+        told = _retry_after(outcome)
+        if told is not None:
+            return told * (1 + JITTER * self.draw())  # so that clients which were refused together come back apart
+        restarting = isinstance(outcome, Failure) and not outcome.sent and self.answered
+        if failures >= self.retries.attempts and not restarting:
+            return None
+        pause = min(self.retries.backoff_s * 2.0 ** min(failures, 30), self.retries.max_backoff_s)
+        return pause * (1 - JITTER * self.draw())
+
+
+def make_error(outcome: Reply | Failure) -> LayertapError:
+    """The error that the last outcome means."""
+    if isinstance(outcome, Failure):
+        if outcome.timed_out:
+            return ReplyTimeoutError(outcome.message, sent=outcome.sent)
+        return ConnectionFailedError(outcome.message, sent=outcome.sent)
+    if outcome.status < 400:
+        return BadReplyError(f"status {outcome.status}, which no layertap sends: is the address right?")
+    return make_problem(outcome.status, outcome.body, _retry_after(outcome))
+
+
+def _is_repeatable(request: Request, outcome: Reply | Failure) -> bool:
+    if isinstance(outcome, Failure):
+        return request.repeatable or not outcome.sent
+    if request.repeatable:
+        return outcome.status in REFUSALS | GATEWAYS
+    return outcome.status == 429
+
+
+def _retry_after(outcome: Reply | Failure) -> float | None:
+    """The seconds that a refusal asks for, None where it says nothing."""
+    text = outcome.headers.get("retry-after") if isinstance(outcome, Reply) else None
+    return parse_retry_after(text) if text is not None else None
+
+
+def parse_retry_after(text: str) -> float | None:
+    """Seconds from now of a ``Retry-After``, which is a number or a date; None where it is neither."""
+    try:
+        seconds = float(text[:32])
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(text[:64])
+        except ValueError:
+            return None
+        seconds = (moment.replace(tzinfo=moment.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
+    return max(seconds, 0.0) if seconds == seconds else None  # NaN is not equal to itself
+
+
+def lower_names(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers by their names in small letters."""
+    return {name.lower(): value for name, value in headers.items()}

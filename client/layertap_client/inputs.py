@@ -1,0 +1,216 @@
+"""What a caller gives as inputs, as what is sent: pictures, texts, arrays, or entries as JSON has them."""
+
+from __future__ import annotations
+
+import os
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+
+import numpy as np
+
+from layertap_client.arrays import Array, to_array, write_npy
+from layertap_client.errors import InputError
+
+Kind = Literal["images", "texts", "tensors"]
+REMOTE = ("http://", "https://", "data:")
+MAX_QUICK = 1 << 18  # bytes
+PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
+
+
+class Readable(Protocol):
+    """A file that was opened for reading bytes."""
+
+    def read(self) -> bytes:
+        """The rest of it."""
+
+
+class ArrayLike(Protocol):
+    """An array of numpy, torch, jax and others."""
+
+    def __array__(self) -> Array:
+        """It as numpy has it."""
+
+
+# A path as text or as Path, an address, an encoded picture, a file, an array, a picture of PIL, an entry of JSON.
+Input: TypeAlias = str | os.PathLike[str] | bytes | bytearray | memoryview | Readable | ArrayLike | Mapping[str, Any]
+Inputs: TypeAlias = Input | Iterable[Input]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One input that a body or a part of a body can carry: bytes of a picture or a text, or an array."""
+
+    kind: Kind
+    value: bytes | Array
+
+    @property
+    def data(self) -> bytes:
+        """What is sent."""
+        return self.value if isinstance(self.value, bytes) else write_npy(self.value)
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes are sent."""
+        return len(self.value) if isinstance(self.value, bytes) else self.value.nbytes + 128
+
+    def to_entry(self) -> dict[str, Any]:
+        """It as an entry of ``inputs`` in JSON."""
+        if isinstance(self.value, bytes):
+            image = self.kind == "images"
+            return {"image": encode_base64(self.value)} if image else {"text": self.value.decode()}
+        return {"tensor": describe_tensor(self.value)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One input that only JSON can carry, as an entry of ``inputs``."""
+
+    fields: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes are sent."""
+        return sum(len(value) if isinstance(value, str) else 64 for value in self.fields.values())
+
+    def to_entry(self) -> dict[str, Any]:
+        """It as an entry of ``inputs`` in JSON."""
+        return dict(self.fields)
+
+
+AnyItem = Item | Entry
+
+
+def is_single(inputs: Inputs) -> bool:
+    """Whether this is one input, or an array (of one or more), and no collection of inputs."""
+    if isinstance(inputs, str | bytes | bytearray | memoryview | os.PathLike | Mapping):
+        return True
+    return is_array(inputs) or is_file(inputs) or is_pil_image(inputs) or not isinstance(inputs, Iterable)
+
+
+def is_array(value: object) -> TypeGuard[ArrayLike]:
+    """Whether numpy can read it; isinstance takes much longer for a protocol."""
+    return hasattr(value, "__array__")
+
+
+def is_file(value: object) -> TypeGuard[Readable]:
+    """Whether it was opened for reading."""
+    return hasattr(value, "read")
+
+
+def is_quick(inputs: Inputs | None) -> bool:
+    """Whether reading this takes no time: no files, nothing large."""
+    size = len(inputs) if isinstance(inputs, bytes) else getattr(inputs, "nbytes", MAX_QUICK + 1)
+    return inputs is None or size <= MAX_QUICK
+
+
+def is_pil_image(value: object) -> bool:
+    """Whether this is a picture of PIL, which need not be imported to know it."""
+    return hasattr(value, "getexif")
+
+
+def read_item(value: Input) -> AnyItem:
+    """One input; reads files, so it may take a while. InputError, OSError where a file can't be read."""
+    if isinstance(value, str):
+        return _read_text(value)
+    if isinstance(value, os.PathLike):
+        return Item("images", Path(value).read_bytes())
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Item("images", bytes(value))
+    if isinstance(value, Mapping):
+        return _read_entry(value)
+    if is_pil_image(value):
+        return Item("images", _encode_picture(value))
+    if is_file(value):
+        return Item("images", _read_file(value))
+    if is_array(value):
+        return Item("tensors", to_array(value))
+    raise InputError(
+        f"a {type(value).__name__} is no input: give a path, bytes, an open file, an array, a picture of PIL, "
+        "or an entry such as {'text': …}"
+    )
+
+
+def describe_tensor(array: Array) -> dict[str, Any]:
+    """An array as JSON carries it."""
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": encode_base64(array.data)}
+
+
+def encode_base64(data: Any) -> str:
+    """Base64 of bytes, or of an array's buffer in C order."""
+    return b64encode(data).decode("ascii")
+
+
+def to_plain(value: Any) -> Any:
+    """Options as JSON has them: arrays under ``tensor`` as tensors, other arrays as lists, bytes as base64."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _plain_field(key, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(each) for each in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if is_array(value):
+        return to_array(value).tolist()
+    return value
+
+
+def _plain_field(key: str, value: Any) -> Any:
+    return describe_tensor(to_array(value)) if key == "tensor" and is_array(value) else to_plain(value)
+
+
+def _read_text(value: str) -> AnyItem:
+    """A path, or what says itself that it is an address."""
+    if value.startswith(REMOTE):
+        return Entry({"image" if value.startswith("data:") else "url": value})
+    path = Path(value)
+    try:
+        return Item("images", path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"there is no file {value!r}; a text is written {{'text': …}}") from None
+
+
+def _read_entry(value: Mapping[str, Any]) -> AnyItem:
+    """An entry as JSON has it, but with pictures and arrays as everywhere here."""
+    if value.keys() == {"text"}:
+        return Item("texts", str(value["text"]).encode())
+    fields = dict(value)
+    if "image" in fields:
+        item = read_item(fields.pop("image"))
+        return Entry({**item.to_entry(), **to_plain(fields)})
+    if isinstance(fields.get("tensors"), Mapping):
+        tensors = fields["tensors"]
+        fields["tensors"] = {name: describe_tensor(to_array(array)) for name, array in tensors.items()}
+    return Entry(to_plain(fields))
+
+
+def _read_file(value: Readable) -> bytes:
+    data = value.read()
+    if not isinstance(data, bytes):
+        raise InputError("the file was opened for text: open it with mode 'rb'")
+    return data
+
+
+def _encode_picture(picture: Any) -> bytes:
+    """A picture of PIL as PNG, which keeps each pixel, and how it is to be turned upright."""
+    stream = BytesIO()
+    shown = picture if picture.mode in PNG_MODES else picture.convert("RGB")
+    shown.save(stream, "PNG", compress_level=1, exif=picture.getexif())
+    return stream.getvalue()
+
+
+def list_items(inputs: Iterable[Input]) -> Sequence[AnyItem]:
+    """Each of several inputs; InputError says which one can't be read."""
+    items = []
+    for place, value in enumerate(inputs):
+        try:
+            items.append(read_item(value))
+        except InputError as error:
+            raise InputError(f"input {place}: {error}") from None
+    if not items:
+        raise InputError("there are no inputs")
+    return items

@@ -1,0 +1,85 @@
+"""What the core asks of a driver, and what a driver tells the core; nothing here does any input or output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from layertap_client.errors import BadReplyError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request as it is sent; ``repeatable``: whether it may be done twice without doing harm."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    params: Sequence[tuple[str, str]] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content: bytes = b""
+    repeatable: bool = True
+
+    def with_headers(self, headers: Mapping[str, str]) -> Request:
+        """It with more headers."""
+        return replace(self, headers={**self.headers, **headers})
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply: headers by their names in small letters; ``attempts`` counts the requests that it took.
+
+    ``refusals`` of them were refused because the server had too much to do.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytearray
+    attempts: int = 1
+    refusals: int = 0
+
+    def read_json(self) -> Any:
+        """The body as JSON; BadReplyError."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise BadReplyError(f"the reply is no JSON: {error}") from None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no reply; ``sent``: whether the server may have got the request."""
+
+    message: str
+    sent: bool
+    timed_out: bool = False
+
+
+@dataclass(frozen=True)
+class Send:
+    """Have a request sent and tell its outcome, which must be there within ``seconds``."""
+
+    request: Request
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Wait for so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run a function and tell what it gives; ``quick``: whether that takes less time than a way to another thread."""
+
+    function: Callable[[], Any]
+    quick: bool = False
+
+
+Step: TypeAlias = Send | Wait | Compute
+Steps: TypeAlias = Generator[Step, Any, T]  # is sent the outcome of each step, returns what a call gives

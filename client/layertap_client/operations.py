@@ -1,0 +1,196 @@
+"""What a client can do, each written once: steps that a driver performs, whether it blocks or awaits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, Unpack
+from urllib.parse import quote
+
+from layertap_client.bodies import (
+    JSON,
+    MEDIA_TYPES,
+    ExplainOptions,
+    ExtractOptions,
+    build_request,
+    check_options,
+)
+from layertap_client.errors import BadReplyError, ConnectionFailedError, UnavailableError
+from layertap_client.exchange import Session
+from layertap_client.inputs import Inputs, is_quick
+from layertap_client.layers import Layers
+from layertap_client.messages import Compute, Reply, Request, Steps
+from layertap_client.models import Model, Models
+from layertap_client.results import Result, read_result
+
+LayerSpec: TypeAlias = str | Mapping[str, Any]
+LayerSpecs: TypeAlias = LayerSpec | Sequence[LayerSpec]
+
+
+def extract(
+    session: Session, /, inputs: Inputs, layers: LayerSpecs | None = None, **options: Unpack[ExtractOptions]
+) -> Steps[Result]:
+    """What layers compute for inputs, as numpy arrays by the layers' names.
+
+    ``inputs``: one or several. An input is a picture (a path, encoded bytes, an open file, a picture of PIL, an
+    address), an array (of numpy, torch …), or an entry as JSON has it: ``{"text": "…"}``, ``{"tokens": […]}``,
+    ``{"image": …, "class": 3}``. One array may be a batch; arrays in a list are one input each.
+    ``{"tensors": {name: array}}`` are the inputs of a model that has several, of one item or a batch.
+    ``layers``: names, globs, or mappings such as ``{"layer": "layer2", "pool": "mean", "as": "v"}``; without them the
+    model's embedding.
+    ``options``: those of ``ExtractOptions``. LayertapError.
+    """
+    check_options(options, ExtractOptions, "extract")
+    fields: dict[str, Any] = {**options}
+    timeout = fields.pop("timeout", None)
+    accept = MEDIA_TYPES[fields.pop("format", "safetensors")]
+    fields["layers"] = list_layers(layers)
+    reply = yield from _post(session, "/extract", inputs, fields, accept, timeout)
+    return read_result(reply)
+
+
+def explain(session: Session, /, inputs: Inputs, method: str, **options: Unpack[ExplainOptions]) -> Steps[Result]:
+    """Maps of what speaks for an answer, one for each input, under the method's name.
+
+    ``method``: "grad_cam", "saliency", "attention_rollout", "gradient_rollout" or "relevance". ``inputs`` as of
+    ``extract``; ``options``: those of ``ExplainOptions``. LayertapError.
+    """
+    check_options(options, ExplainOptions, "explain")
+    fields: dict[str, Any] = {**options, "method": method}
+    timeout = fields.pop("timeout", None)
+    reply = yield from _post(session, "/explain", inputs, fields, MEDIA_TYPES["safetensors"], timeout)
+    return read_result(reply)
+
+
+def dry_run(
+    session: Session,
+    /,
+    layers: LayerSpecs | None = None,
+    inputs: Inputs | None = None,
+    **options: Unpack[ExtractOptions],
+) -> Steps[dict[str, Any]]:
+    """What ``extract`` would give, with no forward: shapes, bytes, where it stops, expected seconds, warnings."""
+    check_options(options, ExtractOptions, "dry_run")
+    fields: dict[str, Any] = {name: value for name, value in options.items() if name != "format"}
+    timeout = fields.pop("timeout", None)
+    fields["layers"] = list_layers(layers)
+    reply = yield from _post(session, "/extract", inputs, fields, JSON, timeout, (("dry_run", "true"),))
+    return _read_object(reply)
+
+
+def models(session: Session, /) -> Steps[Models]:
+    """All models of the server, the default one's name, and the limits that requests keep within."""
+    reply = yield from session.exchange(Request("GET", "/models"))
+    return Models.read(_read_object(reply))
+
+
+def model(session: Session, /, name: str | None = None) -> Steps[Model]:
+    """One model; without a name that of the client, or else the server's default."""
+    path = yield from _find_model(session, name)
+    reply = yield from session.exchange(Request("GET", path))
+    return Model.read(_read_object(reply))
+
+
+def layers(
+    session: Session,
+    /,
+    model: str | None = None,
+    *,
+    match: str | None = None,
+    type: str | None = None,  # noqa: A002
+    leaf: bool | None = None,
+    functions: bool = False,
+    timeout: float | None = None,
+) -> Steps[Layers]:
+    """The layers of a model in execution order, as a tree; loads the model if need be.
+
+    ``match`` is a glob over names, ``type`` a class; ``leaf`` leaves those that have parts or those that have none;
+    with ``functions`` each layer's ``details`` has those that its forward calls.
+    """
+    path = yield from _find_model(session, model)
+    params = _list_params({"match": match, "type": type, "leaf": leaf, "functions": functions or None})
+    reply = yield from session.exchange(Request("GET", f"{path}/layers", params, {"Accept": JSON}), timeout)
+    return Layers.read(_read_object(reply))
+
+
+def probe(
+    session: Session, /, layers: LayerSpecs | None = None, *, model: str | None = None, **options: Any
+) -> Steps[dict[str, Any]]:
+    """Receipts with probes, for indexes that live long; of the embedding without ``layers``.
+
+    ``options``: ``pool``, ``normalize``, ``dtype``, and ``preprocessed="caller"`` where vectors are of arrays.
+    """
+    path = yield from _find_model(session, model)
+    named = list_layers(layers)
+    chosen = {**options, "layers": ",".join(map(str, named)) if named is not None else None}
+    reply = yield from session.exchange(Request("GET", f"{path}/probe", _list_params(chosen)))
+    return _read_object(reply)
+
+
+def load(session: Session, /, model: str, *, timeout: float | None = None) -> Steps[Model]:
+    """Load a model now, also one that failed before; for administrators. Never sent again once it may have arrived."""
+    return (yield from _administer(session, model, "load", timeout))
+
+
+def unload(session: Session, /, model: str, *, timeout: float | None = None) -> Steps[Model]:
+    """Let a model go once it has done what waits; for administrators. Never sent again once it may have arrived."""
+    return (yield from _administer(session, model, "unload", timeout))
+
+
+def is_ready(session: Session, /) -> Steps[bool]:
+    """Whether the server takes requests now; False too where nothing answers."""
+    once = replace(session, retries=replace(session.retries, attempts=0))
+    try:
+        yield from once.exchange(Request("GET", "/readyz"))
+    except (ConnectionFailedError, UnavailableError):
+        return False
+    return True
+
+
+def list_layers(layers: LayerSpecs | None) -> list[LayerSpec] | None:
+    """Layers as a list; None where none are named."""
+    if layers is None:
+        return None
+    return [layers] if isinstance(layers, str | Mapping) else list(layers)
+
+
+def _post(
+    session: Session,
+    /,
+    path: str,
+    inputs: Inputs | None,
+    fields: Mapping[str, Any],
+    accept: str,
+    timeout: float | None,
+    params: Sequence[tuple[str, str]] = (),
+) -> Steps[Reply]:
+    named = {"model": session.model, **{name: value for name, value in fields.items() if value is not None}}
+    request: Request = yield Compute(lambda: build_request(path, inputs, named, accept), is_quick(inputs))
+    return (yield from session.exchange(replace(request, params=[*request.params, *params]), timeout))
+
+
+def _administer(session: Session, /, model: str, action: str, timeout: float | None) -> Steps[Model]:
+    request = Request("POST", f"/models/{quote(model, safe='')}/{action}", repeatable=False)
+    reply = yield from session.exchange(request, timeout)
+    return Model.read(_read_object(reply))
+
+
+def _find_model(session: Session, /, name: str | None) -> Steps[str]:
+    """The path of a model; of the server's default where neither the call nor the client names one."""
+    chosen = name or session.model
+    if chosen is None:
+        chosen = (yield from models(session)).default
+    return f"/models/{quote(chosen, safe='')}"
+
+
+def _list_params(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Query parameters; those that are None are left out."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
+    return [(name, text) for name, text in texts.items() if values[name] is not None]
+
+
+def _read_object(reply: Reply) -> dict[str, Any]:
+    document = reply.read_json()
+    if not isinstance(document, dict):
+        raise BadReplyError("the reply is JSON, but not what a layertap sends: is the address right?")
+    return document

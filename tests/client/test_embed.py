@@ -1,0 +1,295 @@
+"""Streams of embedded inputs: order, bad inputs by index, bounded memory, and a server that is busy or breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import layertap_client as lt
+from layertap_client import RetryPolicy
+from layertap_client.pace import Pace
+from tests.client.misbehaving_server import cut, misbehaving, relay, reply
+from tests.server import Live, serving
+from tests.service.support import Array, configured, net, picture, raw
+
+PICTURES = [picture(seed, size=(20 + seed % 7, 24)) for seed in range(60)]
+Embed = Callable[..., list[lt.Embedded]]
+
+
+@pytest.fixture(params=["sync", "async"])
+def embed(request: pytest.FixtureRequest) -> Embed:
+    """Embeds inputs by one of the clients, and gives all that comes."""
+
+    def by_client(url: str, inputs: Any, *args: Any, retries: Any = None, **options: Any) -> list[lt.Embedded]:
+        with lt.Client(url, retries=retries) as client:
+            return list(client.embed(inputs, *args, **options))
+
+    def by_async_client(url: str, inputs: Any, *args: Any, retries: Any = None, **options: Any) -> list[lt.Embedded]:
+        async def run() -> list[lt.Embedded]:
+            async with lt.AsyncClient(url, retries=retries) as client:
+                return [each async for each in client.embed(inputs, *args, **options)]
+
+        return asyncio.run(run())
+
+    return by_client if request.param == "sync" else by_async_client
+
+
+def vectors_of(live: Live, *pictures: bytes) -> list[Array]:
+    """Each picture's vector by a request of its own."""
+    requests = (raw(each, "image/png", format="npy") for each in pictures)
+    replies = [live.client.post("/extract", **request) for request in requests]
+    return [np.load(BytesIO(each.raise_for_status().content))[0] for each in replies]
+
+
+def test_order(embed: Embed, live: Live) -> None:
+    """Each input's vector is its own, in the order of the inputs, of a list or a generator."""
+    expected = vectors_of(live, *PICTURES)
+    for inputs in (PICTURES, iter(PICTURES)):
+        items = embed(live.url, inputs)
+        assert [each.index for each in items] == list(range(len(PICTURES)))
+        assert len({each.fingerprint for each in items}) == 1
+        for each, vector in zip(items, expected, strict=True):
+            np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
+
+
+def test_kinds(embed: Embed, live: Live, tmp_path: Path) -> None:
+    """Pictures, paths, pixels and arrays in one stream; what was preprocessed by the caller has another fingerprint."""
+    path = tmp_path / "picture.png"
+    path.write_bytes(PICTURES[0])
+    opened = Image.open(BytesIO(PICTURES[0]))
+    array = np.zeros((3, 32, 32), np.float32)
+    items = embed(live.url, [PICTURES[0], path, array, array, opened, np.asarray(opened), {"image": path}, str(path)])
+    assert [each.error for each in items] == [None] * 8
+    (vector,) = vectors_of(live, PICTURES[0])
+    for each in items[:2] + items[4:]:
+        np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
+    fingerprints = [each.fingerprint for each in items]
+    assert len(set(fingerprints)) == 2
+    assert fingerprints[2] == fingerprints[3] != fingerprints[0]
+
+
+def test_layers(embed: Embed, live: Live) -> None:
+    """Several results for each input, with options."""
+    items = embed(live.url, PICTURES[:10], ["block2", {"layer": "head", "as": "scores"}], pool="mean", dtype="float16")
+    assert {name: (array.shape, array.dtype.name) for name, array in items[3].arrays.items()} == {
+        "block2": ((32,), "float16"),
+        "scores": ((10,), "float16"),
+    }
+    with pytest.raises(ValueError, match="2 arrays"):
+        _ = items[3].vector
+
+
+def test_bad_inputs(embed: Embed, live: Live, tmp_path: Path) -> None:
+    """Bad inputs of every kind are told by their index, and are no end."""
+    broken = Image.open(BytesIO(PICTURES[0][:200]))
+    bad: dict[int, Any] = {
+        0: b"no picture",
+        3: tmp_path / "missing.png",
+        4: "missing.png",
+        9: 3.5,
+        20: None,
+        21: broken,
+        22: PICTURES[1][:100],
+        30: np.zeros((3, 7), np.float32),
+        31: np.array(["text"]),
+        59: b"",
+    }
+    inputs = [bad.get(index, each) for index, each in enumerate(PICTURES)]
+    items = embed(live.url, inputs)
+    assert [each.index for each in items] == list(range(60))
+    assert {each.index for each in items if each.error} == bad.keys()
+    for each in items:
+        assert each.error is None or (each.error.detail and each.error.input == each.index and not each.arrays)
+    expected = vectors_of(live, PICTURES[2], PICTURES[58])
+    np.testing.assert_allclose(items[2].vector, expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(items[58].vector, expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_but_bad_inputs(embed: Embed, live: Live) -> None:
+    """A stream of nothing good has an error for each; an empty one has nothing."""
+    items = embed(live.url, [b"x"] * 300)
+    assert [each.index for each in items] == list(range(300))
+    assert all(each.error for each in items)
+    assert embed(live.url, []) == []
+
+
+def test_wrong_request(embed: Embed, live: Live) -> None:
+    """What is wrong with the request as a whole is an error, not one for each input."""
+    with pytest.raises(lt.InvalidRequestError, match="blok2"):
+        embed(live.url, PICTURES, "blok2")
+    for option in ("on_error", "format", "poool"):
+        with pytest.raises(TypeError, match=option):
+            embed(live.url, PICTURES, **{option: "x"})
+
+
+def test_generators_are_drawn_as_needed(live: Live) -> None:
+    """An endless source is read as far as results are taken, and a bounded number of inputs beyond."""
+    drawn = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal drawn
+        for each in itertools.cycle(PICTURES):
+            drawn += 1
+            yield each
+
+    with lt.Client(live.url, connections=2) as client:
+        stream = client.embed(endless())
+        for taken in range(1, 400):
+            assert next(stream).index == taken - 1
+            assert drawn - taken <= 4 * 256 + 256
+        stream.close()
+
+
+def test_error_of_a_source(live: Live) -> None:
+    """What a generator raises comes through."""
+
+    def failing() -> Iterator[bytes]:
+        yield from PICTURES
+        raise RuntimeError("the disk is gone")
+
+    with lt.Client(live.url) as client, pytest.raises(RuntimeError, match="the disk is gone"):
+        list(client.embed(failing()))
+
+
+def test_asynchronous_source(live: Live) -> None:
+    """Inputs may come asynchronously."""
+
+    async def source() -> AsyncIterator[bytes]:
+        for each in PICTURES:
+            await asyncio.sleep(0)
+            yield each
+
+    async def run() -> lt.Embeddings:
+        async with lt.AsyncClient(live.url) as client:
+            return await client.embed(source()).collect()
+
+    embeddings = asyncio.run(run())
+    np.testing.assert_allclose(embeddings.array, vectors_of(live, *PICTURES), rtol=1e-4, atol=1e-5)
+
+
+def test_collect(live: Live) -> None:
+    """All in one array, with the places of its rows and the faults of the rest."""
+    with lt.Client(live.url) as client:
+        embeddings = client.embed([PICTURES[0], b"x", PICTURES[1]]).collect()
+        assert embeddings.indices.tolist() == [0, 2]
+        assert list(embeddings.errors) == [1]
+        np.testing.assert_allclose(embeddings.array, vectors_of(live, *PICTURES[:2]), rtol=1e-4, atol=1e-5)
+        assert embeddings.fingerprint == client.extract(PICTURES[0]).fingerprint
+        assert embeddings.fingerprint in repr(embeddings)
+        assert embeddings.fingerprint in embeddings._repr_html_()
+        nothing = client.embed([b"x"]).collect()
+        assert (dict(nothing.arrays), nothing.indices.tolist()) == ({}, [])
+        mixed = client.embed([PICTURES[0], np.zeros((3, 32, 32), np.float32)]).collect()
+        with pytest.raises(ValueError, match="2 fingerprints"):
+            _ = mixed.fingerprint
+
+
+def test_within_a_running_loop(live: Live) -> None:
+    """The blocking client works where an event loop runs, as in a notebook."""
+
+    async def run() -> int:
+        with lt.Client(live.url) as client:
+            return len(list(client.embed(PICTURES[:5])))
+
+    assert asyncio.run(run()) == 5
+
+
+def test_small_limits(embed: Embed) -> None:
+    """A server with little room gets what fits: inputs, bytes, rows in its queue."""
+    with serving(max_inputs=3, max_body_bytes=20_000, max_queue_rows=4) as live:
+        big = picture(7, size=(100, 100))
+        assert len(big) > 20_000
+        items = embed(live.url, [*PICTURES[:20], big, *PICTURES[20:40]])
+        assert [each.index for each in items if each.error] == [20]
+        expected = vectors_of(live, *PICTURES[:40])
+        for each, vector in zip(items[:20] + items[21:], expected, strict=True):
+            np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
+
+
+def test_troubled_connection(embed: Embed, live: Live) -> None:
+    """Refusals, cut connections and a proxy's errors in between change no vector."""
+    refused, ending = reply(429, retry_after="0"), reply(503, retry_after="0")
+    good = relay(live.url)
+    behaviours = [good, refused, cut, good, ending, reply(502), good, cut, refused, good]
+    with misbehaving(*behaviours) as server:
+        items = embed(server.url, PICTURES, retries=RetryPolicy(backoff_s=0.001))
+    for each, vector in zip(items, vectors_of(live, *PICTURES), strict=True):
+        np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
+
+
+def test_another_model(embed: Embed) -> None:
+    """Vectors of a model that was exchanged meanwhile are not mixed with those before."""
+    rows = [np.full(4, number, np.float32) for number in range(200)]
+    first, second = (configured(net("m", "Gated", weights=f"random:{seed}")) for seed in (0, 1))
+    with serving(first) as one, serving(second) as other:
+        behaviours = [relay(one.url)] * 3 + [relay(other.url)]
+        with misbehaving(*behaviours) as server, pytest.raises(lt.FingerprintChangedError):
+            embed(server.url, rows, "linear", model="m")
+
+
+def test_progress(live: Live, capfd: pytest.CaptureFixture[str]) -> None:
+    """A bar where one is wanted, on the stream for errors; none otherwise."""
+    with lt.Client(live.url) as client:
+        client.embed([*PICTURES[:3], b"x"], progress=True).collect()
+        shown = capfd.readouterr()
+        client.embed(PICTURES[:3]).collect()
+        silent = capfd.readouterr()
+    assert shown.out == silent.out == silent.err == ""
+    assert "4/4" in shown.err
+    assert "1 failed" in shown.err
+
+
+def simulate(pace: Pace, rate: Callable[[int, int], float], batches: int) -> None:
+    """A server that answers ``rate(rows, requests)`` rows a second, for so many requests one after another."""
+    now = 0.0
+    for _ in range(batches):
+        now += pace.rows / rate(pace.rows, pace.requests)
+        pace.record(pace.rows, 0, now)
+
+
+@pytest.mark.parametrize("best", [32, 64, 256])
+def test_pace_finds_the_batch(best: int) -> None:
+    """More inputs in a request as long as that brings something."""
+    pace = Pace()
+    simulate(pace, lambda rows, requests: min(rows, best), 500)
+    assert pace.is_settled
+    assert (pace.rows, pace.requests) == (best, 2)
+
+
+@pytest.mark.parametrize("best", [2, 8])
+def test_pace_finds_the_requests(best: int) -> None:
+    """More requests at once as long as that brings something."""
+    pace = Pace()
+    simulate(pace, lambda rows, requests: min(requests, best), 500)
+    assert (pace.rows, pace.requests) == (32, best)
+
+
+def test_pace_is_bounded() -> None:
+    """However much it brings, never more than the limits say."""
+    pace = Pace.from_limits({"max_inputs": 50, "max_queue_rows": 300, "max_body_bytes": 1000}, 32)
+    simulate(pace, lambda rows, requests: rows * requests, 1000)
+    assert (pace.rows, pace.requests, pace.max_bytes) == (50, 3, 900)
+
+
+def test_pace_gives_way() -> None:
+    """Refusals halve what is under way; without any more it comes back one by one, within bounds."""
+    pace = Pace(rows=8, requests=16)
+    pace.record(8, 1, 1.0)
+    assert pace.requests == 8
+    for _ in range(10):
+        pace.record(8, 2, 2.0)
+    assert pace.requests == 1
+    simulate(pace, lambda rows, requests: 1, 40)
+    assert pace.requests == 2
+    simulate(pace, lambda rows, requests: 1, 20_000)
+    assert pace.requests == 16
+    pace.shrink(3)
+    assert pace.rows == 3

@@ -1,0 +1,127 @@
+"""Refusals as exceptions: one class for each kind, with all that the server says."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import layertap_client as lt
+from tests.client.misbehaving_server import misbehaving, reply
+from tests.server import Live, serving
+from tests.service.support import picture
+
+PICTURE = picture()
+ROW = np.ones((1, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "cls", "kind"),
+    [
+        (lambda c: c.extract(PICTURE, "blok3"), lt.InvalidRequestError, "invalid-request"),
+        (lambda c: c.extract(b"no picture", "head"), lt.InvalidRequestError, "invalid-request"),
+        (lambda c: c.extract(PICTURE, "head", model="digit"), lt.NotFoundError, "unknown-model"),
+        (lambda c: c.layers("digit"), lt.NotFoundError, "unknown-model"),
+        (lambda c: c.model("a/b"), lt.NotFoundError, "http"),
+        (lambda c: c.extract(PICTURE, ["head", "block1"], format="npy"), lt.NotAcceptableError, "not-acceptable"),
+        (lambda c: c.extract([PICTURE] * 257, "head"), lt.TooLargeError, "too-large"),
+    ],
+)
+def test_refusals(client: Any, call: Any, cls: type[lt.ProblemError], kind: str) -> None:
+    """Each refusal is an error of its kind, below one root."""
+    with pytest.raises(lt.ProblemError) as caught:
+        call(client)
+    error = caught.value
+    assert type(error) is cls
+    assert isinstance(error, lt.LayertapError)
+    assert (error.kind, error.type) == (kind, f"urn:layertap:problem:{kind}")
+    assert error.detail in str(error)
+    assert len(error.request_id) == 32
+
+
+def test_what_a_refusal_says(client: Any, live: Live) -> None:
+    """Detail, hint, faults with the input's place: what the server's own document has."""
+    sent = {"layers": ["blok3", "head"], "inputs": [{"image": "eA=="}]}
+    document = live.client.post("/extract", json=sent).json()
+    with pytest.raises(lt.InvalidRequestError) as caught:
+        client.extract(b"x", ["blok3", "head"])
+    error = caught.value
+    assert (error.status, error.title, error.detail) == (422, document["title"], document["detail"])
+    assert error.hint == document["errors"][0]["hint"]
+    assert error.hint in str(error)
+    assert [fault.pointer for fault in error.faults] == [each["pointer"] for each in document["errors"]]
+    with pytest.raises(lt.InvalidRequestError) as caught:
+        client.extract([PICTURE, b"x"], "head")
+    assert [fault.input for fault in caught.value.faults] == [1]
+
+
+def test_error_goes_to_another_process(client: Any) -> None:
+    """Errors survive pickling, as loaders of data in other processes need it."""
+    with pytest.raises(lt.ProblemError) as caught:
+        client.extract(PICTURE, "blok3")
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert type(error) is lt.InvalidRequestError
+    assert (str(error), error.hint, error.faults) == (str(caught.value), caught.value.hint, caught.value.faults)
+    cut = pickle.loads(pickle.dumps(lt.ConnectionFailedError("cut", sent=True)))
+    assert (str(cut), cut.sent) == ("cut", True)
+
+
+def test_keys(open_client: Any) -> None:
+    """The key goes along; without it, or without an administrator's, the server refuses."""
+    with serving(api_keys="user-key") as live:
+        assert open_client(live.url, api_key="user-key").extract(PICTURE, "head").rows == 1
+        with pytest.raises(lt.AuthenticationError):
+            open_client(live.url).extract(PICTURE, "head")
+        with pytest.raises(lt.ForbiddenError):
+            open_client(live.url, api_key="user-key").load("digits")
+
+
+def test_load_and_unload(client: Any) -> None:
+    """An administrator's calls give the model as it is then."""
+    assert client.load("gated").state == "ready"
+    assert client.unload("gated").state == "available"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "cls"),
+    [
+        (200, b"<html>", lt.BadReplyError),
+        (301, b"", lt.BadReplyError),
+        (204, b"", lt.BadReplyError),
+        (418, b"short and stout", lt.BadReplyError),
+        (404, b"<html>nginx</html>", lt.NotFoundError),
+        (500, b"", lt.ServerError),
+        (403, b"[1]", lt.ForbiddenError),
+        (422, b'{"detail": "x", "errors": [3, {"detail": 4, "input": "one"}]}', lt.InvalidRequestError),
+    ],
+)
+def test_answers_of_others(open_client: Any, status: int, body: bytes, cls: type[lt.LayertapError]) -> None:
+    """What no layertap sends is an error of the tree all the same."""
+    with misbehaving(reply(status, body)) as server, pytest.raises(cls):
+        open_client(server.url).models()
+
+
+@pytest.mark.parametrize(
+    ("media_type", "body"),
+    [
+        ("application/json", b"{}"),
+        ("text/html", b"<html>"),
+        ("application/x-npy", b"\x93NUMPY"),
+        ("application/x-npy", b""),
+        ("application/x-safetensors", b""),
+        ("application/x-safetensors", b"\xff" * 8 + b"{}"),
+        ("application/x-safetensors", b"\x02" + b"\0" * 7 + b"[]"),
+        ("application/x-safetensors", b"\x02" + b"\0" * 7 + b"{}"),
+    ],
+)
+def test_no_arrays(open_client: Any, media_type: str, body: bytes) -> None:
+    """A good status whose body is not what was asked for; an empty safetensors file holds no arrays."""
+    with misbehaving(reply(200, body, content_type=media_type)) as server:
+        client = open_client(server.url)
+        if body.endswith(b"{}") and body[:1] == b"\x02":
+            assert dict(client.extract(ROW)) == {}
+            return
+        with pytest.raises(lt.BadReplyError):
+            client.extract(ROW)

@@ -1,0 +1,289 @@
+"""What the client gives is what the server answers, whatever is given to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import load
+
+from layertap_client import InputError, Result
+from tests.server import Live
+from tests.service.support import Array, Json, image, metadata, npy, picture, raw, tensor
+
+PICTURE, OTHER = picture(1), picture(2, size=(50, 60), format="JPEG")
+BATCH = np.random.default_rng(0).standard_normal((3, 3, 32, 32)).astype(np.float32)
+
+
+def expect(live: Live, *inputs: Json, **fields: Any) -> dict[str, Array]:
+    """The arrays that the JSON form of a request gives, read by the safetensors library."""
+    reply = live.client.post("/extract?format=safetensors", json={"inputs": inputs, **fields})
+    assert reply.status_code == 200, reply.text
+    return load(reply.content)
+
+
+def assert_same(result: Result, expected: dict[str, Array]) -> None:
+    assert list(result) == list(result.receipts)
+    assert {**result, **{f"{key}.scale": scale for key, scale in result.scales.items()}}.keys() == expected.keys()
+    for key, array in result.items():
+        assert (array.dtype, array.shape) == (expected[key].dtype, expected[key].shape)
+        np.testing.assert_allclose(array, expected[key], rtol=1e-4, atol=1e-5)
+
+
+def in_file(folder: Path, data: bytes) -> Path:
+    path = folder / "picture"
+    path.write_bytes(data)
+    return path
+
+
+FORMS = {
+    "bytes": lambda folder: PICTURE,
+    "bytearray": lambda folder: bytearray(PICTURE),
+    "memoryview": lambda folder: memoryview(PICTURE),
+    "path": lambda folder: in_file(folder, PICTURE),
+    "text": lambda folder: str(in_file(folder, PICTURE)),
+    "file": lambda folder: BytesIO(PICTURE),
+    "pil": lambda folder: Image.open(BytesIO(PICTURE)),
+    "entry": lambda folder: {"image": in_file(folder, PICTURE)},
+    "data-uri": lambda folder: "data:image/png;base64," + image(PICTURE)["image"],
+    "pixels": lambda folder: np.asarray(Image.open(BytesIO(PICTURE))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "in-a-list"])
+def test_pictures(client: Any, live: Live, tmp_path: Path, form: str, several: bool) -> None:
+    """A picture may be given as whatever holds it, by itself or among others."""
+    given = FORMS[form](tmp_path)
+    result = client.extract([given, OTHER] if several else given, ["block2", "head"], pool="mean")
+    expected = expect(
+        live, image(PICTURE), *([image(OTHER)] if several else []), layers=["block2", "head"], pool="mean"
+    )
+    assert_same(result, expected)
+    assert result.rows == 1 + several
+
+
+def test_rotated_picture(client: Any) -> None:
+    """A picture of PIL says how it is to be turned upright, as its file does."""
+    stream = BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.open(BytesIO(PICTURE)).save(stream, "PNG", exif=exif)
+    opened, file = (client.extract(each, "head").array for each in (Image.open(stream), stream.getvalue()))
+    plain = client.extract(PICTURE, "head").array
+    np.testing.assert_array_equal(opened, file)
+    assert not np.allclose(opened, plain)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
+def test_modes_of_pictures(client: Any, mode: str) -> None:
+    """A picture of PIL gives what the same picture in a file does."""
+    given = Image.open(BytesIO(PICTURE)).convert("L").convert(mode) if mode != "CMYK" else None
+    given = given or Image.open(BytesIO(PICTURE)).convert("CMYK")
+    stream = BytesIO()
+    given.save(stream, "TIFF")
+    np.testing.assert_allclose(
+        client.extract(given, "head").array, client.extract(stream.getvalue(), "head").array, rtol=1e-3, atol=1e-3
+    )
+
+
+COLLECTIONS: dict[str, Callable[[], Any]] = {
+    "array": lambda: BATCH,
+    "tensor": lambda: torch.from_numpy(BATCH),
+    "arrays": lambda: list(BATCH),
+    "tensors": lambda: tuple(torch.from_numpy(BATCH)),
+    "generator": lambda: (row for row in BATCH),
+}
+
+
+@pytest.mark.parametrize("collection", COLLECTIONS)
+def test_arrays(client: Any, live: Live, collection: str) -> None:
+    """One array is a batch, a list has one input each; torch's tensors are as good."""
+    result = client.extract(COLLECTIONS[collection](), "head")
+    assert_same(result, expect(live, *map(tensor, BATCH), layers=["head"]))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda a: a.astype(">f4"), np.asfortranarray, lambda a: a[:, ::-1][:, ::-1], lambda a: a[0]]
+)
+def test_memory_orders(client: Any, live: Live, change: Any) -> None:
+    """Arrays of any byte order and strides; one without an axis of rows is one input."""
+    given = change(BATCH)
+    count = len(given) if given.ndim == 4 else 1
+    assert_same(client.extract(given, "head"), expect(live, *map(tensor, BATCH[:count]), layers=["head"]))
+
+
+def test_bfloat16(client: Any, live: Live) -> None:
+    """Torch's bfloat16 and tensors that need gradients."""
+    given = torch.from_numpy(BATCH).bfloat16().requires_grad_()
+    rounded = given.detach().float().numpy()
+    assert_same(client.extract(given, "head"), expect(live, *map(tensor, rounded), layers=["head"]))
+
+
+def test_named_inputs(client: Any, live: Live) -> None:
+    """A model of several inputs: a batch of each by name, or entries one by one."""
+    arrays = {"pixels": np.ones((2, 4), np.float32), "kind": np.array([1, 2])}
+    batch = client.extract({"tensors": arrays}, model="two")
+    entries = [{"tensors": {name: array[n] for name, array in arrays.items()}} for n in range(2)]
+    for result in (batch, client.extract(entries, model="two")):
+        assert result.rows == 2
+        for key in result:
+            np.testing.assert_array_equal(result[key], batch[key])
+
+
+@pytest.mark.parametrize("format", ["safetensors", "npy"])
+def test_views(client: Any, live: Live, format: str) -> None:  # noqa: A002
+    """Arrays are writable views of the reply's body, which is nowhere copied."""
+    arrays = list(client.extract(BATCH, "block1", format=format).values())
+    assert arrays[0].flags.writeable
+    assert not arrays[0].flags.owndata
+    base = arrays[0]
+    while isinstance(base, np.ndarray):
+        base = base.base
+    assert isinstance(getattr(base, "obj", base), bytearray)
+    np.testing.assert_allclose(
+        arrays[0], expect(live, *map(tensor, BATCH), layers=["block1"])["block1"], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_int8(client: Any, live: Live) -> None:
+    """Scales stand by themselves."""
+    result = client.extract(BATCH, "block1", dtype="int8", pool="mean")
+    expected = expect(live, *map(tensor, BATCH), layers=["block1"], dtype="int8", pool="mean")
+    assert list(result) == ["block1"]
+    np.testing.assert_array_equal(result["block1"], expected["block1"])
+    np.testing.assert_array_equal(result.scales["block1"], expected["block1.scale"])
+
+
+FIELDS: dict[str, Json] = {
+    "objects": {"layers": ["block?", {"layer": "pool", "pool": "flatten", "normalize": True, "as": "v"}]},
+    "pool": {"layers": ["block2"], "pool": "gem", "normalize": True, "dtype": "float16"},
+    "interventions": {"layers": ["head"], "interventions": [{"layer": "block1", "op": "zero", "channels": [3, 7]}]},
+    "objective": {"layers": ["block3:grad_output"], "objective": {"kind": "logit", "class": 3}},
+    "isolated": {"layers": ["head"], "isolated": True, "priority": "bulk"},
+    "verify": {"layers": ["block2"], "verify": True},
+    "probe": {"layers": ["head"], "probe": True},
+    "resume": {"layers": ["head"], "resume": "flatten"},
+}
+INPUTS = {"raw": BATCH, "multipart": list(BATCH), "picture": PICTURE}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("form", INPUTS)
+def test_fields(client: Any, live: Live, name: str, form: str) -> None:
+    """Every field of the body is reachable in every form."""
+    fields = dict(FIELDS[name])
+    given: Any = INPUTS[form]
+    if name == "resume":
+        if form == "picture":
+            pytest.skip("a picture is no layer's output")
+        given = [row.ravel()[:64] for row in BATCH] if form == "multipart" else BATCH.reshape(3, -1)[:, :64]
+    entries = [image(PICTURE)] if form == "picture" else [tensor(np.ascontiguousarray(row)) for row in given]
+    reply = live.client.post("/extract?format=safetensors", json={"inputs": entries, **fields})
+    assert reply.status_code == 200, reply.text
+    result = client.extract(given, fields.pop("layers"), **fields)
+    assert_same(result, load(reply.content))
+    assert result.fingerprint == reply.headers["x-layertap-fingerprint"]
+    expected = metadata(reply)
+    assert result.receipts == json.loads(expected["receipts"])
+    assert result.verified == ("verified" in expected)
+    assert [list(places) for places in result.interventions] == json.loads(expected.get("interventions", "[]"))
+
+
+def test_arrays_in_options(client: Any) -> None:
+    """Arrays may stand where JSON has tensors and lists; what is too long for a URL goes as a part."""
+    value = np.random.default_rng(1).standard_normal((32, 16, 16)).astype(np.float32)
+    changed = [{"layer": "block2", "op": "replace", "tensor": value}]
+    result = client.extract(list(BATCH), "block2", interventions=changed)
+    np.testing.assert_allclose(result["block2"], np.broadcast_to(value, result["block2"].shape), rtol=1e-6)
+    with pytest.raises(InputError, match=r"list\(array\)"):
+        client.extract(BATCH, "block2", interventions=changed)
+    target = {"kind": "kl_div", "target": np.full(10, 0.1, np.float32)}
+    assert client.extract(PICTURE, "block3:grad_output", objective=target).array.shape == (1, 64, 8, 8)
+
+
+def test_options_of_single_inputs(client: Any, live: Live) -> None:
+    """An input's own class goes with it."""
+    asked = {"layers": ["block3:grad_output"], "objective": {"kind": "probability"}}
+    expected = expect(live, {**image(PICTURE), "class": 3}, {**image(OTHER), "class": 7}, **asked)
+    given = [{"image": PICTURE, "class": 3}, {"image": OTHER, "class": np.int64(7)}]
+    result = client.extract(given, "block3:grad_output", objective={"kind": "probability"})
+    np.testing.assert_allclose(result.array, expected["block3:grad_output"], rtol=1e-4, atol=1e-6)
+
+
+def test_skipped(client: Any) -> None:
+    """Inputs that are left out are named with the reason."""
+    result = client.extract([PICTURE, b"no picture", OTHER], "head", on_error="skip")
+    assert (result.rows, result.skipped) == (2, (1,))
+    assert [fault.input for fault in result.errors] == [1]
+    assert result.errors[0].detail
+    assert result["head"].shape == (2, 10)
+
+
+def test_embedding(client: Any, live: Live) -> None:
+    """Without layers it is the embedding, of the client's own model where it has one."""
+    assert_same(client.extract(PICTURE), expect(live, image(PICTURE)))
+
+
+def test_model_of_the_client(open_client: Any, live: Live) -> None:
+    """A client's model is asked where a call names none."""
+    client = open_client(live.url, model="gated")
+    rows = np.ones((1, 4), np.float32)
+    assert client.extract(rows, "linear").model == "gated"
+    assert client.extract(PICTURE, "head", model="digits").model == "digits"
+    assert client.model().name == "gated"
+    assert client.layers().model == "gated"
+
+
+def test_npy_reply(client: Any, live: Live) -> None:
+    """The reply as one array only."""
+    result = client.extract(BATCH, "head", format="npy")
+    reply = live.client.post("/extract", **raw(npy(BATCH), "application/x-npy", layers="head", format="npy"))
+    np.testing.assert_allclose(result.array, np.load(BytesIO(reply.content)), rtol=1e-4, atol=1e-5)
+    assert result.fingerprint == reply.headers["x-layertap-fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "no inputs"),
+        (3, "is no input"),
+        ([PICTURE, 3.5], "input 1"),
+        ("a cat sat", "a text is written"),
+        (np.array(["a"]), "can't be sent"),
+        (np.array([1 + 1j]), "can't be sent"),
+        (np.array([None]), "can't be sent"),
+    ],
+)
+def test_what_is_no_input(client: Any, given: Any, words: str) -> None:
+    """What can't be sent is refused before anything is."""
+    with pytest.raises(InputError, match=words):
+        client.extract(given, "head")
+
+
+def test_unknown_option(client: Any) -> None:
+    """An option that there is not is a TypeError, as of any function."""
+    with pytest.raises(TypeError, match="'poool'"):
+        client.extract(PICTURE, "head", poool="mean")
+
+
+def test_dry_run(client: Any, live: Live) -> None:
+    """What would come back, with inputs and without."""
+    expected = live.client.post("/extract?dry_run=true", json={"layers": ["block2"], "pool": "mean"}).json()
+    for inputs in (None, PICTURE, [PICTURE]):
+        assert client.dry_run("block2", inputs, pool="mean")["features"] == expected["features"]
+
+
+def test_explain(client: Any, live: Live) -> None:
+    """Maps, with the layer and the objective."""
+    asked = {"method": "grad_cam", "layer": "block2", "objective": {"class": 2}}
+    expected = live.client.post("/explain?format=safetensors", json={**asked, "inputs": [image(PICTURE)]})
+    result = client.explain(PICTURE, "grad_cam", layer="block2", objective={"class": 2})
+    np.testing.assert_allclose(result["grad_cam"], load(expected.content)["grad_cam"], rtol=1e-4, atol=1e-6)

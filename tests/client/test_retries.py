@@ -1,0 +1,227 @@
+"""What the client does where a server refuses, cuts, hangs, restarts; no request is done twice wrongly."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import layertap_client as lt
+from layertap_client.exchange import RetryPolicy, Session, parse_retry_after
+from layertap_client.messages import Failure, Reply, Request, Send, Wait
+from tests.client.misbehaving_server import MisbehavingServer, cut, cut_reply, drip, hang, misbehaving, reply
+from tests.server import serving
+from tests.service.gated_server import gated_module
+from tests.service.support import configured, net, npy
+
+ROW = np.ones((1, 4), np.float32)
+GOOD = reply(200, npy(ROW), content_type="application/x-npy")
+QUICK = RetryPolicy(attempts=2, backoff_s=0.001)
+CALLS: dict[str, Any] = {
+    "extract": lambda c: c.extract(ROW, "linear", format="npy"),
+    "models": lambda c: c.models(),
+    "load": lambda c: c.load("digits"),
+    "unload": lambda c: c.unload("digits"),
+}
+MODELS = reply(200, json.dumps({"default": "x", "models": [], "limits": {}}).encode())
+MODEL = reply(200, json.dumps({"name": "digits", "state": "ready"}).encode())
+ANSWERS = {"extract": GOOD, "models": MODELS, "load": MODEL, "unload": MODEL}
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_refusal_is_waited_out(open_client: Any, status: int) -> None:
+    """What was refused with Retry-After is sent again, the same bytes, and the result says how often."""
+    refusal = reply(status, b"{}", retry_after="0")
+    with misbehaving(refusal, refusal, refusal, refusal, refusal, GOOD) as server:
+        result = open_client(server.url, retries=QUICK).extract(ROW, "linear", format="npy")
+        np.testing.assert_array_equal(result.array, ROW)
+        assert result.attempts == 6
+        assert {(each.line, each.body) for each in server.received} == {(server.received[0].line, npy(ROW))}
+
+
+REPEATED = {  # which calls are sent again after what
+    "429": (reply(429, retry_after="0"), {"extract", "models", "load", "unload"}),
+    "503": (reply(503, retry_after="0"), {"extract", "models"}),
+    "502": (reply(502), {"extract", "models"}),
+    "504": (reply(504), {"extract", "models"}),
+    "500": (reply(500), set()),
+    "422": (reply(422), set()),
+    "cut": (cut, {"extract", "models"}),
+    "cut-reply": (cut_reply(b"12345", 3), {"extract", "models"}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("trouble", REPEATED)
+def test_what_is_repeated(open_client: Any, call: str, trouble: str) -> None:
+    """Only what may be done twice is sent again once the server may have begun."""
+    behaviour, repeated = REPEATED[trouble]
+    with misbehaving(behaviour, ANSWERS[call]) as server:
+        client = open_client(server.url, retries=QUICK)
+        if call in repeated:
+            CALLS[call](client)
+        else:
+            with pytest.raises(lt.LayertapError):
+                CALLS[call](client)
+        assert len(server.received) == 1 + (call in repeated)
+
+
+@pytest.mark.parametrize("behaviour", [cut, reply(502)])
+def test_attempts_end(open_client: Any, behaviour: Any) -> None:
+    """What never comes right is an error after so many attempts."""
+    with misbehaving(behaviour) as server:
+        with pytest.raises(lt.LayertapError):
+            open_client(server.url, retries=QUICK).models()
+        assert len(server.received) == 3
+
+
+def test_no_retries(open_client: Any) -> None:
+    """Where nothing is to be repeated, nothing is."""
+    with misbehaving(reply(429, retry_after="0")) as server:
+        with pytest.raises(lt.TooManyRequestsError) as caught:
+            open_client(server.url, retries=RetryPolicy(attempts=0)).models()
+        assert (len(server.received), caught.value.retry_after) == (1, 0)
+
+
+def test_refusal_beyond_the_timeout(open_client: Any) -> None:
+    """A refusal for longer than the call may take is told at once."""
+    with misbehaving(reply(503, retry_after="3600")) as server:
+        with pytest.raises(lt.UnavailableError) as caught:
+            open_client(server.url).models()
+        assert caught.value.retry_after == 3600
+        assert len(server.received) == 1
+
+
+def test_connection_that_was_kept(open_client: Any) -> None:
+    """A server that closes connections between requests costs nothing; a load is not sent twice for it."""
+    closing = reply(200, npy(ROW), content_type="application/x-npy", connection="close")
+    with misbehaving(GOOD, closing, GOOD) as server:
+        client = open_client(server.url, retries=RetryPolicy(attempts=0))
+        for _ in range(3):
+            np.testing.assert_array_equal(CALLS["extract"](client).array, ROW)
+        assert len(server.received) == 3
+
+
+@pytest.mark.parametrize("make", [hang, drip])
+@pytest.mark.parametrize("call", ["extract", "load"])
+def test_server_that_hangs(open_client: Any, make: Any, call: str) -> None:
+    """A call ends with its timeout, whether the server says nothing or goes on for ever."""
+    ours: list[MisbehavingServer] = []
+    with misbehaving(make(ours)) as server:
+        ours.append(server)
+        with pytest.raises(lt.ReplyTimeoutError) as caught:
+            CALLS[call](open_client(server.url, timeout=0.3))
+        assert isinstance(caught.value, TimeoutError)
+        assert caught.value.sent
+        assert len(server.received) == 1
+
+
+def test_timeout_is_the_servers_deadline(open_client: Any) -> None:
+    """Each attempt tells the server what is left, less the way of the reply."""
+    with misbehaving(reply(429, retry_after="0.2"), GOOD) as server:
+        open_client(server.url).extract(ROW, "linear", format="npy", timeout=20)
+        first, second = (float(each.headers["x-request-timeout"]) for each in server.received)
+        assert 19 < first <= 19.5
+        assert second <= first - 0.2
+
+
+def test_nobody_there(open_client: Any) -> None:
+    """Where nothing listens, and nothing ever did, it is said after a few attempts."""
+    with pytest.raises(lt.ConnectionFailedError, match=r"no server answers at http://127\.0\.0\.1:1") as caught:
+        open_client("http://127.0.0.1:1", retries=QUICK).models()
+    assert not caught.value.sent
+
+
+def test_restart(open_client: Any) -> None:
+    """A server that answered before and is away for a while is waited for, by loads too: they did not arrive."""
+    with misbehaving(MODEL) as server:
+        client = open_client(server.url, retries=RetryPolicy(attempts=1, backoff_s=0.01, max_backoff_s=0.02))
+        client.load("digits")
+        port = int(server.url.rpartition(":")[2])
+    tried = threading.Event()
+    taken = socket.socket()  # keeps the port without listening: connections are refused
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", port))
+
+    def restart() -> None:
+        tried.wait(0.3)
+        taken.listen()
+        connection, _ = taken.accept()
+        with connection:
+            connection.recv(4096)
+            body = json.dumps({"name": "digits", "state": "ready"}).encode()
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    with taken:
+        assert client.load("digits", timeout=30).state == "ready"
+        thread.join()
+
+
+def steps_of(session: Session, *outcomes: Reply | Failure, repeatable: bool = True) -> list[float]:
+    """The pauses between attempts, in seconds, until the good reply or the error."""
+    exchange = session.exchange(Request("GET", "/x", repeatable=repeatable))
+    pauses, left = [], list(outcomes)
+    step = next(exchange)
+    try:
+        while True:
+            if isinstance(step, Wait):
+                pauses.append(step.seconds)
+            step = exchange.send(left.pop(0) if isinstance(step, Send) else None)
+    except (StopIteration, lt.LayertapError):
+        return pauses
+
+
+def test_pauses() -> None:
+    """Pauses double up to a bound, with some chance in them; Retry-After is never undercut."""
+    session = Session(1000, retries=RetryPolicy(5, 1.0, 4.0), clock=lambda: 0.0, draw=lambda: 0.0)
+    failure = Failure("cut", sent=True)
+    assert steps_of(session, *[failure] * 6) == [1, 2, 4, 4, 4]
+    assert (
+        steps_of(session, *[Reply(429, {"retry-after": "7"}, bytearray())] * 9, Reply(200, {}, bytearray())) == [7] * 9
+    )
+    late = Session(1000, retries=RetryPolicy(5, 1.0, 4.0), clock=lambda: 0.0, draw=lambda: 1.0)
+    assert steps_of(late, Reply(503, {"retry-after": "8"}, bytearray()), Reply(200, {}, bytearray())) == [10]
+    assert steps_of(late, failure, Reply(200, {}, bytearray())) == [0.75]
+
+
+def test_retry_after() -> None:
+    """Seconds or a date; what is neither says nothing."""
+    assert parse_retry_after("3") == 3
+    assert parse_retry_after("-3") == 0
+    assert parse_retry_after("Fri, 31 Dec 1999 23:59:59 GMT") == 0
+    assert parse_retry_after("soon") is parse_retry_after("nan") is None
+    far = parse_retry_after("Fri, 31 Dec 2199 23:59:59 GMT")
+    assert far is not None
+    assert far > 1e9
+
+
+def test_threads_share_a_client() -> None:
+    """Many threads at once, each with the reply to its own request."""
+    with misbehaving(GOOD) as server, lt.Client(server.url, connections=4) as client:
+        results: list[Any] = []
+        threads = [threading.Thread(target=lambda: results.append(CALLS["extract"](client))) for _ in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == len(server.received) == 16
+
+
+def test_deadline(open_client: Any) -> None:
+    """A server that runs out of time says so itself."""
+    with serving(configured(net("gated", "Gated")), deadline_s=0.5) as live:
+        gate = gated_module(live).gate
+        gate.clear()
+        try:
+            with pytest.raises(lt.DeadlineError) as caught:
+                open_client(live.url, retries=RetryPolicy(attempts=0)).extract(ROW, "linear", model="gated")
+        finally:
+            gate.set()
+        assert isinstance(caught.value, TimeoutError)
+        assert (caught.value.status, caught.value.kind) == (504, "deadline")
