@@ -49,7 +49,9 @@ def extract(
     if file is None:
         stdout.print(_summarize(features))
     else:
-        file.write_bytes(reply_format.encode(features, "list"))
+        buffers = reply_format.encode(features, "list")
+        with file.open("wb") as stream:
+            stream.writelines(buffers)
         stderr.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
     if features.skipped:
         raise typer.Exit(1)
@@ -61,6 +63,7 @@ def _choose_format(file: Path | None) -> ReplyFormat:
     name = file.suffix.removeprefix(".") if file else "json"
     if name not in FORMATS:
         raise LayertapError(f"can't write {file}", hint="use a name that ends in ." + ", .".join(FORMATS))
+    FORMATS[name].check()
     return FORMATS[name]
 
 

@@ -19,6 +19,7 @@ from layertap.service.engine.picture_rows import get_preprocessing
 from layertap.service.engine.prober import Prober
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.features import Features, join_features
+from layertap.service.inputs.files import FileError, read_regular_file
 from layertap.service.inputs.items import ImageItem
 
 MAX_BATCH_FILES = 32
@@ -79,9 +80,9 @@ def _make_request(
     items, faults = [], []
     for place in places:
         try:
-            items.append((place, ImageItem(files[place].read_bytes())))
-        except OSError as error:
-            faults.append(Fault(error.strerror or "can't be read", pointer=f"/inputs/{place}", input=place))
+            items.append((place, ImageItem(read_regular_file(files[place]))))
+        except FileError as error:
+            faults.append(Fault(str(error), pointer=f"/inputs/{place}", input=place))
     return ExtractRequest(
         model=model,
         items=tuple(items),

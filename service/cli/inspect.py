@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
+from layertap.models.errors import LayertapError
 from layertap.service.cli.console import show_status, stderr, stdout
 from layertap.service.logs import escape_unprintable
 
@@ -33,6 +34,8 @@ def inspect(
     No code of the checkpoint is run. What is printed is a configuration, with the rest as comments. The exit status is
     1 where no architecture fits: the lines are then for a factory of your own.
     """
+    if not path.is_file() and not path.is_dir():
+        raise LayertapError(f"{path} is no regular file", hint="give a checkpoint, an index of shards, or a folder")
     with show_status(f"looking for architectures that fit {path.name}"):
         from layertap.models.sources.architectures import find_fits
         from layertap.models.weights.checkpoints import read_checkpoint

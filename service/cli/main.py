@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from layertap.models.errors import LayertapError
+from layertap.service.cli.bulk import bulk
 from layertap.service.cli.check import check
 from layertap.service.cli.console import format_error, stderr, stdout
 from layertap.service.cli.extract import extract
@@ -17,7 +18,7 @@ from layertap.service.cli.plan import plan
 from layertap.service.cli.serve import serve
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
-for command in (serve, check, inspect, models, layers, plan, extract):
+for command in (serve, check, inspect, models, layers, plan, extract, bulk):
     app.command()(command)
 
 

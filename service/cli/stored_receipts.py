@@ -13,9 +13,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from layertap.models.errors import LayertapError
+from layertap.service.bulk.arrow import import_parquet
 
 TIMEOUT_S = 60.0
-HINT = "give a .npz, .safetensors or .json file with receipts, or http://HOST:PORT"
+HINT = (
+    "give a .npz, .safetensors, .parquet, .arrow or .json file with receipts, a folder of `bulk`, or http://HOST:PORT"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ def read_stored_receipts(index: str, model: str | None) -> list[StoredReceipts]:
     """
     if index.startswith(("http://", "https://")):
         return _ask_server(index.rstrip("/"), model)
-    read = READERS.get(Path(index).suffix)
+    read = _read_job if Path(index).is_dir() else READERS.get(Path(index).suffix)
     if read is None:
         raise LayertapError(f"{index} is of a kind that is not read", hint=HINT)
     try:
@@ -54,14 +57,38 @@ def _read_safetensors(file: Path) -> Any:
     return {"model": metadata["model"], "receipts": json.loads(metadata["receipts"])}
 
 
+def _read_arrow(file: Path) -> Any:
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise LayertapError(f"{file} is read by pyarrow", hint='type pip install "layertap[arrow]"') from None
+    try:
+        with pa.ipc.open_stream(file) as reader:
+            metadata = reader.schema.metadata or {}
+    except pa.ArrowException as error:
+        raise ValueError("no Arrow stream") from error
+    return {"model": metadata[b"model"].decode(), "receipts": json.loads(metadata[b"receipts"])}
+
+
 def _read_json(file: Path) -> Any:
     return json.loads(file.read_bytes())
+
+
+def _read_parquet(file: Path) -> Any:
+    metadata = import_parquet().read_schema(file).metadata or {}
+    return {"model": metadata[b"model"].decode(), "receipts": json.loads(metadata[b"receipts"])}
+
+
+def _read_job(folder: Path) -> Any:
+    return json.loads((folder / "manifest.json").read_bytes())["outline"]
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {
     ".npz": _read_npz,
     ".safetensors": _read_safetensors,
+    ".parquet": _read_parquet,
     ".json": _read_json,
+    ".arrow": _read_arrow,
 }
 
 

@@ -42,7 +42,7 @@ def read_receipts(file: Path) -> Json:
     return receipts
 
 
-@pytest.mark.parametrize("form", ["json", "npz", "safetensors"])
+@pytest.mark.parametrize("form", ["json", "npz", "safetensors", "arrow"])
 def test_files(command: Command, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """Files of every format that has receipts are compared, result by result."""
     file = tmp_path / f"index.{form}"

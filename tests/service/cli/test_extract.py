@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import safetensors.numpy
 
@@ -18,7 +19,7 @@ from tests.service.cli.commands import CONFIG, Command
 from tests.service.support import Array, picture
 
 
-@pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy"])
+@pytest.mark.parametrize("form", ["json", "npz", "safetensors", "npy", "arrow"])
 def test_extract(command: Command, live: Live, pictures: list[Path], tmp_path: Path, form: str) -> None:
     """``extract`` writes the very bytes that the server answers with, and where there is room the names of files."""
     names = "block3" if form == "npy" else "block3,block2.relu#*,head:input"
@@ -81,18 +82,19 @@ def test_summary(command: Command, pictures: list[Path]) -> None:
         (("--layers", ""), "at least one"),
         (("--layers", "head", "--pool", "average"), "use one of none, mean"),
         (("--layers", "head", "--model", "digit"), "did you mean 'digits'"),
-        (("--layers", "head", "--out", "x.exe"), ".json, .npy, .npz, .safetensors"),
+        (("--layers", "head", "--out", "x.exe"), ".json, .npy, .npz, .safetensors, .arrow"),
         (("--layers", "head", "--out", "nowhere/x.npz"), "nowhere/x.npz"),
         (("--layers", "block1,head", "--out", "x.npy"), "npz"),
         (("--layers", "head", "--config", "nowhere.yaml"), "can't read nowhere.yaml"),
     ],
 )
 def test_extract_refused(command: Command, pictures: list[Path], words: tuple[str, ...], says: str) -> None:
-    """What can't be done is one line that says what to type instead, and status 2."""
+    """What can't be done is one line that says what to type instead, and status 2; no file is begun."""
     done = command("extract", pictures[0], *words)
     assert (done.status, done.out) == (2, "")
     assert "Traceback" not in done.notes
     assert says in " ".join(done.notes.split())
+    assert not Path("x.npy").exists()
 
 
 def npz_of(data: bytes) -> dict[str, Array]:
@@ -109,7 +111,20 @@ def safetensors_of(data: bytes) -> dict[str, Array]:
     return {**safetensors.numpy.load(data), **files, "fingerprint": np.array(metadata["fingerprint"])}
 
 
-READERS: dict[str, Callable[[bytes], dict[str, Array]]] = {"npz": npz_of, "safetensors": safetensors_of}
+def arrow_of(data: bytes) -> dict[str, Array]:
+    """The columns of an Arrow stream, and what its metadata says."""
+    with pa.ipc.open_stream(data) as reader:
+        table = reader.read_all()
+    columns = {name: np.stack(table[name].to_pylist()) for name in table.column_names}
+    files = {"files": columns.pop("file")} if "file" in columns else {}
+    return {**columns, **files, "fingerprint": np.array(table.schema.metadata[b"fingerprint"].decode())}
+
+
+READERS: dict[str, Callable[[bytes], dict[str, Array]]] = {
+    "npz": npz_of,
+    "safetensors": safetensors_of,
+    "arrow": arrow_of,
+}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 32])
@@ -139,6 +154,15 @@ def test_a_broken_file(
     assert found["fingerprint"] == wanted["fingerprint"]
     np.testing.assert_allclose(found["head"], wanted["head"], rtol=1e-4, atol=1e-5)
     assert form != "npz" or found["skipped"].tolist() == [1, 2, 3, 6]
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe(command: Command, pictures: list[Path], tmp_path: Path) -> None:
+    """A pipe that nobody writes to is named and left out, not waited for."""
+    os.mkfifo(tmp_path / "pipe.png")
+    done = command("extract", tmp_path / "pipe.png", *pictures, "--layers", "head")
+    assert (done.status, "pipe.png: is no regular file" in done.notes) == (1, True)
+    assert "3×10" in done.out
 
 
 def test_nothing_but_broken_files(command: Command, broken: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -146,3 +147,12 @@ def test_no_code_is_run(command: Command, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     torch.load(tmp_path / "x.pth", weights_only=False)
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe(command: Command, tmp_path: Path) -> None:
+    """A pipe that nobody writes to is refused, not waited for."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    done = command("inspect", tmp_path / "model.safetensors")
+    assert (done.status, done.out) == (2, "")
+    assert "is no regular file" in done.notes

@@ -1,0 +1,197 @@
+"""A job from its beginning to its end, however often it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from layertap.models.errors import LayertapError
+from layertap.service.bulk.arrow import import_parquet
+from layertap.service.bulk.entries import BatchLimits, cut_batches
+from layertap.service.bulk.job import Extractor, Question, Rows
+from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, lock_folder
+from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts
+from layertap.service.bulk.pipeline import run_batches
+from layertap.service.bulk.shards import LAYOUTS
+from layertap.service.bulk.sources import Source
+
+PARTS = ".parts"  # behind a file's name: the folder that it grows in
+INDEX = "index.parquet"  # of shards
+OWN = ("part-*", f"{INDEX}*", f"{NAME}.*", NAME)  # the manifest last: until then they are known to be a job's
+ROW_BYTES = 256  # about, of an index of shards
+TARGET_BYTES = 64 * 2**20  # of a batch's results
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where results go: a single file in the end (``file``), or a folder that keeps its parts."""
+
+    folder: Path
+    file: Path | None
+    layout: str
+
+    @classmethod
+    def parse(cls, out: Path, layout: str | None) -> Destination:
+        """By the name that was given: one that ends in ``.parquet`` is a file; LayertapError."""
+        if out.suffix != ".parquet":
+            return cls(out, None, layout or "parquet")
+        if layout not in (None, "parquet"):
+            raise LayertapError(f"{layout} is for a folder", hint=f"write --out {out.with_suffix('')}")
+        return cls(out.with_name(out.name + PARTS), out, "parquet")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of which source, and where it goes."""
+
+    question: Question
+    source: str
+    destination: Destination
+
+    @property
+    def location(self) -> str:
+        """The source, wherever it is named from."""
+        return os.path.abspath(self.source)  # noqa: PTH100  (a pattern is no path)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How many rows there are, and how many of them are errors."""
+
+    rows: int
+    errors: int
+
+
+class Observer(Protocol):
+    """Whoever wants to know how a job goes on."""
+
+    def start(self, rows: int, count: Callable[[], int | None]) -> None:
+        """It goes on after so many rows; ``count`` tells how many there will be, and may take long."""
+
+    def advance(self, rows: Rows) -> None:
+        """A batch is answered."""
+
+
+def find_complete(job: Job) -> Summary | None:
+    """What is there already, where that is all; LayertapError where it is something else."""
+    target = job.destination
+    if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
+        question = _read_question(target.file)
+        for name, value in {**job.question.describe(), "source": job.location}.items():
+            if value != question.get(name) and not (name == "model" and value is None):
+                raise LayertapError(f"{target.file} was made with {name} {question.get(name)}", hint=OTHERWISE)
+        return _summarize([target.file])
+    manifest = Manifest.read(target.folder)
+    if manifest is None or not manifest.complete:
+        return None
+    manifest.check_same(job.question, job.location, target.layout)
+    return _summarize(_list_tables(target))
+
+
+def remove(destination: Destination) -> None:
+    """Remove what a job has written, and nothing else; LayertapError where it is somebody else's."""
+    folder, file = destination.folder, destination.file
+    if file is not None and file.exists():
+        _read_question(file)
+    if Manifest.read(folder) is not None:
+        with lock_folder(folder):
+            for pattern in OWN:
+                for path in folder.glob(pattern):
+                    path.unlink()
+        (folder / LOCK).unlink()
+        with suppress(OSError):  # what else is there stays
+            folder.rmdir()
+    if file is not None:
+        file.unlink(missing_ok=True)
+
+
+def check_folder(folder: Path) -> None:
+    """LayertapError where a folder has something in it and is none of a job's."""
+    if not (folder / NAME).exists() and any(path.name != LOCK for path in folder.iterdir()):
+        raise LayertapError(f"{folder} has other files in it", hint="choose another --out")
+
+
+async def run(job: Job, extractor: Extractor, open_source: Callable[[int], Source], observer: Observer) -> Summary:
+    """Answer what is not answered yet; LayertapError. ``open_source`` gets the most bytes that a picture may have."""
+    target = job.destination
+    await asyncio.to_thread(import_parquet)  # takes a second, in which batches would wait later
+    target.folder.mkdir(parents=True, exist_ok=True)
+    check_folder(target.folder)
+    with lock_folder(target.folder):
+        manifest = await _begin(job, extractor)
+        source = open_source(extractor.max_picture_bytes)
+        parts = await asyncio.to_thread(find_parts, target.folder)
+        first = sum(part.count for part in parts)
+        entries = source.iterate(first)
+        await asyncio.to_thread(check_keys, entries, parts)
+        observer.start(first, source.count)
+        writer = PartWriter(target.folder, manifest.outline, LAYOUTS[target.layout], first)
+        batches = cut_batches(entries, manifest.limits)
+        await run_batches(batches, extractor, job.question, manifest.outline, writer, observer.advance)
+        return await asyncio.to_thread(_finish, job, manifest)
+
+
+async def _begin(job: Job, extractor: Extractor) -> Manifest:
+    """The manifest of the job, written now where there is none; LayertapError where it is of another."""
+    target = job.destination
+    manifest = Manifest.read(target.folder)
+    if manifest is not None:
+        manifest.check_same(job.question, job.location, target.layout)
+    outline = await extractor.outline(job.question)
+    if manifest is not None:
+        manifest.check_outline(outline)
+        return manifest
+    LAYOUTS[target.layout].check(outline)
+    rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
+    limits = BatchLimits(rows, extractor.max_batch_bytes)
+    manifest = Manifest(job.question, job.location, outline, limits, target.layout)
+    manifest.save(target.folder)
+    return manifest
+
+
+def _finish(job: Job, manifest: Manifest) -> Summary:
+    """Make of parts what the job was to give."""
+    target, outline = job.destination, manifest.outline
+    parts = find_parts(target.folder)
+    if not parts:
+        raise LayertapError(f"there are no pictures in {job.source}")
+    metadata = make_metadata(outline, {**job.question.describe(), "source": job.location})
+    if target.file is not None:
+        merge_parts(parts, target.file, metadata, outline.row_bytes)
+        shutil.rmtree(target.folder)
+        return _summarize([target.file])
+    if LAYOUTS[target.layout].write_shard is not None:
+        merge_parts(parts, target.folder / INDEX, metadata, ROW_BYTES)
+    manifest.finish(target.folder)
+    summary = _summarize(_list_tables(target))
+    if LAYOUTS[target.layout].write_shard is not None:
+        for part in parts:
+            part.path.unlink()
+    return summary
+
+
+def _list_tables(target: Destination) -> list[Path]:
+    """The tables that have a row for each picture."""
+    index = target.folder / INDEX
+    return [index] if index.exists() else sorted(target.folder.glob("part-*.parquet"))
+
+
+def _summarize(tables: Sequence[Path]) -> Summary:
+    parquet = import_parquet()
+    columns = [parquet.read_table(path, columns=["error"]).column(0) for path in tables]
+    return Summary(sum(map(len, columns)), sum(len(column) - column.null_count for column in columns))
+
+
+def _read_question(file: Path) -> dict[str, Any]:
+    try:
+        question: dict[str, Any] = json.loads(import_parquet().read_schema(file).metadata[b"question"])
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out") from error
+    return question

@@ -1,0 +1,135 @@
+"""What a job asks for, what it was told that results will be like, and what its pictures gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from layertap.service.bulk.entries import Entry
+from layertap.service.features import Array
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of every picture; ``model`` None is the default one, ``layers`` empty its embedding."""
+
+    model: str | None
+    layers: tuple[str, ...] = ()
+    pool: str | None = None
+    normalize: bool = False
+
+    def describe(self) -> dict[str, Any]:
+        """As plain data."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What a result is for one picture."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one picture's."""
+        return prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What answers will be like: by whom, under which fingerprint, what each result is, and where it comes from."""
+
+    model: str
+    fingerprint: str
+    columns: Mapping[str, Column]
+    receipts: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all results of a picture."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def find_misfit(self, arrays: Mapping[str, Array]) -> str:
+        """Why results can't stand among others, nothing where they can: they have other names or other shapes."""
+        for name in {**self.columns, **arrays}:
+            found, wanted = arrays.get(name), self.columns.get(name)
+            if found is None or wanted is None:
+                return f"it has {'no' if found is None else 'another'} result {name}"
+            if (found.shape[1:], found.dtype.name) != (wanted.shape, wanted.dtype):
+                return f"its result {name} has the shape {list(found.shape[1:])}, those of others {list(wanted.shape)}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a batch of entries gave.
+
+    ``errors`` has the reason at the place of each entry that gave nothing; ``arrays`` a row for each of the others.
+    """
+
+    fingerprint: str
+    arrays: Mapping[str, Array]
+    errors: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Entries with what they gave, ready to be written: without their bytes."""
+
+    keys: Sequence[str]
+    digests: Sequence[str | None]
+    errors: Sequence[str | None]
+    fingerprint: str
+    arrays: Mapping[str, Array] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the results."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class Extractor(Protocol):
+    """Whatever answers batches: an engine of this process, or a server. ``in_flight``: how many keep it busy."""
+
+    in_flight: int
+    max_picture_bytes: int
+    max_batch_bytes: int
+    max_rows: int
+
+    async def outline(self, question: Question) -> Outline:
+        """What answers will be like; LayertapError."""
+
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """What a batch gives; its entries have bytes. Reasons that name a picture are among the answer's errors.
+
+        RequestError, TooLargeError where fewer may be answered; any other LayertapError is no fault of a picture's.
+        """
+
+    async def close(self) -> None:
+        """Let go of everything."""
+
+
+def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, places: Sequence[int]) -> Rows:
+    """The rows of a batch; ``places`` are those of the entries that were asked for."""
+    errors: list[str | None] = [entry.error or None for entry in entries]
+    for place, reason in answer.errors.items():
+        errors[places[place]] = reason
+    arrays = answer.arrays or {
+        name: np.zeros((0, *column.shape), column.dtype) for name, column in outline.columns.items()
+    }
+    return Rows(
+        [entry.key for entry in entries], [entry.digest for entry in entries], errors, answer.fingerprint, arrays
+    )
+
+
+def join_answers(first: Answer, second: Answer, middle: int) -> Answer:
+    """The answers to the two halves of a batch, of which the first has so many entries."""
+    parts = [part.arrays for part in (first, second) if part.arrays]
+    arrays = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]} if parts else {}
+    errors = {**first.errors, **{middle + place: reason for place, reason in second.errors.items()}}
+    return Answer(first.fingerprint or second.fingerprint, arrays, errors)

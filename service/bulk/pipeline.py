@@ -1,0 +1,86 @@
+"""Batches on their way: read, answered, written, each while the others are; never more than a few at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from layertap.models.errors import RequestError, TooLargeError
+from layertap.service.bulk.entries import Entry
+from layertap.service.bulk.job import Answer, Extractor, Outline, Question, Rows, join_answers, make_rows
+from layertap.service.bulk.parts import PartWriter
+
+PART_BYTES = 64 * 2**20
+SHORTEST_PART_S, LONGEST_PART_S = 1.0, 60.0
+PART_SHARE = 0.02  # of the time that the job has run: what a kill loses, and how many parts there are, stay small
+
+OnRows = Callable[[Rows], None]
+
+
+async def run_batches(
+    batches: Iterator[list[Entry]],
+    extractor: Extractor,
+    question: Question,
+    outline: Outline,
+    writer: PartWriter,
+    on_rows: OnRows,
+) -> None:
+    """Answer and write all batches in their order; LayertapError, with what was answered written."""
+    loop = asyncio.get_running_loop()
+    pending: deque[asyncio.Task[Rows]] = deque()
+    with ThreadPoolExecutor(1, "reader") as reader, ThreadPoolExecutor(1, "writer") as files:
+        begun = written = time.monotonic()
+        try:
+            batch = await loop.run_in_executor(reader, next, batches, None)
+            while batch is not None or pending:
+                while batch is not None and len(pending) < extractor.in_flight:
+                    pending.append(asyncio.create_task(_answer(batch, extractor, question, outline)))
+                    batch = await loop.run_in_executor(reader, next, batches, None)
+                rows = await pending.popleft()
+                writer.add(rows)
+                now = time.monotonic()
+                if writer.nbytes >= PART_BYTES or now - written >= _choose_interval(now - begun):
+                    await loop.run_in_executor(files, writer.flush)
+                    written = now
+                on_rows(rows)
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            writer.flush()
+
+
+def _choose_interval(elapsed: float) -> float:
+    """Seconds between parts of a job that has run for so long."""
+    return min(max(elapsed * PART_SHARE, SHORTEST_PART_S), LONGEST_PART_S)
+
+
+async def _answer(batch: Sequence[Entry], extractor: Extractor, question: Question, outline: Outline) -> Rows:
+    places = [place for place, entry in enumerate(batch) if entry.data is not None]
+    answer = Answer(outline.fingerprint, {}, {})
+    if places:
+        answer = await _extract(extractor, question, [batch[place] for place in places], outline)
+    return await asyncio.to_thread(make_rows, batch, answer, outline, places)
+
+
+async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
+    """What entries give. Where they can't be answered together each half is asked for: what is odd ends up alone."""
+    try:
+        answer = await extractor.extract(question, entries)
+        reason = outline.find_misfit(answer.arrays) if answer.arrays else ""
+        if not reason:
+            return answer
+    except TooLargeError as error:
+        reason = error.detail
+    except RequestError as error:
+        if len(entries) == 1:
+            raise
+        reason = error.detail
+    if len(entries) == 1:
+        return Answer(outline.fingerprint, {}, {0: reason})
+    middle = len(entries) // 2
+    first = await _extract(extractor, question, entries[:middle], outline)
+    return join_answers(first, await _extract(extractor, question, entries[middle:], outline), middle)

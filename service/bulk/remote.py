@@ -1,0 +1,183 @@
+"""Batches answered by a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import httpx
+from safetensors.numpy import load
+
+from layertap.models.errors import LayertapError, RequestError, TooLargeError
+from layertap.service.bulk.entries import Entry
+from layertap.service.bulk.job import Answer, Column, Outline, Question
+
+PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
+FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
+TIMEOUT_S = 120.0
+OVERHEAD_BYTES = 2**16  # of a body, for the question; each picture has some of its own
+PART_BYTES = 256
+MAX_ROWS = 32
+IN_FLIGHT = 8  # what the server has is not known
+RETRIED = frozenset({408, 429, 502, 503, 504})
+
+
+class RemoteExtractor:
+    """A server that is asked over HTTP; one that is away for a while is waited for, and ``tell`` hears why."""
+
+    def __init__(self, url: str, key: str | None, tell: Callable[[str], None]) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S)
+        self._url = url
+        self._tell = tell
+        self._patience = FIRST_PATIENCE_S
+        self._outline: Outline | None = None
+        self.in_flight = IN_FLIGHT
+        # As settings come; a server tells its own.
+        self.max_picture_bytes = self.max_batch_bytes = 32 * 2**20
+        self.max_rows = MAX_ROWS
+
+    async def outline(self, question: Question) -> Outline:
+        """What answers will be like, as the server tells; LayertapError."""
+        limits = (await self._get("/models"))["limits"]
+        self.max_rows = min(MAX_ROWS, limits["max_inputs"], limits["max_queue_rows"])
+        self.max_batch_bytes = limits["max_body_bytes"] - OVERHEAD_BYTES - PART_BYTES * self.max_rows
+        self.max_picture_bytes = self.max_batch_bytes
+        self._outline = await self._ask_outline(question)
+        return self._outline
+
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """What a batch gives; RequestError, TooLargeError where fewer may be answered; LayertapError."""
+        reply = await self._post(question, entries)
+        if reply.status_code == httpx.codes.OK:
+            answer = _read_answer(reply.content)
+            await self._check_fingerprint(question, answer)
+            return answer
+        problem = _read_problem(reply)
+        if reply.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+            raise TooLargeError(str(problem.get("detail", reply.reason_phrase)))
+        errors = _list_reasons(problem)
+        if reply.status_code == httpx.codes.UNPROCESSABLE_ENTITY and len(errors) == len(entries):
+            return Answer("", {}, errors)
+        error = _make_error(self._url, reply)
+        if reply.status_code == httpx.codes.UNPROCESSABLE_ENTITY:  # it may name few of the pictures that it is about
+            raise RequestError(error.detail, hint=error.hint)
+        raise error
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def _ask_outline(self, question: Question) -> Outline:
+        body = {key: value for key, value in _write_question(question).items() if key in OF_PROBE}
+        query = {**body, "layers": ",".join(question.layers)} if question.layers else body
+        name = question.model or (await self._get("/models"))["default"]
+        probed = await self._get(f"/models/{name}/probe", {key: _write(value) for key, value in query.items()})
+        reply = await self._send("POST", "/extract", params={"dry_run": "true"}, json=_write_question(question))
+        if reply.status_code != httpx.codes.OK:
+            raise _make_error(self._url, reply)
+        features = reply.json()["features"]
+        columns = {
+            key: Column(_drop_rows(key, feature["shape"], probed["receipts"][key]), feature["dtype"])
+            for key, feature in features.items()
+        }
+        return Outline(probed["model"], probed["fingerprint"], columns, probed["receipts"])
+
+    async def _check_fingerprint(self, question: Question, answer: Answer) -> None:
+        """LayertapError where the server has another model by now; pictures of other shapes have other fingerprints."""
+        if self._outline is None or answer.fingerprint == self._outline.fingerprint:
+            return
+        now = await self._ask_outline(question)
+        if now.fingerprint != self._outline.fingerprint:
+            raise LayertapError(f"{self._url} has another model than before", hint="begin anew with --restart")
+
+    async def _get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+        reply = await self._send("GET", path, params=params)
+        if reply.status_code != httpx.codes.OK:
+            raise _make_error(self._url, reply)
+        try:
+            return reply.json()
+        except ValueError:
+            raise LayertapError(f"{self._url} does not answer as a layertap server does") from None
+
+    async def _post(self, question: Question, entries: Sequence[Entry]) -> httpx.Response:
+        fields = {**_write_question(question), "on_error": "skip", "isolated": True, "priority": "bulk"}
+        files = [("request", (None, json.dumps(fields).encode(), "application/json"))]
+        pictures = [("images", ("picture", entry.data or b"", "application/octet-stream")) for entry in entries]
+        return await self._send("POST", "/extract", params={"format": "safetensors"}, files=[*files, *pictures])
+
+    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """The reply, once there is one that is worth having; LayertapError where there is none for long."""
+        wait, given_up = FIRST_WAIT_S, time.monotonic() + self._patience
+        while True:
+            try:
+                reply = await self._client.request(method, path, **options)
+                if reply.status_code not in RETRIED:
+                    self._patience = PATIENCE_S
+                    return reply
+                reason, asked = f"{reply.status_code} {reply.reason_phrase}", reply.headers.get("retry-after", "")
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+                raise LayertapError(f"{self._url} is no address of a server: {error}") from None
+            except httpx.TransportError as error:
+                reason, asked = str(error) or type(error).__name__, ""
+            if time.monotonic() > given_up:
+                raise LayertapError(f"{self._url} does not answer: {reason}", hint="the same command goes on later")
+            if wait == FIRST_WAIT_S:
+                self._tell(f"waiting for {self._url}: {reason}")
+            await asyncio.sleep(max(wait, min(float(asked), LONGEST_WAIT_S) if asked.isdigit() else 0.0))
+            wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def _write_question(question: Question) -> dict[str, Any]:
+    """As fields of a JSON body."""
+    return {
+        **({"model": question.model} if question.model else {}),
+        **({"layers": list(question.layers)} if question.layers else {}),
+        **({"pool": question.pool} if question.pool else {}),
+        "normalize": question.normalize,
+    }
+
+
+def _write(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _drop_rows(key: str, shape: Sequence[int], receipt: Mapping[str, Any]) -> tuple[int, ...]:
+    if receipt.get("row_axis", 0) != 0:
+        raise RequestError(f"{key} has no row for each picture", hint="add --pool mean, or name another layer")
+    return tuple(shape[1:])
+
+
+def _read_answer(body: bytes) -> Answer:
+    head = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])["__metadata__"]
+    errors = _list_reasons({"errors": json.loads(head["errors"])})
+    return Answer(head["fingerprint"], _order(load(body), json.loads(head["receipts"])), errors)
+
+
+def _order(arrays: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arrays[name] for name in names}
+
+
+def _list_reasons(problem: Mapping[str, Any]) -> dict[int, str]:
+    return {fault["input"]: fault["detail"] for fault in problem.get("errors", ()) if "input" in fault}
+
+
+def _read_problem(reply: httpx.Response) -> dict[str, Any]:
+    try:
+        body = reply.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _make_error(url: str, reply: httpx.Response) -> LayertapError:
+    problem = _read_problem(reply)
+    hints = [fault["hint"] for fault in problem.get("errors", ()) if fault.get("hint")]
+    return LayertapError(f"{url}: {problem.get('detail', reply.reason_phrase)}", hint=hints[0] if hints else "")
+
+
+OF_PROBE = ("pool", "normalize")

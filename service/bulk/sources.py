@@ -1,0 +1,267 @@
+"""Where pictures come from: a folder, a pattern, a list, a tar archive, a column of a Parquet file.
+
+Each gives its entries one after another, always in the same order, and holds no more than one picture.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import os
+import tarfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from layertap.models.errors import LayertapError, suggest
+from layertap.service.bulk.entries import Entry
+from layertap.service.inputs.files import FileError, read_regular_file
+
+SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+DAMAGED = frozenset({"InvalidHeaderError", "TruncatedHeaderError"})  # what tarfile raises within itself
+PARQUET_ROWS = 64  # read at once
+HINT = "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar or a .parquet file"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Pictures by their keys: ``iterate`` gives entries, after so many; ``count`` how many, None where nobody knows."""
+
+    iterate: Callable[[int], Iterator[Entry]]
+    count: Callable[[], int | None]
+
+
+def open_source(text: str, limit: int, column: str | None = None) -> Source:
+    """The source that a path or a pattern names; LayertapError. ``limit`` is of a picture's bytes.
+
+    ``column`` is that of a Parquet file which holds the pictures; without it the one that does.
+    """
+    path = Path(text)
+    if path.is_dir():
+        return _open_paths(lambda: _walk(path, _is_picture), limit)
+    if path.is_file():
+        name = path.name.lower()
+        if name.endswith(ARCHIVES):
+            return Source(lambda skip: _read_tar(path, skip, limit), lambda: None)
+        if name.endswith(".parquet"):
+            return _open_parquet(path, column, limit)
+        if name.endswith(".txt"):
+            return _open_paths(lambda: _read_list(path), limit)
+        raise LayertapError(f"{text} is no source of pictures", hint=HINT)
+    if glob.has_magic(text):
+        return _open_paths(lambda: _match(text), limit)
+    raise LayertapError(f"there is nothing at {text}", hint=HINT)
+
+
+def _open_paths(list_paths: Callable[[], Iterator[tuple[str, Path]]], limit: int) -> Source:
+    def iterate(skip: int) -> Iterator[Entry]:
+        for number, (name, path) in enumerate(list_paths()):
+            key = _make_key(name)
+            yield _skipped(key) if number < skip else _read_file(key, path, limit)
+
+    return Source(iterate, lambda: sum(1 for _ in list_paths()))
+
+
+def _read_file(key: str, path: Path, limit: int) -> Entry:
+    try:
+        return Entry(key, read_regular_file(path, limit))
+    except FileError as error:
+        return Entry(key, None, str(error))
+
+
+def _skipped(key: str) -> Entry:
+    """What stands for an entry that was answered before: its key is compared, its bytes are not read."""
+    return Entry(key, None)
+
+
+def _is_picture(name: str) -> bool:
+    return Path(name).suffix.lower() in SUFFIXES
+
+
+def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
+    """The files below a folder that are wanted, by their names from there.
+
+    Those of a folder's own are before those of folders in it; links to folders are left. A folder in it that can't be
+    listed is given too: reading it tells why. OSError where it is the first.
+    """
+    waiting = [top]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:
+            if folder == top:
+                raise
+            yield str(folder.relative_to(top)), folder
+            continue
+        for entry in entries:
+            path = Path(entry.path)
+            name = str(path.relative_to(top))
+            if is_wanted(name) and not _is_folder(entry, follow_symlinks=True):
+                yield name, path
+        waiting += [Path(entry.path) for entry in reversed(entries) if _is_folder(entry, follow_symlinks=False)]
+
+
+def _is_folder(entry: os.DirEntry[str], *, follow_symlinks: bool) -> bool:
+    try:
+        return entry.is_dir(follow_symlinks=follow_symlinks)
+    except OSError:  # a link in a circle
+        return False
+
+
+def _match(pattern: str) -> Iterator[tuple[str, Path]]:
+    """Files that a pattern names; ``**`` stands for folders, but never for links to folders, which may be circles."""
+    names = pattern.split("/")
+    if "**" not in names:
+        return ((name, Path(name)) for name in sorted(glob.glob(pattern)))  # noqa: PTH207  (a pattern may be absolute)
+    first = names.index("**")
+    tops = sorted(glob.glob("/".join([*names[:first], ""]))) if first else [""]  # noqa: PTH207
+
+    def is_wanted(name: str) -> bool:
+        return _match_names(name.split("/"), names[first:])
+
+    return ((f"{top}{name}", path) for top in tops for name, path in _walk(Path(top), is_wanted))
+
+
+def _match_names(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether the names of a path are those of a pattern; a name that begins with a dot only where its pattern does."""
+    places = _pass_any({0}, patterns)  # in the pattern: where the names so far may have led to
+    for name in names:
+        reached = set()
+        for place in places - {len(patterns)}:
+            pattern = patterns[place]
+            if name.startswith(".") and not pattern.startswith("."):
+                continue
+            if pattern == "**":
+                reached.add(place)
+            elif fnmatch.fnmatchcase(name, pattern):
+                reached.add(place + 1)
+        places = _pass_any(reached, patterns)
+    return len(patterns) in places
+
+
+def _pass_any(places: Collection[int], patterns: Sequence[str]) -> set[int]:
+    """Places in a pattern, with those behind each ``**`` there, which stands for no folder too."""
+    passed = set(places)
+    for place in places:
+        while place < len(patterns) and patterns[place] == "**":
+            place += 1
+            passed.add(place)
+    return passed
+
+
+def _read_list(path: Path) -> Iterator[tuple[str, Path]]:
+    """A path a line, from the working directory on."""
+    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            if name := line.rstrip("\r\n"):
+                yield name, Path(name)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive. Where its head is damaged or cut off tarfile would take it for the archive's end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
+        """As of any member; ReadError."""
+        try:
+            return super().fromtarfile(tarfile_)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ in DAMAGED:
+                raise tarfile.ReadError(str(error)) from None
+            raise
+
+
+def _read_tar(path: Path, skip: int, limit: int) -> Iterator[Entry]:
+    """Pictures of an archive, which is read once from its beginning; nothing is written to disk.
+
+    Where it can't be read any further, an entry with the archive's own name says so. LayertapError where it is none.
+    """
+    number = 0
+    try:
+        with tarfile.open(path, "r|*", tarinfo=_Member, errors="surrogateescape") as archive:
+            for member in archive:
+                if member.isdir() or not _is_picture(member.name):
+                    continue
+                key = _make_key(member.name)
+                yield _skipped(key) if number < skip else _read_member(archive, member, key, limit)
+                number += 1
+                vars(archive)["members"] = []  # of an archive of millions it would keep them all
+    except (tarfile.TarError, EOFError, OSError) as error:
+        if not number:
+            raise LayertapError(f"{path} can't be read: {error}") from error
+        yield Entry(_make_key(path.name), None, f"the archive can't be read any further: {error}")
+
+
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, key: str, limit: int) -> Entry:
+    file = archive.extractfile(member) if member.isfile() else None
+    if file is None:
+        return Entry(key, None, "is no regular file")
+    if member.size > limit:
+        return Entry(key, None, f"has more than {limit} bytes")
+    return Entry(key, file.read())
+
+
+def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
+    from layertap.service.bulk.arrow import import_parquet
+
+    parquet = import_parquet()
+    with parquet.ParquetFile(path) as file:
+        chosen, count = _choose_column(path, file.schema_arrow, column), file.metadata.num_rows
+
+    def iterate(skip: int) -> Iterator[Entry]:
+        number = 0
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[chosen]):
+                for value in batch.column(0):
+                    yield _read_value(value.as_py(), number, limit) if number >= skip else _name_value(value, number)
+                    number += 1
+
+    return Source(iterate, lambda: count)
+
+
+def _choose_column(path: Path, schema: Any, column: str | None) -> str:
+    """The column that is named, or the only one of bytes, or of structs with bytes as the datasets library has them."""
+    import pyarrow.types as types
+
+    def holds_pictures(kind: Any) -> bool:
+        if types.is_struct(kind):
+            return bool(kind.get_field_index("bytes") >= 0)
+        return bool(types.is_binary(kind) or types.is_large_binary(kind))
+
+    names = [field.name for field in schema if holds_pictures(field.type)]
+    if column is None and len(names) == 1:
+        return str(names[0])
+    if column in names:
+        return str(column)
+    listed = ", ".join(names) or "none"
+    hint = f"--column names one of bytes: {listed}"
+    if column is not None and (near := suggest(tuple(name for name in names if name.lower() == column.lower()))):
+        hint = near
+    raise LayertapError(f"{path} has {len(names)} columns of pictures", hint=hint)
+
+
+def _name_value(value: Any, number: int) -> Entry:
+    return _skipped(_name_row(value.as_py(), number))
+
+
+def _read_value(value: Any, number: int, limit: int) -> Entry:
+    key = _name_row(value, number)
+    data = value.get("bytes") if isinstance(value, dict) else value
+    if not isinstance(data, bytes):
+        return Entry(key, None, "has no bytes")
+    return Entry(key, data) if len(data) <= limit else Entry(key, None, f"has more than {limit} bytes")
+
+
+def _name_row(value: Any, number: int) -> str:
+    """The path that a struct has beside its bytes, else the row's number."""
+    path = value.get("path") if isinstance(value, dict) else None
+    return _make_key(path) if isinstance(path, str) and path else str(number)
+
+
+def _make_key(name: str) -> str:
+    """A name as text; bytes that are none are escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace").replace(os.sep, "/")

@@ -1,0 +1,158 @@
+"""``layertap bulk``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from layertap.models.errors import LayertapError
+from layertap.models.selection.poolings import POOLINGS
+from layertap.service.cli.console import show_status, stderr
+from layertap.service.cli.options import ConfigOption, ModelOption
+from layertap.service.cli.setup import create_configured_engine
+
+if TYPE_CHECKING:
+    from layertap.service.bulk.bulk import Job, Summary
+    from layertap.service.bulk.job import Extractor, Rows
+
+POOLS = ", ".join(POOLINGS)
+KEY_VARIABLE = "LAYERTAP_API_KEY"
+LINE_S = 10.0  # between lines where there is no terminal
+MAX_NAMED = 20  # pictures that are named with their reason
+
+
+def bulk(
+    source: Annotated[str, typer.Argument(help="A folder, a pattern, a .txt with a path a line, a .tar, a .parquet.")],
+    out: Annotated[Path, typer.Option("--out", help="FILE.parquet, or a folder.")],
+    layers: Annotated[str, typer.Option(help="Layer selectors, separated by commas; the embedding without.")] = "",
+    model: ModelOption = None,
+    pool: Annotated[str | None, typer.Option(help=f"One of {POOLS}.")] = None,
+    normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
+    layout: Annotated[
+        Literal["parquet", "safetensors", "npy"] | None,
+        typer.Option("--format", help="Of a folder: vectors as Parquet, or arrays as safetensors or npy."),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Of a .parquet source: where the pictures are.")] = None,
+    url: Annotated[str | None, typer.Option(help="A server that answers, in place of this process.")] = None,
+    restart: Annotated[bool, typer.Option(help="Begin anew; what is there is removed.")] = False,
+    config: ConfigOption = None,
+) -> None:
+    """Take layers of a model for many pictures, into files that pandas, DuckDB or a vector store open.
+
+    The same command goes on where it was interrupted, however that was. Pictures that can't be used are rows with a
+    reason; the exit status is 1 then.
+    """
+    from layertap.service.bulk.bulk import Destination, Job, find_complete, remove
+    from layertap.service.bulk.job import Question
+
+    if pool is not None and pool not in POOLINGS:
+        raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
+    question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
+    job = Job(question, source, Destination.parse(out, layout))
+    if restart:
+        remove(job.destination)
+    summary = find_complete(job)
+    if summary is None:
+        summary = asyncio.run(_run(job, column, url, config))
+    stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result", markup=False)
+    if summary.errors:
+        raise typer.Exit(1)
+
+
+async def _run(job: Job, column: str | None, url: str | None, config: Path | None) -> Summary:
+    from layertap.service.bulk.bulk import run
+    from layertap.service.bulk.sources import open_source
+
+    open_source(job.source, 1, column)  # before a model is loaded
+    extractor = _create_extractor(url, config)
+    try:
+        with _Reporter() as reporter:
+            return await run(job, extractor, partial(open_source, job.source, column=column), reporter)
+    finally:
+        await extractor.close()
+
+
+def _create_extractor(url: str | None, config: Path | None) -> Extractor:
+    if url is not None:
+        from layertap.service.bulk.remote import RemoteExtractor
+
+        tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
+        return RemoteExtractor(url, os.environ.get(KEY_VARIABLE), tell)
+    with show_status("loading torch"):
+        from layertap.service.bulk.local import LocalExtractor
+
+        return LocalExtractor(create_configured_engine(config, workers=None))
+
+
+class _Reporter:
+    """Tells how a job goes on: a bar on a terminal, else a line every so often; and the pictures that gave nothing."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]:.0f}/s, {task.fields[errors]} without a result"),
+            TimeRemainingColumn(),
+            console=stderr,
+            transient=True,
+            disable=not stderr.is_terminal,
+        )
+        self._task = self._bar.add_task("extracting", total=None, rate=0.0, errors=0)
+        self._total: int | None = None
+        self._first = self._done = self._errors = 0
+        self._begun = self._told = time.monotonic()
+
+    def __enter__(self) -> _Reporter:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def start(self, rows: int, count: Callable[[], int | None]) -> None:
+        """It goes on after so many rows; all are counted meanwhile."""
+        if rows:
+            stderr.print(f"{rows} rows are there already")
+        self._first = self._done = rows
+        self._begun = self._told = time.monotonic()
+        threading.Thread(target=self._count, args=(count,), daemon=True).start()
+
+    def advance(self, rows: Rows) -> None:
+        """A batch is answered."""
+        self._done += len(rows.keys)
+        for key, error in zip(rows.keys, rows.errors, strict=True):
+            if error is not None:
+                self._tell_error(key, error)
+        now = time.monotonic()
+        rate = (self._done - self._first) / max(now - self._begun, 1e-3)
+        self._bar.update(self._task, completed=self._done, total=self._total, rate=rate, errors=self._errors)
+        if self._bar.disable and now - self._told >= LINE_S:
+            self._told = now
+            stderr.print(self._format_line(rate), markup=False, highlight=False, soft_wrap=True)
+
+    def _count(self, count: Callable[[], int | None]) -> None:
+        self._total = count()
+
+    def _tell_error(self, key: str, error: str) -> None:
+        self._errors += 1
+        if self._errors <= MAX_NAMED:
+            stderr.print(f"{key}: {error}", markup=False, highlight=False, soft_wrap=True)
+        elif self._errors == MAX_NAMED + 1:
+            stderr.print("further ones have their reason in the column 'error'")
+
+    def _format_line(self, rate: float) -> str:
+        of_all, left = "", ""
+        if self._total is not None:
+            of_all = f" of {self._total}"
+            left = f", {max(self._total - self._done, 0) / max(rate, 1e-3):.0f} s left"
+        return f"{self._done}{of_all} rows, {rate:.0f}/s, {self._errors} without a result{left}"

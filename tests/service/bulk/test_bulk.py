@@ -1,0 +1,261 @@
+"""``layertap bulk``: the same vectors as over HTTP, whatever the source is, and a row with a reason for what is bad."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from tests.server import Live
+from tests.service.bulk.conftest import COUNT, read, write_pictures
+from tests.service.cli.commands import Command
+from tests.service.support import arrays_of, raw
+
+LAYERS = ("--layers", "block2,pool", "--pool", "mean", "--normalize")
+QUERY = {"layers": "block2,pool", "pool": "mean", "normalize": "true", "format": "npz"}
+
+
+def list_files(folder: Path) -> list[Path]:
+    """The pictures of a folder in their order: its own, then those of folders in it."""
+    return [*sorted(folder.glob("*.jpg")), *sorted(folder.glob("sub/*.png"))]
+
+
+def test_folder(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
+    """A row for each picture: its key, its digest, the vectors that a request gives, their fingerprint."""
+    out = tmp_path / "out.parquet"
+    done = command("bulk", folder, *LAYERS, "--out", out)
+    assert (done.status, done.out) == (0, "")
+    assert "70 rows" in done.notes
+    assert list(tmp_path.iterdir()) == [out]
+    rows, files = read(out), list_files(folder)
+    assert list(rows) == ["key", "digest", "block2", "pool", "fingerprint", "error"]
+    assert rows["key"] == [str(file.relative_to(folder)) for file in files]
+    assert rows["digest"] == [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert rows["error"] == [None] * COUNT
+    for place in (0, 1, 31, 32, 33, COUNT - 1):
+        reply = live.client.post("/extract", **raw(files[place].read_bytes(), "image/*", **QUERY))
+        for name, array in arrays_of(reply).items():
+            np.testing.assert_allclose(rows[name][place], array[0], atol=1e-6)
+        assert rows["fingerprint"][place] == reply.headers["x-layertap-fingerprint"]
+    metadata = {name.decode(): value.decode() for name, value in pq.read_schema(out).metadata.items()}
+    assert metadata["model"] == "digits"
+    assert metadata["fingerprint"] == rows["fingerprint"][0]
+    assert json.loads(metadata["receipts"])["pool"]["probe"]
+
+
+def test_embedding(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
+    """Without layers it is the model's embedding."""
+    assert command("bulk", folder / "*.jpg", "--out", tmp_path / "out.parquet").status == 0
+    rows = read(tmp_path / "out.parquet")
+    reply = live.client.post("/extract", **raw(Path(rows["key"][3]).read_bytes(), "image/*", format="npz"))
+    ((name, vector),) = arrays_of(reply).items()
+    np.testing.assert_allclose(rows[name][3], vector[0], atol=1e-6)
+
+
+def write_tar(files: list[Path], folder: Path, path: Path, mode: str) -> None:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for file in files:
+            archive.add(file, str(file.relative_to(folder)))
+            archive.addfile(tarfile.TarInfo("notes.txt"), io.BytesIO())
+
+
+def write_list(files: list[Path], folder: Path, path: Path) -> None:
+    path.write_text("\n".join(map(str, files)) + "\n", encoding="utf-8")
+
+
+def write_structs(files: list[Path], folder: Path, path: Path) -> None:
+    """As the datasets library has them."""
+    values = [{"bytes": file.read_bytes(), "path": str(file.relative_to(folder))} for file in files]
+    pq.write_table(pa.table({"label": list(range(len(files))), "image": values}), path)
+
+
+def write_bytes(files: list[Path], folder: Path, path: Path) -> None:
+    pq.write_table(pa.table({"jpeg": [file.read_bytes() for file in files]}), path)
+
+
+SOURCES = {
+    "list.txt": write_list,
+    "plain.tar": lambda files, folder, path: write_tar(files, folder, path, "w"),
+    "packed.tar.gz": lambda files, folder, path: write_tar(files, folder, path, "w:gz"),
+    "structs.parquet": write_structs,
+    "bytes.parquet": write_bytes,
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources(command: Command, folder: Path, tmp_path: Path, name: str) -> None:
+    """Whatever the pictures come from, they give the same bits; keys are what the source calls them."""
+    files = list_files(folder)
+    SOURCES[name](files, folder, tmp_path / name)
+    assert command("bulk", folder, *LAYERS, "--out", tmp_path / "a.parquet").status == 0
+    assert command("bulk", tmp_path / name, *LAYERS, "--out", tmp_path / "b.parquet").status == 0
+    expected, found = read(tmp_path / "a.parquet"), read(tmp_path / "b.parquet")
+    keys = found.pop("key")
+    relative = expected.pop("key")
+    assert found == expected
+    assert keys == {
+        "list.txt": [str(file) for file in files],
+        "bytes.parquet": [str(number) for number in range(COUNT)],
+    }.get(name, relative)
+
+
+def test_bad_pictures(command: Command, folder: Path, tmp_path: Path) -> None:
+    """What can't be used is a row with a reason, and does not change the others."""
+    good = list_files(folder)[:3]
+    bad = {
+        name: tmp_path / f"{name}.png" for name in ("text", "empty", "cut", "folder", "pipe", "loop", "gone", "huge")
+    }
+    bad["text"].write_bytes(b"no picture")
+    bad["empty"].write_bytes(b"")
+    bad["cut"].write_bytes(list_files(folder)[-1].read_bytes()[:1000])
+    bad["folder"].mkdir()
+    os.mkfifo(bad["pipe"])
+    bad["loop"].symlink_to(bad["loop"])
+    Image.new("L", (30_000, 30_000)).save(bad["huge"])
+    strange = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe.png"))
+    strange.write_bytes(good[0].read_bytes())
+    files = [good[0], *bad.values(), good[0], strange, good[1], good[2]]
+    (tmp_path / "list.txt").write_bytes(b"\n".join(map(os.fsencode, files)))
+    done = command("bulk", tmp_path / "list.txt", *LAYERS, "--out", tmp_path / "out.parquet")
+    assert done.status == 1
+    assert f"{len(bad)} of them without a result" in done.notes
+    rows = read(tmp_path / "out.parquet")
+    reasons = {Path(key).stem: error for key, error in zip(rows["key"], rows["error"], strict=True) if error}
+    assert reasons.keys() == bad.keys()
+    for name, words in {
+        "text": "not a picture",
+        "empty": "not a picture",
+        "folder": "directory",
+        "pipe": "no regular file",
+        "loop": "symbolic links",
+        "gone": "No such file",
+        "huge": "pixels",
+    }.items():
+        assert words in reasons[name], reasons[name]
+        assert f"{name}.png: {reasons[name]}" in done.notes
+    assert [(vector is None) for vector in rows["pool"]] == [error is not None for error in rows["error"]]
+    assert [digest is None for digest in rows["digest"]] == [
+        Path(key).stem in ("folder", "pipe", "loop", "gone") for key in rows["key"]
+    ]
+    alone = tmp_path / "good.txt"
+    alone.write_bytes(b"\n".join(map(os.fsencode, [good[0], good[0], strange, good[1], good[2]])))
+    assert command("bulk", alone, *LAYERS, "--out", tmp_path / "good.parquet").status == 0
+    kept = [vector for vector in rows["pool"] if vector is not None]
+    np.testing.assert_allclose(kept, read(tmp_path / "good.parquet")["pool"], atol=1e-6)
+    assert r"\xff\xfe.png" in rows["key"][-3]
+
+
+def test_folder_of_links(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A folder that links to itself ends; linked pictures are taken, other files passed over."""
+    source = tmp_path / "source"
+    write_pictures(source, 3)
+    (source / "again").symlink_to(source)
+    (source / "linked.PNG").symlink_to(list_files(folder)[-1])
+    (source / "notes.md").write_text("none")
+    assert command("bulk", source, "--out", tmp_path / "out.parquet").status == 0
+    assert read(tmp_path / "out.parquet")["key"] == ["00000.jpg", "linked.PNG", "sub/00001.png", "sub/00002.png"]
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "npy"])
+def test_maps(command: Command, live: Live, folder: Path, tmp_path: Path, layout: str) -> None:
+    """Maps are arrays in files of their own; the index says where each picture's row is."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_pictures(source, 40)
+    (source / "00000.jpg").write_bytes(b"broken")
+    done = command("bulk", source, "--layers", "block2,pool", "--out", out, "--format", layout)
+    assert done.status == 1
+    rows = read(out / "index.parquet")
+    assert list(rows) == ["key", "digest", "shard", "row", "fingerprint", "error"]
+    assert rows["shard"][0] is rows["row"][0] is None
+    for place in (1, 17, 39):
+        shard, row = rows["shard"][place], rows["row"][place]
+        if layout == "safetensors":
+            arrays = load_file(out / shard)
+        else:
+            arrays = {name: np.load(out / f"{shard}.{n}.npy") for n, name in enumerate(("block2", "pool"))}
+        query = {"layers": "block2,pool", "format": "npz"}
+        reply = live.client.post("/extract", **raw((source / rows["key"][place]).read_bytes(), "image/*", **query))
+        for name, array in arrays_of(reply).items():
+            np.testing.assert_allclose(arrays[name][row], array[0], atol=1e-5)
+    assert json.loads((out / "manifest.json").read_text())["complete"] is True
+    assert not list(out.glob("part-*.parquet"))
+
+
+def test_folder_of_parts(command: Command, folder: Path, tmp_path: Path) -> None:
+    """Vectors in a folder are the parts as they were written, with the same rows."""
+    assert command("bulk", folder, *LAYERS, "--out", tmp_path / "a.parquet").status == 0
+    assert command("bulk", folder, *LAYERS, "--out", tmp_path / "b").status == 0
+    parts = [read(path) for path in sorted((tmp_path / "b").glob("*.parquet"))]
+    joined = {name: [value for part in parts for value in part[name]] for name in parts[0]}
+    assert joined == read(tmp_path / "a.parquet")
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
+    "no source": (("nowhere", "--out", "o.parquet"), "there is nothing at nowhere"),
+    "no such layer": (("{folder}", "--layers", "block9", "--out", "o.parquet"), "did you mean 'block"),
+    "a map in Parquet": (("{folder}", "--layers", "block1", "--out", "o.parquet"), "--pool mean"),
+    "no such pool": (("{folder}", "--layers", "pool", "--pool", "avg", "--out", "o.parquet"), "use one of"),
+    "no such model": (("{folder}", "--model", "digit", "--out", "o.parquet"), "did you mean 'digits'"),
+    "no pictures": (("{empty}", "--out", "o.parquet"), "no pictures"),
+    "a format of folders": (("{folder}", "--out", "o.parquet", "--format", "npy"), "--out o"),
+    "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),
+    "no server": (("{folder}", "--out", "o.parquet", "--url", "nonsense"), "no address of a server"),
+    "another folder": (("{folder}", "--layers", "pool", "--out", "{folder}"), "has other files in it"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A mistake is one line that says what to type, and status 2."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    words, says = MISTAKES[case]
+    done = command("bulk", *(word.format(folder=folder, empty=tmp_path / "empty") for word in words))
+    assert (done.status, done.out) == (2, "")
+    assert says in " ".join(done.notes.split())
+    assert "Traceback" not in done.notes
+
+
+def test_questions_are_kept_apart(command: Command, folder: Path, tmp_path: Path) -> None:
+    """What is complete is not made again; another question to the same file is refused until it is begun anew."""
+    out = tmp_path / "out.parquet"
+    assert command("bulk", folder, "--layers", "pool", "--pool", "mean", "--out", out).status == 0
+    before = out.stat()
+    assert command("bulk", folder, "--layers", "pool", "--pool", "mean", "--out", out).status == 0
+    assert out.stat() == before
+    other = ("bulk", folder, "--layers", "pool", "--pool", "max", "--out", out)
+    done = command(*other)
+    assert done.status == 2
+    assert "was made with pool mean" in done.notes
+    assert command(*other, "--restart").status == 0
+    assert out.stat() != before
+
+
+def test_foreign_file_is_kept(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A file of somebody else's is not written over."""
+    out = tmp_path / "out.parquet"
+    pq.write_table(pa.table({"a": [1]}), out)
+    before = out.read_bytes()
+    done = command("bulk", folder, "--out", out)
+    assert (done.status, out.read_bytes()) == (2, before)
+    assert "none of ours" in done.notes
+
+
+def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
+    """``layertap check`` compares the probes of a finished file, and of a folder."""
+    for out in (tmp_path / "out.parquet", tmp_path / "folder"):
+        assert command("bulk", folder, "--layers", "pool,block2", "--pool", "mean", "--out", out).status == 0
+        done = command("check", out)
+        assert done.status == 0
+        assert "digits pool: same" in done.out
+        assert "digits block2: same" in done.out

@@ -1,0 +1,131 @@
+"""Jobs that could go wrong unseen: what is whose, what an odd picture does to others, which errors are rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from layertap.models.errors import RequestError, TooLargeError
+from layertap.service.bulk.entries import Entry
+from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows
+from layertap.service.bulk.parts import PartWriter
+from layertap.service.bulk.pipeline import run_batches
+from layertap.service.bulk.shards import LAYOUTS
+from tests.service.bulk.conftest import read, write_pictures
+from tests.service.cli.commands import Command
+from tests.service.cli.test_extract import FILING
+from tests.service.support import picture
+
+OUTLINE = Outline("net", "f", {"x": Column((2,), "float32")}, {})
+
+
+def test_restart_keeps_what_is_of_others(command: Command, folder: Path, tmp_path: Path) -> None:
+    """``--restart`` removes what a job has written and nothing else, whatever a folder's manifest.json is of."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("manifest.json", "part-1.txt", "photo.png"):
+        (theirs / name).write_text(json.dumps({"name": "an app"}))
+    file = tmp_path / "file.parquet"
+    pq.write_table(pa.table({"a": [1]}), file)
+    kept = file.read_bytes()
+    for out in (theirs, file):
+        done = command("bulk", folder, "--out", out, "--restart")
+        assert (done.status, "choose another --out" in done.notes) == (2, True)
+    assert sorted(path.name for path in theirs.iterdir()) == ["manifest.json", "part-1.txt", "photo.png"]
+    assert file.read_bytes() == kept
+
+
+def test_restart_in_a_folder(command: Command, folder: Path, tmp_path: Path) -> None:
+    """What somebody put beside a job's files stays there."""
+    out = tmp_path / "out"
+    assert command("bulk", folder, "--out", out).status == 0
+    (out / "notes.md").write_text("mine")
+    other = ("bulk", folder, "--layers", "pool", "--pool", "max", "--out", out)
+    assert command(*other).status == 2
+    assert command(*other, "--restart").status == 2  # the notes are in the way, and are still there
+    assert [path.name for path in out.iterdir()] == ["notes.md"]
+
+
+def test_another_folder(command: Command, tmp_path: Path) -> None:
+    """Pictures of another folder are not taken for those that are there, though they have the same names."""
+    for name, start in (("one", 0), ("two", 50)):
+        write_pictures(tmp_path / name, 3, start)
+        for number, path in enumerate(sorted((tmp_path / name).rglob("*.*"))):
+            path.rename(tmp_path / name / f"{number}.png")
+    for out in (tmp_path / "out", tmp_path / "out.parquet"):
+        assert command("bulk", tmp_path / "one", "--out", out).status == 0
+        done = command("bulk", tmp_path / "two", "--out", out)
+        assert (done.status, f"{tmp_path}/one" in done.notes) == (2, True)
+
+
+def test_pictures_of_other_shapes(command: Command, tmp_path: Path) -> None:
+    """A picture whose results have another shape is a row with a reason; those in its batch are as they would be."""
+    (tmp_path / "m.yaml").write_text(FILING.replace("[8, 8]}", "8}"))
+    source = tmp_path / "source"
+    source.mkdir()
+    sizes = [(320, 256)] * 9
+    sizes[0] = sizes[5] = (64, 16)
+    for number, size in enumerate(sizes):
+        (source / f"{number}.png").write_bytes(picture(number, size))
+    words = ("--config", tmp_path / "m.yaml", "--layers", ".", "--pool", "flatten", "--out", tmp_path / "out.parquet")
+    done = command("bulk", source, *words)
+    assert done.status == 1
+    errors = read(tmp_path / "out.parquet")["error"]
+    assert [error is None for error in errors] == [size == (320, 256) for size in sizes]
+    assert "has the shape" in errors[0]
+
+
+class Rule:
+    """Answers entries by what is in them: "l" too large, "r" refused, "m" another shape, "many" too many at once."""
+
+    in_flight = 2
+    max_picture_bytes = max_batch_bytes = max_rows = 100
+
+    async def outline(self, question: Question) -> Outline:
+        """Always the same."""
+        return OUTLINE
+
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """A row of ones for each."""
+        data = [entry.data for entry in entries]
+        if b"l" in data:
+            raise TooLargeError("it is too large")
+        if b"r" in data or (b"many" in data and len(data) > 1):
+            raise RequestError("there is no such layer")
+        width = 3 if b"m" in data else 2
+        return Answer("f", {"x": np.ones((len(data), width), np.float32)}, {})
+
+    async def close(self) -> None:
+        """Nothing."""
+
+
+def run(tmp_path: Path, data: str) -> list[str | None]:
+    """The errors of a batch's rows; they are written."""
+    rows: list[Rows] = []
+    writer = PartWriter(tmp_path, OUTLINE, LAYOUTS["parquet"], 0)
+    batch = [Entry(str(number), word.encode()) for number, word in enumerate(data.split())]
+    asyncio.run(run_batches(iter([batch]), Rule(), Question(None), OUTLINE, writer, rows.append))
+    (path,) = tmp_path.glob("*.parquet")
+    written = read(path)
+    assert [vector == [1, 1] for vector in written["x"]] == [error is None for error in written["error"]]
+    return list(rows[0].errors)
+
+
+def test_what_is_odd_ends_up_alone(tmp_path: Path) -> None:
+    """Of a batch that is refused as a whole only the pictures that are the reason give nothing."""
+    errors = run(tmp_path, "a l b many m c d l")
+    assert [error is None for error in errors] == [True, False, True, True, False, True, True, False]
+    assert errors[1] == errors[7] == "it is too large"
+
+
+def test_a_refusal_of_every_picture(tmp_path: Path) -> None:
+    """What is refused though it is alone, and for no picture's sake, is no row: the job ends, and may go on later."""
+    with pytest.raises(RequestError, match="no such layer"):
+        run(tmp_path, "r")

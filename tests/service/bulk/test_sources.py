@@ -1,0 +1,158 @@
+"""Sources that are odd, huge or damaged: each picture is an entry, none stops those behind it, none comes twice."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from layertap.models.errors import LayertapError
+from layertap.service.bulk.sources import open_source
+
+LIMIT = 1000
+DEEP = 1100  # more than functions may call each other
+
+
+def list_entries(source: Path | str, skip: int = 0) -> list[tuple[str, bytes | None]]:
+    """Keys and bytes of all entries of a source."""
+    return [(entry.key, entry.data) for entry in open_source(str(source), LIMIT).iterate(skip)]
+
+
+def list_errors(source: Path | str) -> dict[str, str]:
+    """Why entries have no bytes, by their keys."""
+    return {entry.key: entry.error for entry in open_source(str(source), LIMIT).iterate(0) if entry.data is None}
+
+
+def test_deep_folders(tmp_path: Path) -> None:
+    """A picture in a folder in a folder, and so on, is found however deep it is."""
+    home = Path.cwd()
+    try:
+        os.chdir(tmp_path)
+        for _ in range(DEEP):
+            Path("a").mkdir()
+            os.chdir("a")
+        Path("b.png").write_bytes(b"deep")
+        found = list_entries(tmp_path)
+        Path("b.png").unlink()
+        for _ in range(DEEP):  # whoever removes the folder later calls itself once for each
+            os.chdir("..")
+            Path("a").rmdir()
+    finally:
+        os.chdir(home)
+    assert found == [("a/" * DEEP + "b.png", b"deep")]
+
+
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    """A folder that can't be listed is an entry with a reason, and the next ones are read."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(name.encode())
+    entries = open_source(str(tmp_path), LIMIT).iterate(0)
+    assert next(entries).key == "a/x.png"
+    (tmp_path / "b" / "x.png").unlink()
+    (tmp_path / "b").rmdir()
+    assert [(entry.key, entry.data, entry.error) for entry in entries] == [
+        ("b", None, "No such file or directory"),
+        ("c/x.png", b"c", ""),
+    ]
+
+
+def test_patterns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``**`` stands for any folders, but for links to folders: one that leads in a circle gives nothing twice."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.png", "a/x.png", "a/b/x.png", "a/b/y.jpg", ".hidden/x.png", "a/.x.png", "c/b/x.png"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(name.encode())
+    for name in ("a/one", "a/two", "a/b/three"):
+        Path(name).symlink_to(tmp_path)
+    expected = {
+        "**/*.png": ["x.png", "a/x.png", "a/b/x.png", "c/b/x.png"],
+        "a/**/*.png": ["a/x.png", "a/b/x.png"],
+        "*/**/b/*": ["a/b/x.png", "a/b/y.jpg", "c/b/x.png"],
+        "**/b/**/?.*": ["a/b/x.png", "a/b/y.jpg", "c/b/x.png"],
+        "a/[xy].png": ["a/x.png"],
+        "**/.x.png": ["a/.x.png"],
+        f"{tmp_path}/c/**/x.png": [f"{tmp_path}/c/b/x.png"],
+    }
+    assert {pattern: [key for key, _ in list_entries(pattern)] for pattern in expected} == expected
+
+
+def write_archive(path: Path, mode: str = "w") -> list[tuple[str, bytes]]:
+    """An archive of pictures that are none."""
+    files = [(f"{number}.png", bytes([number]) * 700) for number in range(5)]
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, data in files:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, BytesIO(data))
+    return files
+
+
+MEMBER = 512 + 1024  # a head, and the data in blocks of 512
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("size", [3 * MEMBER + 100, 3 * MEMBER + 512 + 100], ids=["in a head", "in the data"])
+def test_a_cut_archive(tmp_path: Path, size: int, skip: int) -> None:
+    """What is there of an archive that was cut off is read, and an entry says that it was."""
+    files = write_archive(tmp_path / "a.tar")
+    whole = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(whole[:size])
+    entries = list_entries(tmp_path / "a.tar", skip)
+    assert entries[skip:-1] == files[skip:3]
+    assert [key for key, _ in entries] == ["0.png", "1.png", "2.png", "a.tar"]
+    assert "any further" in list_errors(tmp_path / "a.tar")["a.tar"]
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    """Bytes that are wrong where a member should begin are no end of the archive."""
+    files = write_archive(tmp_path / "a.tar")
+    with (tmp_path / "a.tar").open("rb+") as archive:
+        archive.seek(2 * MEMBER)
+        archive.write(b"\xff" * 512)
+    assert list_entries(tmp_path / "a.tar") == [*files[:2], ("a.tar", None)]
+
+
+def test_a_cut_compressed_archive(tmp_path: Path) -> None:
+    """What can be unpacked is read."""
+    path = tmp_path / "a.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for number in range(20):
+            member = tarfile.TarInfo(f"{number}.png")
+            member.size = LIMIT
+            archive.addfile(member, BytesIO(os.urandom(LIMIT)))
+    path.write_bytes(path.read_bytes()[:-6000])
+    entries = list_entries(path)
+    assert 5 < len(entries) < 20
+    assert all(data is not None for _, data in entries[:-1])
+    assert entries[-1] == ("a.tar.gz", None)
+
+
+def test_no_archive(tmp_path: Path) -> None:
+    """A file that is no archive at all is a mistake, not a row."""
+    (tmp_path / "a.tar").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(LayertapError, match="can't be read"):
+        list_entries(tmp_path / "a.tar")
+
+
+def test_odd_members(tmp_path: Path) -> None:
+    """Links and pipes that are called pictures are entries with a reason; so is what is too large."""
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, kind in (("s.png", tarfile.SYMTYPE), ("h.png", tarfile.LNKTYPE), ("p.png", tarfile.FIFOTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "0.png"
+            archive.addfile(member)
+        member = tarfile.TarInfo("large.png")
+        member.size = LIMIT + 1
+        archive.addfile(member, BytesIO(bytes(LIMIT + 1)))
+        member = tarfile.TarInfo("good.png")
+        member.size = LIMIT
+        archive.addfile(member, BytesIO(bytes(LIMIT)))
+    errors = list_errors(tmp_path / "a.tar")
+    regular = "is no regular file"
+    large = f"has more than {LIMIT} bytes"
+    assert errors == {"s.png": regular, "h.png": regular, "p.png": regular, "large.png": large}
+    assert len(list_entries(tmp_path / "a.tar")) == 5
