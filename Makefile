@@ -42,7 +42,7 @@ lint: $(STAMP) ## Check style, formatting, types, import directions and unsafe l
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-logo
-	@$(BIN)/python -m tests.unsafe models service \
+	@$(BIN)/python -m tests.unsafe models service client \
 		|| { echo 'lint: read files with safetensors or models.weights, never with what may run code in them' >&2; exit 1; }
 
 # Only what requirements.lock names, by version and hash; nothing is installed or resolved.
@@ -74,9 +74,9 @@ clean: ## Remove caches and build outputs, but not .venv
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-$(STAMP): requirements.lock pyproject.toml | $(BIN)/uv
+$(STAMP): requirements.lock pyproject.toml client/pyproject.toml | $(BIN)/uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e . -e ./client
 	@$(BIN)/uv pip check --quiet --python $(BIN)/python \
 		|| { echo 'make: requirements.lock does not fit pyproject.toml: make lock' >&2; exit 1; }
 	@touch $@

@@ -23,7 +23,7 @@ import httpx
 from tests.server import CACHE
 
 ROOT = Path(__file__).parents[2]
-PRINTED_URL = "http://127.0.0.1:8000"
+PRINTED_ADDRESS = "127.0.0.1:8000"
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SERVE = re.compile(r'make serve(?: ARGS="(?P<words>[^"]*)")?\n')
 LIMIT_S = 240
@@ -84,7 +84,7 @@ class Project:
             self.start(*(serve["words"] or "").split())
             return ""
         run = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command.replace(PRINTED_URL, self.url)],
+            ["bash", "-euo", "pipefail", "-c", command.replace(PRINTED_ADDRESS, self.url.removeprefix("http://"))],
             cwd=self.path,
             env=environment(LAYERTAP_URL=self.url, PYTHONPATH=str(self.path / "src")),
             stdin=subprocess.DEVNULL,
