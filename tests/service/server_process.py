@@ -105,6 +105,13 @@ def has_left(url: str) -> bool:
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _list_children(task)]
     return [*children, *(each for child in children for each in descendants(child))]
+
+
+def _list_children(task: Path) -> list[str]:
+    """The children of a thread, none where it has ended since it was listed."""
+    try:
+        return (task / "children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []

@@ -346,7 +346,8 @@ def test_documents() -> None:
     for path in WRITTEN:
         text = path.read_text(encoding="utf-8")
         shown |= {each for each in IN_QUOTES.findall(text) if "/" not in each}
-        shown |= {name for query in IN_QUERY.findall(text) for name in unquote(query).split(",")}
+        queries = [unquote(query) for query in IN_QUERY.findall(text)]
+        shown |= {name for query in queries if not query.startswith("[") for name in query.split(",")}  # not JSON
     assert shown >= {".[attention_mask]:input", "head:input", "block2.relu#0", "blocks.*.attn:attention", "pool"}
     for text in shown:
         parse_selector(text)
