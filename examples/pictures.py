@@ -1,10 +1,14 @@
-"""The pictures of the examples, out of scikit-learn. ``python examples/pictures.py`` writes ``digit*.png``."""
+"""The pictures of the examples, out of scikit-learn.
+
+``python examples/pictures.py out/pictures`` writes ``gallery/`` and ``queries/``, files called ``LABEL-NUMBER``;
+without a folder, the two digits that are kept beside this file.
+"""
 
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,42 +17,25 @@ from PIL import Image
 from sklearn.datasets import load_digits, load_sample_image
 from sklearn.model_selection import train_test_split
 
-SIDE = 32  # pixels: what the model takes, and so what the raw pixels are compared at
+SIDE = 32  # pixels: what the model takes
 HELD_OUT = 0.25
 SEED = 0
+KEPT = ("digit.png", "digit-0.png")
 
-Vectors = NDArray[np.float32]
-Labels = NDArray[np.str_]
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Encoded pictures and what is on each of them."""
-
-    encoded: tuple[bytes, ...]
-    labels: Labels
+Picture = tuple[str, bytes]  # its name, and its file
 
 
-def digits() -> tuple[Pictures, Pictures]:
+def make_digits() -> tuple[list[Picture], list[Picture]]:
     """The 1,797 digits as PNG, 8 x 8 pixels; the second part is what ``models/digits/train.py`` held out."""
     data = load_digits()
     pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
-    return split([encoded(each, "PNG") for each in pixels], data.target.astype(str))
+    return split([encode(each, "PNG") for each in pixels], [str(label) for label in data.target], ".png")
 
 
-def photos() -> tuple[Pictures, Pictures]:
+def make_photos() -> tuple[list[Picture], list[Picture]]:
     """Pieces of two photographs as JPEG, ``SIDE`` pixels square; none overlap; each has its photograph as label."""
     pieces = [(name, piece) for name in ("china", "flower") for piece in cut(load_sample_image(f"{name}.jpg"))]
-    return split([encoded(piece, "JPEG") for _, piece in pieces], np.array([name for name, _ in pieces]))
-
-
-def collected() -> tuple[Pictures, Pictures]:
-    """A gallery and queries: digits and pieces of photographs, each in one of them only."""
-    gallery, queries = (
-        Pictures(one.encoded + other.encoded, np.concatenate([one.labels, other.labels]))
-        for one, other in zip(digits(), photos(), strict=True)
-    )
-    return gallery, queries
+    return split([encode(piece, "JPEG") for _, piece in pieces], [name for name, _ in pieces], ".jpg")
 
 
 def cut(photo: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
@@ -59,35 +46,39 @@ def cut(photo: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
             yield photo[top : top + SIDE, left : left + SIDE]
 
 
-def encoded(pixels: NDArray[np.uint8], format: str) -> bytes:  # noqa: A002
+def encode(pixels: NDArray[np.uint8], format: str) -> bytes:  # noqa: A002
     """A picture as the bytes of a file."""
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, format, quality=90)
     return stream.getvalue()
 
 
-def split(pictures: list[bytes], labels: Labels) -> tuple[Pictures, Pictures]:
+def split(files: list[bytes], labels: list[str], suffix: str) -> tuple[list[Picture], list[Picture]]:
     """All but a quarter, and that quarter, stratified by label; the same on every call."""
     rows = train_test_split(range(len(labels)), test_size=HELD_OUT, stratify=labels, random_state=SEED)
-    gallery, queries = (Pictures(tuple(pictures[row] for row in part), labels[part]) for part in rows)
+    gallery, queries = ([(f"{labels[row]}-{row:04}{suffix}", files[row]) for row in part] for part in rows)
     return gallery, queries
 
 
-def raw(pictures: Pictures) -> Vectors:
-    """The pixels as unit vectors, all in the size and the colours in which the model gets them."""
-    images = [Image.open(io.BytesIO(each)).convert("RGB") for each in pictures.encoded]
-    pixels = np.stack([np.asarray(each.resize((SIDE, SIDE), Image.Resampling.BILINEAR)) for each in images])
-    vectors = pixels.reshape(len(images), -1).astype(np.float32)
-    unit: Vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return unit
+def write(folder: Path) -> None:
+    """A gallery and queries, of digits and pieces of photographs, each picture in one of them only."""
+    parts = zip(make_digits(), make_photos(), strict=True)
+    for name, (digits, photos) in zip(("gallery", "queries"), parts, strict=True):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file, content in [*digits, *photos]:
+            (folder / name / file).write_bytes(content)
+        print(f"{folder / name}: {len(digits)} digits and {len(photos)} photos")
 
 
 def main() -> None:
-    """Write the first two digits that the model has never been trained on."""
-    _, held_out = digits()
-    for name, picture, label in zip(("digit.png", "digit-0.png"), held_out.encoded, held_out.labels, strict=False):
-        Path(__file__).with_name(name).write_bytes(picture)
-        print(f"{name}: a {label}")
+    """Write what the command line says."""
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]))
+        return
+    _, held_out = make_digits()
+    for name, (label, content) in zip(KEPT, held_out, strict=False):
+        Path(__file__).with_name(name).write_bytes(content)
+        print(f"{name}: a {label.partition('-')[0]}")
 
 
 if __name__ == "__main__":

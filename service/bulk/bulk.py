@@ -54,11 +54,16 @@ class Job:
     question: Question
     source: str
     destination: Destination
+    column: str | None = None  # of a Parquet source
 
     @property
     def location(self) -> str:
         """The source, wherever it is named from."""
         return os.path.abspath(self.source)  # noqa: PTH100  (a pattern is no path)
+
+    def describe(self) -> dict[str, Any]:
+        """All but where it goes, as plain data."""
+        return {**self.question.describe(), "source": self.location, "column": self.column}
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,14 @@ def find_complete(job: Job) -> Summary | None:
     target = job.destination
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
         question = _read_question(target.file)
-        for name, value in {**job.question.describe(), "source": job.location}.items():
+        for name, value in job.describe().items():
             if value != question.get(name) and not (name == "model" and value is None):
                 raise LayertapError(f"{target.file} was made with {name} {question.get(name)}", hint=OTHERWISE)
         return _summarize([target.file])
     manifest = Manifest.read(target.folder)
     if manifest is None or not manifest.complete:
         return None
-    manifest.check_same(job.question, job.location, target.layout)
+    manifest.check_same(job.describe(), target.layout)
     return _summarize(_list_tables(target))
 
 
@@ -143,7 +148,7 @@ async def _begin(job: Job, extractor: Extractor) -> Manifest:
     target = job.destination
     manifest = Manifest.read(target.folder)
     if manifest is not None:
-        manifest.check_same(job.question, job.location, target.layout)
+        manifest.check_same(job.describe(), target.layout)
     outline = await extractor.outline(job.question)
     if manifest is not None:
         manifest.check_outline(outline)
@@ -151,7 +156,7 @@ async def _begin(job: Job, extractor: Extractor) -> Manifest:
     LAYOUTS[target.layout].check(outline)
     rows = max(1, min(extractor.max_rows, TARGET_BYTES // max(outline.row_bytes, 1)))
     limits = BatchLimits(rows, extractor.max_batch_bytes)
-    manifest = Manifest(job.question, job.location, outline, limits, target.layout)
+    manifest = Manifest(job.question, job.location, job.column, outline, limits, target.layout)
     manifest.save(target.folder)
     return manifest
 
@@ -162,7 +167,7 @@ def _finish(job: Job, manifest: Manifest) -> Summary:
     parts = find_parts(target.folder)
     if not parts:
         raise LayertapError(f"there are no pictures in {job.source}")
-    metadata = make_metadata(outline, {**job.question.describe(), "source": job.location})
+    metadata = make_metadata(outline, job.describe())
     if target.file is not None:
         merge_parts(parts, target.file, metadata, outline.row_bytes)
         shutil.rmtree(target.folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,15 +26,16 @@ class Manifest:
 
     question: Question
     source: str
+    column: str | None
     outline: Outline
     limits: BatchLimits
     layout: str
     complete: bool = False
 
-    def check_same(self, question: Question, source: str, layout: str) -> None:
-        """LayertapError where what is asked now is not what the job was begun with."""
-        begun = {**self.question.describe(), "source": self.source, "layout": self.layout}
-        for name, value in {**question.describe(), "source": source, "layout": layout}.items():
+    def check_same(self, asked: Mapping[str, Any], layout: str) -> None:
+        """LayertapError where what a job asks now is not what it was begun with."""
+        begun = {**self.question.describe(), "source": self.source, "column": self.column, "layout": self.layout}
+        for name, value in {**asked, "layout": layout}.items():
             before = begun[name]
             if value != before and not (name == "model" and value in (None, self.outline.model)):
                 raise LayertapError(
@@ -79,6 +80,7 @@ class Manifest:
         return cls(
             question=Question(**question | {"layers": tuple(question["layers"])}),
             source=document["source"],
+            column=document["column"],
             outline=Outline(**outline, columns=columns),
             limits=BatchLimits(**document["limits"]),
             layout=document["layout"],

@@ -57,26 +57,26 @@ def bulk(
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
     question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
-    job = Job(question, source, Destination.parse(out, layout))
+    job = Job(question, source, Destination.parse(out, layout), column)
     if restart:
         remove(job.destination)
     summary = find_complete(job)
     if summary is None:
-        summary = asyncio.run(_run(job, column, url, config))
+        summary = asyncio.run(_run(job, url, config))
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result", markup=False)
     if summary.errors:
         raise typer.Exit(1)
 
 
-async def _run(job: Job, column: str | None, url: str | None, config: Path | None) -> Summary:
+async def _run(job: Job, url: str | None, config: Path | None) -> Summary:
     from layertap.service.bulk.bulk import run
     from layertap.service.bulk.sources import open_source
 
-    open_source(job.source, 1, column)  # before a model is loaded
+    open_source(job.source, 1, job.column)  # before a model is loaded
     extractor = _create_extractor(url, config)
     try:
         with _Reporter() as reporter:
-            return await run(job, extractor, partial(open_source, job.source, column=column), reporter)
+            return await run(job, extractor, partial(open_source, job.source, column=job.column), reporter)
     finally:
         await extractor.close()
 

@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from layertap.models.digits.train import load_splits
+from tests.examples.test_retrieval import COMMANDS as SEARCH
 from tests.server import Live, serving
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -30,10 +30,8 @@ PICTURES = [(EXAMPLES / name).read_bytes() for name in ("digit.png", "digit-0.pn
 SERVE = "make serve"  # the fixture's server stands in for it
 SHELL = "bash examples/extract.sh"
 PYTHON = ".venv/bin/python examples/extract.py"
-RETRIEVAL = ".venv/bin/python examples/retrieval.py"
-OTHER_LAYER = ".venv/bin/python examples/retrieval.py --layer head"
 DRAW = ".venv/bin/python examples/pictures.py"
-COMMANDS = (SHELL, PYTHON, RETRIEVAL, OTHER_LAYER, DRAW)
+COMMANDS = (SHELL, PYTHON, *SEARCH, DRAW)
 DIGIT = EXAMPLES / "digit.png"
 EMBEDDING = {"layers": "pool", "pool": "flatten", "normalize": "true", "format": "npy"}
 NO_SERVER = "http://127.0.0.1:1"
@@ -83,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
 @pytest.fixture(scope="module")
 def runs(folder: Folder) -> dict[str, subprocess.CompletedProcess[str]]:
     """Each of the README's commands, run once in the README's order."""
-    return {command: folder.run(command) for command in COMMANDS}
+    return {command: folder.run(command) for command in (SHELL, PYTHON, DRAW)}
 
 
 def output(run: subprocess.CompletedProcess[str]) -> str:
@@ -104,14 +102,8 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in fenced if name == language]
 
 
-def recalls(text: str) -> dict[str, list[float]]:
-    """The rows of a table, printed or in Markdown: gallery, queries, recall by the layer and by raw pixels."""
-    rows = re.findall(r"^[│|] *(digits|photos|all) *[│|](.*)[│|] *$", text, re.MULTILINE)
-    return {name: [float(cell.replace(",", "")) for cell in re.split("[│|]", rest)] for name, rest in rows}
-
-
 def test_every_printed_command_is_run() -> None:
-    """The README's shell blocks hold exactly the commands that are run here, in the same order."""
+    """The README's shell blocks hold just the commands that are run, here and in ``test_retrieval``, in this order."""
     assert [line for block in blocks("sh") for line in block.splitlines()] == [SERVE, *COMMANDS]
 
 
@@ -150,59 +142,6 @@ def test_readme_shows_the_refusal_as_it_is(runs: dict[str, subprocess.CompletedP
     assert shown in output(runs[PYTHON])
 
 
-def test_retrieval_finds_digits(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    """At least 97 % of the held-out digits find one of their kind first, and the README has the printed figures."""
-    text = output(runs[RETRIEVAL])
-    found, shown = recalls(text), recalls(README)
-    assert found.keys() == shown.keys() == {"digits", "photos", "all"}
-    assert found["digits"][:2] == [1347, 450]
-    assert found["digits"][2] >= 0.97
-    for name, figures in found.items():
-        assert figures == pytest.approx(shown[name], abs=0.01)
-    assert re.search(r"embedded 2317 pictures in [\d.]+ s: \d+ pictures/s", text)
-
-
-def test_index_holds_the_training_pictures(folder: Folder, runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    """The digits in the index are what the model was trained on, by a direct request of these very tensors.
-
-    Their vectors agree; but who preprocessed them was not the server, so fingerprints do not.
-    """
-    output(runs[RETRIEVAL])
-    training, _ = load_splits()
-    count, some = len(training.labels), 256
-    stream = io.BytesIO()
-    np.save(stream, training.images[:some].numpy())
-    reply = folder.live.client.post(
-        "/extract", params=EMBEDDING, content=stream.getvalue(), headers={"Content-Type": "application/x-npy"}
-    )
-    with np.load(folder.path / "out" / "retrieval.npz") as index:
-        assert index["labels"][:count].tolist() == training.labels.numpy().astype(str).tolist()
-        assert set(index["labels"][count:].tolist()) == {"china", "flower"}
-        picture = folder.live.client.post(
-            "/extract", params=EMBEDDING, content=DIGIT.read_bytes(), headers={"Content-Type": "image/png"}
-        )
-        assert str(index["fingerprint"]) == picture.headers["x-layertap-fingerprint"]
-        assert str(index["fingerprint"]) != reply.headers["x-layertap-fingerprint"]
-        direct = np.load(io.BytesIO(reply.raise_for_status().content))
-        np.testing.assert_allclose(index["vectors"][:some], direct, rtol=1e-4, atol=1e-5)
-
-
-def test_index_is_used_again(folder: Folder, runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    """A second search embeds the queries only and finds the same."""
-    again = output(folder.run(RETRIEVAL))
-    assert "embedded 580 pictures" in again
-    assert recalls(again) == recalls(output(runs[RETRIEVAL]))
-
-
-def test_other_fingerprint_is_refused(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    """An index is not searched with vectors of another layer: one line says so and what to do."""
-    run = runs[OTHER_LAYER]
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.strip().startswith("refused: the index has fingerprint ")
-    assert "--rebuild" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
 def test_pictures_are_drawn_again(folder: Folder, runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
     """The script that draws the pictures gives the pixels of those that are kept."""
     assert output(runs[DRAW]).splitlines() == ["digit.png: a 2", "digit-0.png: a 0"]
@@ -211,15 +150,14 @@ def test_pictures_are_drawn_again(folder: Folder, runs: dict[str, subprocess.Com
             assert np.array_equal(np.asarray(drawn), np.asarray(Image.open(io.BytesIO(kept))))
 
 
-@pytest.mark.parametrize("command", [PYTHON, RETRIEVAL])
-def test_no_server(folder: Folder, command: str) -> None:
+def test_no_server(folder: Folder) -> None:
     """``--url`` outranks the environment, and without a server a script says in one line how to start one."""
-    run = folder.run(f"{command} --url {NO_SERVER}")
+    run = folder.run(f"{PYTHON} --url {NO_SERVER}")
     assert run.returncode == 1
     assert run.stderr == "no layertap answers there: start one with `make serve`, or name it with --url\n"
 
 
 def test_no_torch(folder: Folder) -> None:
     """A client needs no torch."""
-    code = "import sys; sys.path[:0] = ['examples']; import extract, retrieval; sys.exit('torch' in sys.modules)"
+    code = "import sys; sys.path[:0] = ['examples']; import extract; sys.exit('torch' in sys.modules)"
     output(folder.run(f'.venv/bin/python -c "{code}"'))
