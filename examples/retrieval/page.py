@@ -15,7 +15,7 @@ from vectors import VectorFile
 SIDE = 160  # pixels of a picture on the page
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif }
-body { margin: 2rem auto; max-width: 75rem; padding: 0 1rem }
+body { margin: 2rem auto; max-width: 84rem; padding: 0 1rem }
 section { display: flex; gap: 1.5rem; border-top: 1px solid #8884; padding: 1.2rem 0 }
 ol { display: flex; flex-wrap: wrap; gap: 1rem; list-style: none; margin: 0; padding: 0 }
 figure { margin: 0; width: 8rem }

@@ -42,6 +42,7 @@ def run_document(path: Path, project: Project) -> None:
 @needs_curl
 def test_readme(project: Project) -> None:
     """The README's two commands and five things to do run as printed; the Grad-CAM has light in every colour."""
+    project.run(".venv/bin/python examples/pictures.py out/pictures")
     run_document(ROOT / "README.md", project)
     with Image.open(project.path / "cam.png") as picture:
         assert picture.size == (320, 320)
