@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +16,40 @@ from layertap_client.arrays import Array
 from layertap_client.bodies import ExtractOptions, check_options
 from layertap_client.embedding import Batch, BatchOutcome, Embedded, EmbeddingScheduler
 from layertap_client.errors import Fault
+from layertap_client.exchange import Session
 from layertap_client.inputs import Input, to_plain
+from layertap_client.messages import Steps
 from layertap_client.operations import LayerSpecs, list_layers
+from layertap_client.operations import models as list_models
 from layertap_client.pace import Pace
 from layertap_client.progress import show_progress
 from layertap_client.tables import make_table
 
-if TYPE_CHECKING:
-    from layertap_client.client import AsyncClient, Client
-
 TIMEOUT_S = 600.0  # for one batch with all attempts: a restart or an upgrade of the server is waited for
 ATTEMPT_S = 30.0  # beyond the server's own deadline: then a connection is dead
 NOT_TAKEN = ("on_error", "format")
+T = TypeVar("T")
+
+
+class Driver(Protocol):
+    """What a client has of its own."""
+
+    session: Session
+    connections: int
+
+
+class BlockingDriver(Driver, Protocol):
+    """A client that waits for what it does."""
+
+    def perform(self, steps: Steps[T]) -> T:
+        """Do step after step, and give what they come to."""
+
+
+class AsyncDriver(Driver, Protocol):
+    """A client of an event loop."""
+
+    async def perform(self, steps: Steps[T]) -> T:
+        """Do step after step, and give what they come to."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,10 +135,10 @@ def join(embedded: list[Embedded]) -> Embeddings:
 
 
 def stream(
-    client: Client, inputs: Iterable[Input], layers: LayerSpecs | None, progress: bool | None, options: Any
+    client: BlockingDriver, inputs: Iterable[Input], layers: LayerSpecs | None, progress: bool | None, options: Any
 ) -> Generator[Embedded, None, None]:
     """Embed by threads, each of which performs one batch at a time."""
-    scheduler = make_scheduler(client, client.models().limits, layers, options)
+    scheduler = make_scheduler(client, client.perform(list_models(client.session)).limits, layers, options)
     source = iter(inputs)
     running: set[Future[BatchOutcome]] = set()
     done = 0
@@ -140,14 +162,14 @@ def stream(
 
 
 async def stream_async(
-    client: AsyncClient,
+    client: AsyncDriver,
     inputs: Iterable[Input] | AsyncIterable[Input],
     layers: LayerSpecs | None,
     progress: bool | None,
     options: Any,
 ) -> AsyncGenerator[Embedded, None]:
     """Embed by tasks, one for each batch."""
-    scheduler = make_scheduler(client, (await client.models()).limits, layers, options)
+    scheduler = make_scheduler(client, (await client.perform(list_models(client.session))).limits, layers, options)
     source = aiter(inputs) if isinstance(inputs, AsyncIterable) else iter(inputs)
     running: set[asyncio.Task[BatchOutcome]] = set()
     finished: set[asyncio.Task[BatchOutcome]] = set()
@@ -183,7 +205,7 @@ async def _pull(scheduler: EmbeddingScheduler, source: Iterator[Input] | AsyncIt
 
 
 def make_scheduler(
-    client: Client | AsyncClient, limits: Mapping[str, float], layers: LayerSpecs | None, options: Mapping[str, Any]
+    client: Driver, limits: Mapping[str, float], layers: LayerSpecs | None, options: Mapping[str, Any]
 ) -> EmbeddingScheduler:
     """A scheduler within a server's limits; TypeError for options that embedding does not have."""
     check_options(options, ExtractOptions, "embed")
