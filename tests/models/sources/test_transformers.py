@@ -112,6 +112,8 @@ def test_every_layer(tmp_path: Path, name: str) -> None:
     plain = getattr(transformers, json.loads((tmp_path / "config.json").read_text())["architectures"][0])
     rows = FAMILIES[name]()
     module = plain.from_pretrained(tmp_path).eval()
+    for parameter in module.parameters():  # aligned as ours are: on some machines bits depend on where a file has them
+        parameter.data = parameter.data.clone()
     module.config.use_cache = False
     expected = record(module, **rows)
     found = everything(loaded(tmp_path), rows)
