@@ -42,12 +42,13 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "int8"),
     "normalize": (True, False),
     "encoding": ("list", "base64"),
-    "verify": (True,),
-    "isolated": (True,),
-    "probe": (True,),
+    "verify": (True, False),
+    "isolated": (True, False),
+    "probe": (True, False),
     "on_error": ("skip", "fail"),
     "priority": ("interactive", "bulk"),
 }
+METHODS = ("grad_cam", "saliency", "attention_rollout")
 SERVED = configured(net("gated", "Gated"), *NETS)
 SETTINGS = {"max_loaded_models": 20, "max_batch_rows": 1}
 STATISTICS = (["mean"], ["std"], ["min", "max"], ["max", "min"], ["histogram", "nonfinite"], True)
@@ -96,7 +97,7 @@ def draw_body(random: Random) -> Json:
 
 def draw_explanation(random: Random) -> Json:
     """What a request for a map asks for."""
-    method = random.choice(("grad_cam", "grad_cam", "saliency", "attention_rollout"))
+    method = random.choice(METHODS)
     layer = {"layer": random.choice(("block1", "block2", "head"))} if random.random() < 0.5 else {}
     objective = {"objective": random.choice(OBJECTIVES)} if random.random() < 0.5 else {}
     inputs = [image(random.choice(PICTURES)) for _ in range(random.randint(1, 2))]
@@ -122,6 +123,27 @@ def draw_request(random: Random) -> Json:
             return {"url": "/extract", "files": files, "data": {"request": request}, "params": {"format": form}}
         case _:
             return {"url": "/extract", "json": draw_body(random), "params": {"format": form}}
+
+
+def change_request(random: Random, request: Json) -> Json:
+    """Another request that differs in one thing that it asks for."""
+    body: Json = request["json"]
+    choices = {"interventions": [[each] for each in CHANGES], "objective": OBJECTIVES, **OPTIONS}
+    name = next(
+        (name for name in ("interventions", "objective", "method") if name in body), random.choice(list(OPTIONS))
+    )
+    others = [value for value in choices.get(name, METHODS) if value != body.get(name)]
+    return request | {"json": body | {name: random.choice(others)}}
+
+
+def draw_requests(random: Random, count: int) -> list[Json]:
+    """So many requests; many of them are alike but for one thing."""
+    requests: list[Json] = []
+    while len(requests) < count:
+        requests.append(draw_request(random))
+        while "json" in requests[-1] and random.random() < 0.6:
+            requests.append(change_request(random, requests[-1]))
+    return requests
 
 
 def read_reply(reply: httpx.Response) -> tuple[int, bytes, dict[str, str]]:
@@ -154,10 +176,10 @@ def test_as_without_a_cache(keeping: Live, plain: Live, seed: int) -> None:
     What is sent again sooner than room runs out is a hit.
     """
     random = Random(seed)
-    requests = [draw_request(random) for _ in range(60)]
+    requests = draw_requests(random, 80)
     expected = [read_reply(plain.client.post(**request)) for request in requests]
-    assert sum(status == 200 for status, _, _ in expected) > 30
-    assert len({content for _, content, _ in expected}) > 35
+    assert sum(status == 200 for status, _, _ in expected) > 25
+    assert len({content for _, content, _ in expected}) > 25
     order = [number for number in range(len(requests)) for _ in range(3)]
     random.shuffle(order)
     results: list[str] = []
@@ -167,14 +189,14 @@ def test_as_without_a_cache(keeping: Live, plain: Live, seed: int) -> None:
             assert read_reply(reply) == expected[number], requests[number]
             results.append(reply.headers["server-timing"].partition('cache;desc="')[2].rstrip('"'))
         assert keeping.engine.answers.used_bytes <= keeping.engine.answers.max_bytes
-    assert results.count("hit") > 30
-    assert results.count("miss") > 30
+    assert results.count("hit") > 25
+    assert results.count("miss") > 25
 
 
 def test_many_at_once(keeping: Live, plain: Live) -> None:
     """So it is with many clients at once, some of whom wait for what others have asked."""
     random = Random(7)
-    requests = [draw_request(random) for _ in range(40)]
+    requests = draw_requests(random, 40)
     expected = [read_reply(plain.client.post(**request)) for request in requests]
     order = [number for number in range(len(requests)) for _ in range(6)]
     with ThreadPoolExecutor(8) as pool:
