@@ -41,6 +41,7 @@ class AnswerCache:
         self._executor = executor
         self._answers: OrderedDict[Key, Features] = OrderedDict()
         self._computing: dict[Key, asyncio.Future[Outcome]] = {}
+        self._copying_bytes = 0  # of those used, what copies take that are being made
 
     async def get_or_compute(
         self, key: Key, compute: Callable[[], Awaitable[Features]], deadline: float
@@ -64,9 +65,11 @@ class AnswerCache:
                 return await compute(), "miss"
 
     def forget(self, generation: int) -> None:
-        """Let go what a model gave that was loaded then."""
+        """Let go what a model gave that was loaded then, and keep nothing that it is still giving."""
         for key in [key for key in self._answers if key[0] == generation]:
             self.used_bytes -= measure(self._answers.pop(key))
+        for key in [key for key in self._computing if key[0] == generation]:
+            del self._computing[key]
 
     async def _compute(self, key: Key, compute: Callable[[], Awaitable[Features]]) -> Features:
         computing = self._computing[key] = asyncio.get_running_loop().create_future()
@@ -77,38 +80,45 @@ class AnswerCache:
                 outcome = "refused"
             else:
                 outcome = features
-                await self._keep(key, features)
+                await self._keep(key, features, computing)
         except RetryLaterError:
             raise
         except Exception:
             outcome = "refused"
             raise
         finally:
-            del self._computing[key]
+            if self._computing.get(key) is computing:
+                del self._computing[key]
             computing.set_result(outcome)
         return features
 
-    async def _keep(self, key: Key, features: Features) -> None:
+    async def _keep(self, key: Key, features: Features, computing: asyncio.Future[Outcome]) -> None:
         """Keep features that have a place here; where there is no memory for a copy they are not kept."""
         size = measure(features)
-        if size > self.max_bytes or not features.content:
+        if size > self.max_bytes - self._copying_bytes or not features.content:
             return
         self.used_bytes += size  # before there is a copy
-        while self.used_bytes > self.max_bytes and self._answers:
+        while self.used_bytes > self.max_bytes:
             _, oldest = self._answers.popitem(last=False)
             self.used_bytes -= measure(oldest)
-        kept = None
+        self._copying_bytes += size
+        is_kept = False
         try:
-            if size <= SHORT_COPY:
-                kept = _copy(features)
-            else:
-                kept = await asyncio.get_running_loop().run_in_executor(self._executor, _copy, features)
+            kept = await self._copy(features, size)
+            is_kept = self._computing.get(key) is computing  # else its model has gone meanwhile
+            if is_kept:
+                self._answers[key] = kept
         except MemoryError:
             return
         finally:
-            if kept is None:
+            self._copying_bytes -= size
+            if not is_kept:
                 self.used_bytes -= size
-        self._answers[key] = kept
+
+    async def _copy(self, features: Features, size: int) -> Features:
+        if size <= SHORT_COPY:
+            return _copy(features)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, _copy, features)
 
 
 def measure(features: Features) -> int:

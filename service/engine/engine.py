@@ -19,6 +19,7 @@ from layertap.service.engine.job import make_job
 from layertap.service.engine.job_maker import JobMaker
 from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.model_manager import ModelManager
+from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.request_digest import digest_request
@@ -67,22 +68,22 @@ class Engine:
         if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
             return await compute()
         worker = await self.manager.get_worker(request.model, admission.deadline)
-        digest = partial(digest_request, request, worker.content)
-        short = admission.nbytes <= SHORT_BODY
-        content = digest() if short else await self.run_in_thread(digest, admission.deadline)
+        with self.metrics.get_statistics(worker.name).measure_lookup() as lookup:
+            content = await self._digest(request, worker, admission)
 
-        async def compute_named() -> Features:
-            features = await compute()
-            # A model that was unloaded meanwhile, and loaded again, may be another.
-            is_current = self.manager.workers.get(worker.name) is worker
-            return replace(features, content=content) if is_current else features
+            async def compute_named() -> Features:
+                with lookup.compute():
+                    features = await compute()
+                # Inputs that failed may not again; a model that was unloaded, and loaded again, may be another.
+                is_named = not features.errors and self.manager.workers.get(worker.name) is worker
+                return replace(features, content=content) if is_named else features
 
-        key = (worker.generation, content)
-        features, result = await self.answers.get_or_compute(key, compute_named, admission.deadline)
+            key = (worker.generation, content)
+            features, result = await self.answers.get_or_compute(key, compute_named, admission.deadline)
+            if result != "miss":
+                admission.reserve_bytes(features.nbytes)
         self.metrics.count_cached(result)
         request.timings.notes["cache"] = result
-        if result != "miss":
-            admission.reserve_bytes(features.nbytes)
         return features
 
     async def extract_parts(self, request: ExtractRequest, admission: Admission) -> list[Features]:
@@ -137,6 +138,11 @@ class Engine:
         """Finish what was submitted, then end all threads."""
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _digest(self, request: ExtractRequest, worker: ModelWorker, admission: Admission) -> str:
+        digest = partial(digest_request, request, worker.content)
+        short = admission.nbytes <= SHORT_BODY
+        return digest() if short else await self.run_in_thread(digest, admission.deadline)
 
     async def _extract(self, request: ExtractRequest, admission: Admission) -> Features:
         parts = await self.extract_parts(request, admission)

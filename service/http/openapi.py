@@ -71,7 +71,9 @@ COMMON = [
     _make_parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
     _make_json_parameter("target", {"type": "array", "items": {"type": "number"}, "minItems": 1}),
     _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
+    _make_parameter("If-None-Match", {"type": "string", "description": "the ETag of a reply that you have"}, "header"),
 ]
+ETAG = {"ETag": {"description": "of this answer, where answers are kept", "schema": {"type": "string"}}}
 
 
 def _make_operation(
@@ -98,9 +100,11 @@ def _make_operation(
                     "X-Layertap-Skipped": {
                         "description": "the places of the inputs that were left out, where some were: 1,4",
                         "schema": {"type": "string"},
-                    }
+                    },
+                    **ETAG,
                 },
             },
+            "304": {"description": "You have this answer, by If-None-Match; no body", "headers": ETAG},
             "400": describe_problem("Not JSON, or broken multipart"),
             "401": describe_problem("A key is missing or not known"),
             "404": describe_problem("Unknown model"),

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -94,11 +95,11 @@ async def receive(
 
 
 async def encode_response(
-    features: Features, request: ExtractRequest, engine: Engine, deadline: float, if_none_match: str | None = None
+    features: Features, request: ExtractRequest, engine: Engine, deadline: float, sent: Headers
 ) -> Response:
-    """Features as a reply: 304 where the client says that it has them, by ``If-None-Match``."""
+    """Features as a reply: 304 where the client says that it has them, in the headers that it ``sent``."""
     headers = describe_features(features)
-    if is_known(if_none_match, features):
+    if is_known(sent, features.content):
         return Response(status_code=304, headers=headers)
     reply = request.reply
     with request.timings.step("encode"):
@@ -112,7 +113,7 @@ async def encode_response(
 
 def describe_features(features: Features) -> dict[str, str]:
     """What the head of a reply says of its features."""
-    headers = make_headers(features.fingerprint, features.errors) | make_etag(features)
+    headers = make_headers(features.fingerprint, features.errors) | make_etag(features.content)
     if features.verified:
         headers["X-Layertap-Verified"] = "true"
     if features.warnings:

@@ -11,7 +11,10 @@ UNKNOWN = Duration()  # what nobody measures is 0
 
 
 def describe_statistics(name: str, statistics: ModelStatistics) -> Json:
-    """Counts, and durations in nanoseconds; of batches only the forward itself is measured."""
+    """Counts, and durations in nanoseconds; of batches only the forward itself is measured.
+
+    As the protocol says, hits are successes and count in the queue, but are no inferences and no part of what computes.
+    """
     batches = sorted(dict(statistics.batches).items())
     return {
         "name": name,
@@ -23,8 +26,8 @@ def describe_statistics(name: str, statistics: ModelStatistics) -> Json:
             "success": _describe(statistics.answered),
             "fail": _describe(statistics.failed),
             **{theirs: _describe(statistics.steps[ours]) for theirs, ours in STEPS.items()},
-            "cache_hit": _describe(UNKNOWN),
-            "cache_miss": _describe(UNKNOWN),
+            "cache_hit": _describe(statistics.hits),
+            "cache_miss": _describe(statistics.misses),
         },
         "batch_stats": [
             {

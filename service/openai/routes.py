@@ -15,6 +15,7 @@ from layertap.service.features import Features, join_features
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.entity_tag import digest_form, is_known, make_etag
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import make_headers, receive
@@ -41,7 +42,11 @@ async def create_embeddings(request: Request) -> Response:
         with parsed.extract.timings.step("encode"):
             encode = partial(_encode, features, parsed)
             fingerprint, data = await engine.run_in_thread(encode, admission.deadline)
-        return Response(data, media_type="application/json", headers=make_headers(fingerprint, ()))
+        content = digest_form((part.content for part in features), parsed.model_id, parsed.dimensions)
+        headers = make_headers(fingerprint, ()) | make_etag(content)
+        if is_known(request.headers, content):
+            return Response(status_code=304, headers=headers)
+        return Response(data, media_type="application/json", headers=headers)
 
 
 ROUTE = PlainRoute("/v1/embeddings", create_embeddings)

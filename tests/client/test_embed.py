@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +24,18 @@ from tests.service.support import Array, configured, net, picture, raw
 
 PICTURES = [picture(seed, size=(20 + seed % 7, 24)) for seed in range(60)]
 Embed = Callable[..., list[lt.Embedded]]
+Hide = Callable[..., None]
+
+
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch) -> Hide:
+    """Has Python find no package of a name, as where it is not installed."""
+
+    def by_name(*names: str) -> None:
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return by_name
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -235,16 +249,45 @@ def test_another_model(embed: Embed) -> None:
             embed(server.url, rows, "linear", model="m")
 
 
-def test_progress(live: Live, capfd: pytest.CaptureFixture[str]) -> None:
-    """A bar where one is wanted, on the stream for errors; none otherwise."""
-    with lt.Client(live.url) as client:
-        client.embed([*PICTURES[:3], b"x"], progress=True).collect()
-        shown = capfd.readouterr()
-        client.embed(PICTURES[:3]).collect()
-        silent = capfd.readouterr()
+@pytest.mark.parametrize(("missing", "failed"), [((), "1 failed"), (("rich",), "failed=1")], ids=["rich", "tqdm"])
+def test_progress(
+    embed: Embed, live: Live, capfd: pytest.CaptureFixture[str], hide: Hide, missing: tuple[str, ...], failed: str
+) -> None:
+    """A bar where one is wanted, by rich or tqdm, on the stream for errors; none otherwise."""
+    hide(*missing)
+    embed(live.url, [*PICTURES[:3], b"x"], progress=True)
+    shown = capfd.readouterr()
+    embed(live.url, PICTURES[:3])
+    embed(live.url, PICTURES[:3], progress=False)
+    silent = capfd.readouterr()
     assert shown.out == silent.out == silent.err == ""
+    assert "embedding" in shown.err
     assert "4/4" in shown.err
-    assert "1 failed" in shown.err
+    assert failed in shown.err
+
+
+@pytest.mark.parametrize("missing", [(), ("rich",)], ids=["rich", "tqdm"])
+def test_progress_without_an_end(
+    live: Live, capfd: pytest.CaptureFixture[str], hide: Hide, missing: tuple[str, ...]
+) -> None:
+    """Of a source whose length nobody knows the bar counts; it ends where the caller takes no more."""
+    hide(*missing)
+    with lt.Client(live.url) as client:
+        stream = client.embed(itertools.cycle(PICTURES), progress=True)
+        for _ in range(100):
+            next(stream)
+        stream.close()
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert re.search(r"embedding.*[1-9]\d", shown.err, re.DOTALL)
+    assert shown.err.endswith("\n")
+
+
+def test_no_library_for_progress(embed: Embed, live: Live, capfd: pytest.CaptureFixture[str], hide: Hide) -> None:
+    """Where neither library is there, nothing is shown and all is embedded."""
+    hide("rich", "tqdm")
+    assert len(embed(live.url, PICTURES[:3], progress=True)) == 3
+    assert capfd.readouterr() == ("", "")
 
 
 def simulate(pace: Pace, rate: Callable[[int, int], float], batches: int) -> None:

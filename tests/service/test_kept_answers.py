@@ -2,24 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from openai import OpenAI
 
 from layertap.models.spec import ModelSpec
 from tests.server import Live
+from tests.service import nets_http
 from tests.service.conftest import Serve
 from tests.service.gated_server import gated_module, post_rows, wait_until
 from tests.service.nets_http import Touchy
-from tests.service.support import ROW, Json, arrays_of, configured, image, net, npy, picture, problem, raw, rows
+from tests.service.oip.support import connect as connect_triton
+from tests.service.oip.support import make_input, make_outputs, read_outputs
+from tests.service.support import (
+    ROW,
+    Json,
+    arrays_of,
+    configured,
+    image,
+    net,
+    npy,
+    picture,
+    problem,
+    raw,
+    rows,
+    same,
+    tensor,
+    text64,
+)
 
-PICTURE = image(picture(1))
+PNG = picture(1)
+PICTURE = image(PNG)
+
+
+def uri(data: bytes) -> str:
+    """A picture as OpenAI's clients send it."""
+    return f"data:image/png;base64,{text64(data)}"
+
+
+def count_cached(live: Live) -> dict[str, int]:
+    """How many requests were looked up, by what became of it, as ``/metrics`` has it."""
+    found = re.findall(r'layertap_cache_requests_total{result="(\w+)"} (\d+)', live.client.get("/metrics").text)
+    return {result: int(count) for result, count in found}
+
+
+@contextmanager
+def serve_picture() -> Iterator[tuple[str, bytearray]]:
+    """A host that shows a picture, and the picture, which may be changed."""
+    shown = bytearray()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "image/png")
+            self.send_header("Content-Length", str(len(shown)))
+            self.end_headers()
+            self.wfile.write(shown)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}", shown
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +124,136 @@ def test_not_modified(keeping: Live) -> None:
     problem(bad, 422)
 
 
+def test_no_tag_of_a_part(keeping: Live) -> None:
+    """An answer with inputs left out has no tag: another time they may be there."""
+    body: Json = {"layers": ["head"], "on_error": "skip", "inputs": [PICTURE, image(b"broken")]}
+    for _ in range(2):
+        reply = keeping.client.post("/extract", json=body, headers={"if-none-match": "*"})
+        assert (reply.status_code, reply.headers["x-layertap-skipped"]) == (200, "1")
+        assert "etag" not in reply.headers
+
+
+def test_several_fields(keeping: Live) -> None:
+    """Tags may come in several fields of a head, which mean one list."""
+    body: Json = {"layers": ["head"], "inputs": [PICTURE]}
+    tag = keeping.client.post("/extract", json=body).headers["etag"]
+    fields = [("if-none-match", '"other"'), ("if-none-match", tag)]
+    assert keeping.client.post("/extract", json=body, headers=fields).status_code == 304
+
+
+EMBEDDINGS: Json = {"model": "digits", "input": uri(PNG)}
+ROWS: Json = {"name": "x", "shape": [2, 4], "datatype": "FP32", "data": [1, 2, 3, 4, 5, 6, 7, 8]}
+INFERENCE: Json = {"id": "a", "inputs": [ROWS], "outputs": [{"name": "linear"}, {"name": "linear:input"}]}
+BEHIND: Json = {"outputs": [{"name": "linear", "parameters": {"binary_data": True}}, {"name": "linear:input"}]}
+DIALECTS: dict[str, tuple[str, Json, list[Json]]] = {  # a request, and others whose replies differ
+    "explain": (
+        "/explain",
+        {"method": "saliency", "inputs": [PICTURE]},
+        [{"objective": {"class": 1}}, {"method": "grad_cam"}],
+    ),
+    "openai": (
+        "/v1/embeddings",
+        EMBEDDINGS,
+        [{"dimensions": 8}, {"model": "digits:pool"}, {"input": [uri(PNG)] * 2}, {"encoding_format": "base64"}],
+    ),
+    "open inference": (
+        "/v2/models/gated/infer",
+        INFERENCE,
+        [{"id": "b"}, {"id": ""}, BEHIND, {"parameters": {"binary_data_output": True}}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_every_route(keeping: Live, live: Live, name: str) -> None:
+    """Each route that computes gives hits, in bytes that are those of the first reply, and 304 to who has that reply.
+
+    What differs in no more than its form has another tag.
+    """
+    url, body, others = DIALECTS[name]
+
+    def ask(**more: Any) -> httpx.Response:
+        return keeping.client.post(url, json=body, **more)
+
+    replies = [ask(), ask()]
+    assert [get_result(reply) for reply in replies] == ["miss", "hit"]
+    assert replies[0].content == replies[1].content == live.client.post(url, json=body).content
+    tag = replies[0].headers["etag"]
+    assert replies[1].headers["etag"] == tag
+    assert tag.startswith('W/"')
+    known = ask(headers={"if-none-match": tag})
+    assert (known.status_code, known.content, known.headers["etag"]) == (304, b"", tag)
+    assert known.headers["x-layertap-fingerprint"] == replies[0].headers["x-layertap-fingerprint"]
+    tags = {tag}
+    for other in others:
+        reply = keeping.client.post(url, json=body | other, headers={"if-none-match": tag})
+        assert reply.status_code == 200
+        tags.add(reply.headers["etag"])
+    assert len(tags) == 1 + len(others)
+    assert "etag" not in live.client.post(url, json=body).headers
+
+
+def test_clients_of_other_protocols(keeping: Live) -> None:
+    """Their own clients get on a hit what they got before."""
+    with OpenAI(base_url=f"{keeping.url}/v1", api_key="any", max_retries=0) as client:
+        before, after = (
+            client.embeddings.with_raw_response.create(model="digits", input=uri(PNG), dimensions=5) for _ in range(2)
+        )
+    assert get_result(after) == "hit"
+    assert before.parse() == after.parse()
+    data = [make_input("x", rows(3))]
+    with connect_triton(keeping) as client:
+        first, second = (
+            client.infer("gated", data, request_id=f"{number}", outputs=make_outputs("linear", ".:input"))
+            for number in range(2)
+        )
+    assert [each.get_response()["id"] for each in (first, second)] == ["0", "1"]
+    assert same(read_outputs(first), read_outputs(second))
+    assert same(read_outputs(second), {"linear": second.as_numpy("linear"), ".:input": rows(3)})
+
+
+def test_many_parts(serve: Serve) -> None:
+    """What OpenAI's route computes part by part is kept so: of a longer list only what is new is computed."""
+    pictures = [uri(picture(seed)) for seed in range(7)]
+    with serve(cache_bytes=2**24, max_inputs=3) as live:
+
+        def ask(count: int, **headers: str) -> httpx.Response:
+            body = {"model": "digits", "input": pictures[:count]}
+            return live.client.post("/v1/embeddings", json=body, headers=headers)
+
+        six, seven = ask(6), ask(7)
+        assert seven.json()["data"][:6] == six.json()["data"]
+        assert count_cached(live) == {"hit": 2, "shared": 0, "miss": 3}
+        assert six.headers["etag"] != seven.headers["etag"]
+        assert ask(7, **{"if-none-match": seven.headers["etag"]}).status_code == 304
+        assert ask(6, **{"if-none-match": seven.headers["etag"]}).json() == six.json()
+
+
+def test_pictures_at_urls(serve: Serve) -> None:
+    """What is at a URL is fetched each time, on every route: a picture that changes is answered as it is now."""
+    with serve_picture() as (host, shown):
+        url = f"http://{host}/picture.png"
+        settings = {"allow_urls": host, "allow_private_urls": host, "cache_bytes": 2**24}
+        asked: dict[str, Callable[[Json, str], tuple[str, Json]]] = {
+            "alone": lambda entry, _: ("/extract", {"layers": ["head"], "inputs": [entry]}),
+            "beside others": lambda entry, _: ("/extract", {"layers": ["head"], "inputs": [PICTURE, entry]}),
+            "skipping": lambda entry, _: ("/extract", {"layers": ["head"], "inputs": [entry], "on_error": "skip"}),
+            "explain": lambda entry, _: ("/explain", {"method": "saliency", "inputs": [entry]}),
+            "openai": lambda _, text: ("/v1/embeddings", {"model": "digits", "input": text}),
+            "openai's list": lambda _, text: ("/v1/embeddings", {"model": "digits", "input": [uri(PNG), text]}),
+        }
+        with serve(configured(), **settings) as live:
+            for name, make in asked.items():
+                for seed in (1, 1, 2, 1):
+                    shown[:] = picture(seed)
+                    path, body = make({"url": url}, url)
+                    reply = live.client.post(path, json=body, headers={"if-none-match": "*"})
+                    path, body = make(image(bytes(shown)), uri(bytes(shown)))
+                    assert reply.json() == live.client.post(path, json=body).json(), (name, seed)
+                    assert "etag" not in reply.headers
+                    assert not get_result(reply)
+
+
 def test_one_forward(keeping: Live) -> None:
     """Equal requests at the same time are one forward; who leaves before the answer takes it from nobody."""
     module = gated_module(keeping)
@@ -85,6 +278,117 @@ def test_errors_are_not_kept(keeping: Live) -> None:
     used = keeping.engine.answers.used_bytes
     assert [keeping.client.post("/extract", **request).status_code >= 400 for _ in range(2)] == [True, True]
     assert keeping.engine.answers.used_bytes == used
+
+
+@pytest.mark.parametrize("path", ["/extract", "/v2/models/gated/infer"])
+def test_keys_and_rates(serve: Serve, path: str) -> None:
+    """An answer that is kept is given to whoever has a key, and as often as the key may ask."""
+    body = (
+        INFERENCE if path.startswith("/v2") else {"model": "gated", "layers": ["linear"], "inputs": [tensor(rows()[0])]}
+    )
+    keys = {"api_keys": ("first", "second"), "key_rate": 1e-6, "key_burst": 3}
+    with serve(configured(net("gated", "Gated")), **keys, cache_bytes=2**24) as live:
+
+        def ask(key: str, **headers: str) -> httpx.Response:
+            return live.client.post(path, json=body, headers={"x-api-key": key, **headers})
+
+        first = ask("first")
+        assert get_result(first) == "miss"
+        known = {"if-none-match": first.headers["etag"]}
+        for key in ("", "third"):
+            for headers in ({}, known, {"if-none-match": "*"}):
+                reply = ask(key, **headers)
+                assert reply.status_code == 401
+                assert not get_result(reply)
+                assert "etag" not in reply.headers
+        assert [ask("first", **headers).status_code for headers in ({}, known)] == [200, 304]
+        for headers in ({}, known):
+            reply = ask("first", **headers)
+            assert (reply.status_code, int(reply.headers["retry-after"]) > 0) == (429, True)
+        assert (ask("second").content, get_result(ask("second"))) == (first.content, "hit")
+
+
+def test_limits_hold(keeping: Live) -> None:
+    """Where there is no room for a kept answer's bytes in the queue it is refused as one that is computed would be."""
+    body: Json = {"layers": ["block1"], "inputs": [PICTURE] * 4}
+    assert keeping.client.post("/extract", json=body).status_code == 200
+    room = keeping.engine.settings.max_queue_bytes - 100_000
+    with keeping.engine.admission.admit(math.inf) as admission:
+        admission.reserve_bytes(room)
+        problem(keeping.client.post("/extract", json=body), 429, seconds=True)
+    assert get_result(keeping.client.post("/extract", json=body)) == "hit"
+
+
+@contextmanager
+def saved_model(serve: Serve, folder: Path, factory: str) -> Iterator[tuple[Live, Callable[[float], None]]]:
+    """A server that keeps answers of a model of four numbers, and what gives its file weights of one value."""
+    file = folder / "weights.pth"
+    module = getattr(nets_http, factory)()
+
+    def save(value: float) -> None:
+        torch.save({name: torch.full_like(each, value) for name, each in module.state_dict().items()}, file)
+
+    save(0.0)
+    source = f"python:tests.service.nets_http:{factory}"
+    spec = ModelSpec("file", source, weights=str(file), device="cpu", inputs=(ROW,))
+    with serve(configured(spec), cache_bytes=2**20, workers=0) as live:
+        yield live, save
+
+
+def test_other_weights_on_every_route(serve: Serve, tmp_path: Path) -> None:
+    """After a model was loaded from other weights no route gives what the ones before gave, nor calls it unchanged."""
+    line = tensor(np.ones(4, np.float32))
+    requests: dict[str, Json] = {
+        "/extract": {"model": "file", "layers": ["linear"], "inputs": [line]},
+        "/v2/models/file/infer": {
+            "inputs": [ROWS | {"shape": [1, 4], "data": [1, 1, 1, 1]}],
+            "outputs": [{"name": "linear"}],
+        },
+    }
+    with saved_model(serve, tmp_path, "Gated") as (live, save):
+        for path, body in requests.items():
+            save(0.0)
+            live.client.post("/models/file/unload")
+            before = [live.client.post(path, json=body) for _ in range(2)]
+            save(1.0)
+            assert live.client.post("/models/file/unload").status_code == 200
+            known = {"if-none-match": before[0].headers["etag"]}
+            after = [live.client.post(path, json=body, headers=known) for _ in range(2)]
+            assert [get_result(reply) for reply in before + after] == ["miss", "hit"] * 2
+            assert [reply.status_code for reply in after] == [200, 200]
+            assert "0.0" in before[1].text
+            assert "5.0" in after[1].text
+            assert "5.0" not in before[1].text
+            assert after[0].content == after[1].content
+
+
+def test_unloaded_while_it_answers(serve: Serve, tmp_path: Path) -> None:
+    """Of a model that is asked to go while it answers nothing is kept; what is asked then is of what is loaded next."""
+    body: Json = {"model": "file", "layers": ["linear"], "inputs": [tensor(np.ones(4, np.float32))]}
+
+    def ask() -> float:
+        reply = live.client.post("/extract", json=body)
+        assert reply.status_code == 200, reply.text
+        return float(arrays_of(reply)["linear"][0, 0])
+
+    with saved_model(serve, tmp_path, "Gated") as (live, save), ThreadPoolExecutor(4) as pool:
+        module = gated_module(live, "file")
+        module.gate.clear()
+        try:
+            early = [pool.submit(ask)]
+            assert module.entered.wait(60)
+            used = live.engine.admission.used_bytes
+            early.append(pool.submit(ask))
+            wait_until(lambda: live.engine.admission.used_bytes > used)
+            unloading = pool.submit(live.client.post, "/models/file/unload")
+            wait_until(lambda: live.engine.manager.workers["file"].stopping)
+            save(1.0)
+        finally:
+            module.gate.set()
+        assert unloading.result().status_code == 200
+        assert [each.result() for each in early] == [0.0, 0.0]
+        assert live.engine.answers.used_bytes == 0
+        assert [ask(), ask()] == [5.0, 5.0]
 
 
 def test_other_weights(serve: Serve, tmp_path: Path) -> None:

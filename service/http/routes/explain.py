@@ -26,8 +26,7 @@ async def explain(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, admission):
         features = await explanations.explain(engine, parsed, admission)
-        if_none_match = request.headers.get("if-none-match")
-        return await encode_response(features, parsed, engine, admission.deadline, if_none_match)
+        return await encode_response(features, parsed, engine, admission.deadline, request.headers)
 
 
 ROUTE = PlainRoute("/explain", explain)

@@ -39,8 +39,7 @@ async def extract(request: Request) -> Response:
         if parsed.probe:
             prober: Prober = request.app.state.prober
             features = await prober.add_probes(features, parsed, admission.deadline)
-        if_none_match = request.headers.get("if-none-match")
-        return await encode_response(features, parsed, engine, admission.deadline, if_none_match)
+        return await encode_response(features, parsed, engine, admission.deadline, request.headers)
 
 
 ROUTE = PlainRoute("/extract", extract)

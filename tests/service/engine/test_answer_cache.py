@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -163,6 +165,54 @@ def test_forgotten(pool: ThreadPoolExecutor) -> None:
         for generation, expected in ((2, "hit"), (1, "miss")):
             key = (generation, "a")
             assert (await cache.get_or_compute(key, giving(answer(1), calls), time.monotonic() + FAR))[1] == expected
+
+    run(ask())
+
+
+@contextmanager
+def busy(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Keep a pool of one thread from doing anything, until the block ends."""
+    free = threading.Event()
+    pool.submit(free.wait, FAR)
+    try:
+        yield
+    finally:
+        free.set()
+
+
+def test_bounded_while_copying(pool: ThreadPoolExecutor) -> None:
+    """Large answers that are copied at the same time have no more room than others; one that finds none is given."""
+    cache, calls = AnswerCache(7 * MIB, pool), list[int]()
+
+    async def ask() -> None:
+        await get(cache, 0, giving(answer(0), calls))
+        with busy(pool):
+            tasks = [
+                asyncio.create_task(get(cache, number, giving(answer(number, MIB), calls))) for number in (1, 2, 3)
+            ]
+            await settle()
+            assert [task.done() for task in tasks] == [False, True, True]
+            assert cache.used_bytes <= cache.max_bytes
+        assert [(await task)[1] for task in tasks] == ["miss"] * 3
+        assert cache.used_bytes == measure(answer(0)) + measure(answer(1, MIB))
+        results = [(await get(cache, number, giving(answer(number, MIB), calls)))[1] for number in (0, 1, 2)]
+        assert results == ["hit", "hit", "miss"]
+
+    run(ask())
+
+
+def test_forgotten_while_copying(pool: ThreadPoolExecutor) -> None:
+    """A model that goes while an answer of its is copied takes that along too."""
+    cache, calls = AnswerCache(8 * MIB, pool), list[int]()
+
+    async def ask() -> None:
+        with busy(pool):
+            tasks = [asyncio.create_task(get(cache, 1, giving(answer(1, MIB), calls))) for _ in range(2)]
+            await settle()
+            cache.forget(1)
+        assert [(await task)[1] for task in tasks] == ["miss", "shared"]
+        assert cache.used_bytes == 0
+        assert (await get(cache, 1, giving(answer(1, MIB), calls)))[1] == "miss"
 
     run(ask())
 

@@ -248,6 +248,43 @@ def test_compression(live: Live, client: Any, packed: str | None, asked: str | N
         assert same(read_outputs(found), native(live, *LAYERS))
 
 
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_packed_replies(live: Live, coding: str, binary: bool) -> None:
+    """A reply in JSON is packed for whoever asks for that, and holds what it holds unpacked; bytes are never packed."""
+    request = {"name": "image", "shape": [1, 3, 32, 32], "datatype": "FP32", "data": PIXELS[0].reshape(-1).tolist()}
+    sent = body(request, outputs=[{"name": "block3"}], parameters={"binary_data_output": binary})["content"]
+    plain, packed = (
+        live.client.post("/v2/models/digits/infer", content=sent, headers={"accept-encoding": accepted})
+        for accepted in ("identity", coding)
+    )
+    assert "content-encoding" not in plain.headers
+    assert packed.headers.get("content-encoding") == (None if binary else coding)
+    assert packed.content == plain.content
+    assert (packed.num_bytes_downloaded < plain.num_bytes_downloaded) == (not binary)
+    assert packed.headers.get(HEADER) == plain.headers.get(HEADER)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_client_gets_packed_replies(live: Live, capsys: pytest.CaptureFixture[str], binary: bool) -> None:
+    """The client's own way to ask for packed replies, with a packed body, gets them; it reads the same numbers."""
+    found = []
+    with triton.InferenceServerClient(live.url.removeprefix("http://"), verbose=True) as client:
+        for coding in (None, "gzip"):
+            result = client.infer(
+                "digits",
+                [make_input("image", PIXELS[:1], binary=binary)],
+                outputs=make_outputs("block3", binary=binary),
+                request_compression_algorithm=coding,
+                response_compression_algorithm=coding,
+            )
+            is_packed = "'content-encoding': 'gzip'" in capsys.readouterr().out  # it shows the head that it got
+            assert is_packed == (coding is not None and not binary)
+            found.append(read_outputs(result))
+    assert same(*found)
+    assert same(found[0], native(live, "block3", rows=PIXELS[:1]))
+
+
 def test_not_finite(typed: Live) -> None:
     """What is not finite is null in JSON, and comes through as bytes."""
     rows = np.array([[1, 0, -1]], np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.gated_server import hold_model, post_rows
+from tests.service.gated_server import gated_module, hold_model, post_rows
 from tests.service.oip.support import connect, make_bytes, make_input, make_outputs, read_error
 from tests.service.support import configured, net, picture
 from tests.transformers_nets import saved, tokenizer
@@ -197,6 +198,56 @@ def test_statistics(serve: Serve) -> None:
     assert sum(each["compute_infer"]["count"] for each in after["batch_stats"]) == after["execution_count"]
     assert {each["batch_size"] for each in after["batch_stats"]} <= {1, 2, 3}
     assert [each["name"] for each in every] == ["digits", "gated"]
+
+
+def test_statistics_of_kept_answers(serve: Serve) -> None:
+    """Answers that are kept count as Triton's own do: hits are successes, but nothing of what computes.
+
+    Where an equal request is being computed, who waits for it is a hit.
+    """
+    with serve(configured(net("gated", "Gated")), cache_bytes=2**20) as live, connect(live) as client:
+        rows = [make_input("x", ROWS)]
+        for _ in range(3):
+            client.infer("gated", rows)
+        (kept,) = client.get_inference_statistics("gated")["model_stats"]
+        module = gated_module(live)
+        module.gate.clear()
+        module.entered.clear()
+        with ThreadPoolExecutor(3) as pool:
+            try:
+                pending = [pool.submit(post_rows, live)]
+                assert module.entered.wait(60)
+                pending.append(pool.submit(post_rows, live))
+                pending.append(pool.submit(post_rows, live, timeout="0.3"))
+                assert pending[2].result().status_code == 504
+            finally:
+                module.gate.set()
+            assert [each.result().status_code for each in pending[:2]] == [200, 200]
+        with pytest.raises(InferenceServerException):
+            client.infer("gated", rows, outputs=make_outputs("nowhere"))
+        (after,) = client.get_inference_statistics("gated")["model_stats"]
+
+    def count(found: Any, *names: str) -> list[int]:
+        return [found["inference_stats"][name]["count"] for name in names]
+
+    computing = ("compute_input", "compute_infer", "compute_output")
+    assert count(kept, "success", "queue", "cache_hit", "cache_miss", *computing) == [3, 3, 2, 1, 1, 1, 1]
+    assert (kept["inference_count"], kept["execution_count"]) == (3, 1)
+    times = {name: each["ns"] for name, each in kept["inference_stats"].items()}
+    assert 0 < times["cache_hit"] < times["success"]
+    assert times["cache_miss"] > 0
+    assert count(after, "success", "queue", "cache_hit", "cache_miss", *computing) == [5, 5, 3, 2, 2, 2, 2]
+    assert count(after, "fail") == [2]
+    assert (after["inference_count"], after["execution_count"]) == (4, 2)
+    assert after["last_inference"] >= kept["last_inference"] > 0
+
+
+def test_statistics_without_kept_answers(live: Live, client: Any) -> None:
+    """Where none are kept there are no hits, and no misses."""
+    for _ in range(2):
+        client.infer("gated", [make_input("x", ROWS)])
+    (found,) = client.get_inference_statistics("gated")["model_stats"]
+    assert found["inference_stats"]["cache_hit"] == found["inference_stats"]["cache_miss"] == {"count": 0, "ns": 0}
 
 
 def test_not_in_the_document(live: Live) -> None:
