@@ -1,4 +1,4 @@
-"""A job that a server answers, which is killed meanwhile and started anew: the job waits, goes on, and loses nothing."""
+"""A job whose server is killed meanwhile and started anew: it waits, goes on, and loses nothing."""
 
 from __future__ import annotations
 
