@@ -2,7 +2,7 @@
 
 Fresh processes in turn, over one folder of JPEGs: the loop that one writes by hand (one process, a thread for each
 core, Pillow, torchvision's transforms, a hook, one npy in the end) and a bulk job with its digests, parts and Parquet.
-Both are timed from a model that is loaded and has run once until the file is on the disk; nothing is imported then.
+Both are timed after a run over a twentieth of the pictures, until the file is on the disk: no start-up, no import.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from bench.machine import STAT, described, get_cpu_shares, parse_cpu_times
+from bench.machine import CpuMeter, described
 from bench.serving.pictures import QUALITY, written
+from bench.serving.server import get_cpu_seconds
 from bench.startup import spread
 
-BATCHES = (4, 8, 16, 32, 64)  # of the loop, which takes the quickest
+BATCHES = (4, 8, 16, 32)  # of the loop, which takes the quickest
 TRIED = 20  # one of so many pictures, for each of these
 Figures = dict[str, float]
 Embed = Callable[[Iterable[bytes]], torch.Tensor]
@@ -63,10 +64,24 @@ class Case:
 
 
 CASES = {
-    "digits": Case("digits", "pool", 64, 12_000),
-    "mobilenet": Case("mobilenet_v3_small", "avgpool", 224, 3000),
-    "mobilenet-large": Case("mobilenet_v3_small", "avgpool", None, 3000),
+    "digits": Case("digits", "pool", 64, 4000),
+    "mobilenet": Case("mobilenet_v3_small", "avgpool", 224, 1200),
+    "mobilenet-large": Case("mobilenet_v3_small", "avgpool", None, 1200),
 }
+
+
+class Watch:
+    """Seconds from now on, CPU seconds of this process and all that it started, and who else used the cores."""
+
+    def __init__(self) -> None:
+        self._get_cpu_seconds = partial(get_cpu_seconds, os.getpid())
+        self._meter = CpuMeter(self._get_cpu_seconds)
+        self._cpu_s, self._started = self._get_cpu_seconds(), time.perf_counter()
+
+    def read(self) -> Figures:
+        """All of it until now."""
+        seconds = time.perf_counter() - self._started
+        return {"seconds": seconds, "cpu_s": self._get_cpu_seconds() - self._cpu_s, **self._meter.get_shares()}
 
 
 def make_folder(folder: Path, case: Case) -> None:
@@ -145,7 +160,6 @@ def run_loop(folder: Path, case: Case) -> Figures:
 
 def run_bulk(folder: Path, case: Case) -> Figures:
     """A bulk job."""
-    from layertap.service.bulk.arrow import import_parquet
     from layertap.service.bulk.bulk import Destination, Job, run
     from layertap.service.bulk.job import Question, Rows
     from layertap.service.bulk.local import LocalExtractor
@@ -159,18 +173,18 @@ def run_bulk(folder: Path, case: Case) -> Figures:
         def advance(self, rows: Rows) -> None:
             pass
 
-    question, source = Question(case.model, (case.layer,), "mean"), str(folder / "pictures")
-    job = Job(question, source, Destination.parse(folder / "bulk.parquet", None))
+    question, few = Question(case.model, (case.layer,), "mean"), folder / "few.txt"
+    few.write_text("".join(f"{path}\n" for path in sorted((folder / "pictures").iterdir())[: case.images // TRIED]))
 
     async def embed() -> Figures:
         config = folder / "models.json" if case.config else None
         extractor = LocalExtractor(create_configured_engine(config, workers=None))
         try:
-            await extractor.outline(question)
-            import_parquet()  # is start-up, as torch is
-            started, used = time.perf_counter(), _get_cpu_seconds()
-            await run(job, extractor, partial(open_source, source), Silent())
-            return {"seconds": time.perf_counter() - started, "cpu_s": _get_cpu_seconds() - used}
+            for source, out in ((few, "few.parquet"), (folder / "pictures", "bulk.parquet")):
+                job = Job(question, str(source), Destination.parse(folder / out, None))
+                watch = Watch()
+                await run(job, extractor, partial(open_source, str(source)), Silent())
+            return watch.read()
         finally:
             await extractor.close()
 
@@ -181,19 +195,18 @@ SIDES: Mapping[str, Callable[[Path, Case], Figures]] = {"loop": run_loop, "bulk"
 
 
 def measure(side: str, folder: Path, name: str) -> Figures:
-    """A side in a process of its own, and how much of the cores the host took away in its life."""
+    """A side in a process of its own; of the cores' time, what the host took (``steal``) and what others used."""
     if side == "bulk":
-        (folder / "bulk.parquet").unlink(missing_ok=True)
-    before = parse_cpu_times(STAT.read_text())
+        for left in ("few.parquet", "bulk.parquet"):
+            (folder / left).unlink(missing_ok=True)
     words = [sys.executable, "-m", "bench.bulk", "--side", side, "--folder", str(folder), "--cases", name]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    steal = get_cpu_shares(before, parse_cpu_times(STAT.read_text()), 0.0)["steal"]
     figures, images = json.loads(done.stdout), CASES[name].images
     rates = {
         "per_s": round(images / figures.pop("seconds"), 1),
         "cpu_ms": round(1000 * figures.pop("cpu_s") / images, 3),
     }
-    return {**rates, **figures, "steal": steal}
+    return {**rates, **figures}
 
 
 def check_same(folder: Path, layer: str) -> float:
@@ -205,8 +218,8 @@ def check_same(folder: Path, layer: str) -> float:
     return float(np.abs(loop - bulk).max() / np.abs(loop).max())
 
 
-def compare(name: str, rounds: int) -> dict[str, Any]:
-    """Rounds of one case, the sides in turn."""
+def compare(name: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """Rounds of one case, the sides in turn: after each round what all until then gave."""
     case, taken = CASES[name], []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / name
@@ -215,20 +228,27 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
             order = list(SIDES) if number % 2 == 0 else list(reversed(SIDES))
             taken.append({side: measure(side, folder, name) for side in order})
             print(name, taken[-1], file=sys.stderr)
-        deviation = check_same(folder, case.layer)
+            yield {"title": case.title, "deviation": check_same(folder, case.layer), **summarize(taken)}
+
+
+def summarize(taken: list[dict[str, Figures]]) -> dict[str, Any]:
+    """Medians and ranges of rounds, and of their ratios."""
     figures = {
-        side: {which: spread([each[side][which] for each in taken]) for which in ("per_s", "cpu_ms", "steal")}
+        side: {which: spread([each[side][which] for each in taken]) for which in ("per_s", "cpu_ms", "steal", "others")}
         for side in SIDES
     }
-    ratio = spread([each["bulk"]["per_s"] / each["loop"]["per_s"] for each in taken])
-    return {"title": case.title, "deviation": deviation, "ratio": ratio, **figures, "rounds": taken}
+    ratios = {
+        name: spread([each["bulk"][which] / each["loop"][which] for each in taken])
+        for name, which in (("ratio", "per_s"), ("cpu_ratio", "cpu_ms"))
+    }
+    return {**ratios, **figures, "rounds": taken}
 
 
 def main() -> None:
     """Cases, one after another."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["digits", "mobilenet"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -236,16 +256,18 @@ def main() -> None:
     if chosen.side:
         print(json.dumps(SIDES[chosen.side](chosen.folder, CASES[chosen.cases[0]])))
         return
-    machine = described()
-    results = {name: compare(name, chosen.rounds) for name in chosen.cases}
+    machine, results = described(), dict[str, Any]()
+    for name in chosen.cases:
+        for result in compare(name, chosen.rounds):
+            results[name] = result
+            if chosen.json:  # what there is, should the next round be cut short
+                chosen.json.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
     table = Table("", "", "images a second", "CPU-ms an image", "ratio", title="Median (range)")
     for name, result in results.items():
         for side in SIDES:
             shown = [_format(result[side][which]) for which in ("per_s", "cpu_ms")]
             table.add_row(name, side, *shown, _format(result["ratio"]) if side == "bulk" else "")
     Console().print(table)
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
 
 
 def _format(figures: Figures) -> str:
@@ -257,17 +279,10 @@ def _cut(files: Iterator[Path], size: int) -> Iterator[list[Path]]:
         yield batch
 
 
-def _get_cpu_seconds() -> float:
-    """Of this process and all that it started."""
-    from bench.serving.server import get_cpu_seconds
-
-    return get_cpu_seconds(os.getpid())
-
-
 def _time(function: Callable[[], object]) -> Figures:
-    started, used = time.perf_counter(), _get_cpu_seconds()
+    watch = Watch()
     function()
-    return {"seconds": time.perf_counter() - started, "cpu_s": _get_cpu_seconds() - used}
+    return watch.read()
 
 
 if __name__ == "__main__":
