@@ -225,7 +225,7 @@ def compare(name: str, rounds: int) -> Iterator[dict[str, Any]]:
         folder = Path(temporary) / name
         make_folder(folder, case)
         for number in range(rounds):
-            order = list(SIDES) if number % 2 == 0 else list(reversed(SIDES))
+            order = list(SIDES)[:: 1 if number % 2 == 0 else -1]
             taken.append({side: measure(side, folder, name) for side in order})
             print(name, taken[-1], file=sys.stderr)
             yield {"title": case.title, "deviation": check_same(folder, case.layer), **summarize(taken)}
