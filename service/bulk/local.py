@@ -56,6 +56,8 @@ class LocalExtractor:
             embedding=embedding,
             on_error="skip",
             isolated=True,  # the same bits every time
+            decode_with_batch=True,  # other batches keep the other workers busy, and no row crosses between processes
+            priority="bulk",
         )
         try:
             with self._engine.admission.admit(_make_deadline()) as admission:

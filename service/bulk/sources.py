@@ -77,7 +77,7 @@ def _skipped(key: str) -> Entry:
 
 
 def _is_picture(name: str) -> bool:
-    return Path(name).suffix.lower() in SUFFIXES
+    return os.path.splitext(name)[1].lower() in SUFFIXES  # noqa: PTH122  (a tenth of a Path's time, for every file)
 
 
 def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:
@@ -97,11 +97,11 @@ def _walk(top: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Pa
                 raise
             yield str(folder.relative_to(top)), folder
             continue
+        start = "" if folder == top else f"{folder.relative_to(top)}{os.sep}"
         for entry in entries:
-            path = Path(entry.path)
-            name = str(path.relative_to(top))
+            name = start + entry.name
             if is_wanted(name) and not _is_folder(entry, follow_symlinks=True):
-                yield name, path
+                yield name, Path(entry.path)
         waiting += [Path(entry.path) for entry in reversed(entries) if _is_folder(entry, follow_symlinks=False)]
 
 

@@ -171,7 +171,7 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
 
     None where they are to be decoded first: those of which some have options of their own, or whose own size decides
     the size of their rows; and, side by side, a few pictures, whose forwards run one after another on all cores, and
-    several that share their forwards with nobody, which are as large as memory allows.
+    several that share their forwards with nobody, which are as large as memory allows (``decode_with_batch`` excepted).
     """
     pictures = tuple(item for _, item in items if isinstance(item, ImageItem))
     preprocess = planned.inputs.preprocess
@@ -180,8 +180,11 @@ def make_encoded_job(planned: PlannedRequest, items: Items, make_job: Callable[.
     if not known or not planned.worker.executor.decodes_batches or not len(pictures) == len(items) == planned.rows:
         return None
     job = make_job({}, encoded=pictures)
-    one_after_another = job.queued.runs_alone or are_few_rows(job.queued.queue, job.rows)
-    return None if job.rows > 1 and one_after_another else job
+    if job.queued.runs_alone:
+        side_by_side = not planned.request.decode_with_batch
+    else:
+        side_by_side = are_few_rows(job.queued.queue, job.rows)
+    return None if job.rows > 1 and side_by_side else job
 
 
 def split_evenly(items: Sequence[LocalItem], slots: int, limit: int) -> list[Sequence[LocalItem]]:

@@ -74,6 +74,7 @@ class ExtractRequest:
     ``items`` carry their places in the request; ``faults`` are of inputs that were already left out; ``resume`` names
     the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for before
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
+    ``decode_with_batch`` has its pictures decoded where such a forward runs: for one who keeps all slots busy anyway;
     ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
     ``input_options`` has what some inputs want of their own, by their places: each input is then a job of its own.
     """
@@ -90,6 +91,7 @@ class ExtractRequest:
     faults: tuple[Fault, ...] = ()
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
+    decode_with_batch: bool = False
     verify: bool = False
     probe: bool = False
     dry_run: bool = False

@@ -129,3 +129,18 @@ def test_a_refusal_of_every_picture(tmp_path: Path) -> None:
     """What is refused though it is alone, and for no picture's sake, is no row: the job ends, and may go on later."""
     with pytest.raises(RequestError, match="no such layer"):
         run(tmp_path, "r")
+
+
+def test_broken_pictures_with_workers(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes give the bits and the reasons that threads give, also in batches with broken pictures."""
+    source = tmp_path / "source"
+    write_pictures(source, 80)
+    for name in ("00003.jpg", "00006.jpg", "sub/00079.png"):
+        (source / name).write_bytes((source / name).read_bytes()[:200])
+    for workers in ("0", "2"):
+        monkeypatch.setenv("LAYERTAP_WORKERS", workers)
+        done = command("bulk", source, "--layers", "block2,pool", "--pool", "mean", "--out", tmp_path / workers)
+        assert done.status == 1
+    threads, processes = (read(tmp_path / workers / "part-000000000000.parquet") for workers in ("0", "2"))
+    assert threads == processes
+    assert sum(error is not None for error in threads["error"]) == 3

@@ -1,0 +1,49 @@
+"""Files are read whole, up to a limit, whatever size they are said to have."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from layertap.service.inputs.files import FileError, read_regular_file
+
+LIMIT = 32 * 2**20
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000])
+def test_within_the_limit(tmp_path: Path, size: int) -> None:
+    """All bytes are there."""
+    data = bytes(number % 251 for number in range(size))
+    (tmp_path / "a").write_bytes(data)
+    assert read_regular_file(tmp_path / "a", 1000) == read_regular_file(tmp_path / "a") == data
+
+
+def test_beyond_the_limit(tmp_path: Path) -> None:
+    """One byte more is refused."""
+    (tmp_path / "a").write_bytes(bytes(1001))
+    with pytest.raises(FileError, match="more than 1000 bytes"):
+        read_regular_file(tmp_path / "a", 1000)
+
+
+def test_a_file_without_a_size() -> None:
+    """What the system makes as it is read has the size 0, and is read whole; the limit counts what comes."""
+    path = Path("/proc/self/mountinfo")
+    whole = path.read_bytes()
+    assert path.stat().st_size == 0
+    assert read_regular_file(path, LIMIT) == whole
+    with pytest.raises(FileError, match="more than 10 bytes"):
+        read_regular_file(path, 10)
+
+
+def test_memory(tmp_path: Path) -> None:
+    """A small file takes little memory, however large it might be."""
+    (tmp_path / "a").write_bytes(bytes(1000))
+    tracemalloc.start()
+    try:
+        read_regular_file(tmp_path / "a", LIMIT)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
