@@ -12,6 +12,7 @@ import httpx
 
 from layertap_client import operations
 from layertap_client.bodies import ExtractOptions
+from layertap_client.errors import InputError
 from layertap_client.exchange import RetryPolicy, Session
 from layertap_client.inputs import Input
 from layertap_client.messages import Failure, Reply, Send, Step, Steps, Wait
@@ -247,10 +248,13 @@ class AsyncClient:
 
 
 def make_options(url: str, api_key: str | None, connections: int, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of httpx's clients."""
+    """The arguments of httpx's clients; InputError for a key that can't be sent, which httpx would show and retry."""
     # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
     headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
     if api_key is not None:
+        key = str(api_key)
+        if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
+            raise InputError("the API key is empty, or has blanks, line breaks or other characters that none can have")
         headers["Authorization"] = f"Bearer {api_key}"
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     return {"base_url": url, "headers": headers, "limits": limits, **given}

@@ -43,7 +43,7 @@ class RemoteExtractor:
 
     async def outline(self, question: Question) -> Outline:
         """What answers will be like, as the server tells; LayertapError."""
-        limits = (await self._get("/models"))["limits"]
+        limits = (await self._get("/models", "limits"))["limits"]
         self.max_rows = min(MAX_ROWS, limits["max_inputs"], limits["max_queue_rows"])
         self.max_batch_bytes = limits["max_body_bytes"] - OVERHEAD_BYTES - PART_BYTES * self.max_rows
         self.max_picture_bytes = self.max_batch_bytes
@@ -75,8 +75,9 @@ class RemoteExtractor:
     async def _ask_outline(self, question: Question) -> Outline:
         body = {key: value for key, value in _write_question(question).items() if key in OF_PROBE}
         query = {**body, "layers": ",".join(question.layers)} if question.layers else body
-        name = question.model or (await self._get("/models"))["default"]
-        probed = await self._get(f"/models/{name}/probe", {key: _write(value) for key, value in query.items()})
+        name = question.model or (await self._get("/models", "default"))["default"]
+        params = {key: _write(value) for key, value in query.items()}
+        probed = await self._get(f"/models/{name}/probe", "receipts", params)
         reply = await self._send("POST", "/extract", params={"dry_run": "true"}, json=_write_question(question))
         if reply.status_code != httpx.codes.OK:
             raise _make_error(self._url, reply)
@@ -95,14 +96,19 @@ class RemoteExtractor:
         if now.fingerprint != self._outline.fingerprint:
             raise LayertapError(f"{self._url} has another model than before", hint="begin anew with --restart")
 
-    async def _get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
+    async def _get(self, path: str, needed: str, params: Mapping[str, str] | None = None) -> Any:
+        """A document that has the field ``needed``; LayertapError."""
         reply = await self._send("GET", path, params=params)
         if reply.status_code != httpx.codes.OK:
             raise _make_error(self._url, reply)
         try:
-            return reply.json()
+            document = reply.json()
         except ValueError:
-            raise LayertapError(f"{self._url} does not answer as a layertap server does") from None
+            document = None
+        if not isinstance(document, dict) or needed not in document:
+            hint = "the address is the server's own, without /v1 or /v2 behind it"
+            raise LayertapError(f"{self._url} does not answer as a layertap server does", hint=hint)
+        return document
 
     async def _post(self, question: Question, entries: Sequence[Entry]) -> httpx.Response:
         fields = {**_write_question(question), "on_error": "skip", "isolated": True, "priority": "bulk"}

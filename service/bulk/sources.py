@@ -209,8 +209,12 @@ def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
     from layertap.service.bulk.arrow import import_parquet
 
     parquet = import_parquet()
-    with parquet.ParquetFile(path) as file:
-        chosen, count = _choose_column(path, file.schema_arrow, column), file.metadata.num_rows
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema, count = file.schema_arrow, file.metadata.num_rows
+    except (OSError, ValueError) as error:
+        raise LayertapError(f"{path} can't be read: {error}") from error
+    chosen = _choose_column(path, schema, column)
 
     def iterate(skip: int) -> Iterator[Entry]:
         number = 0

@@ -51,30 +51,33 @@ def bulk(
     The same command goes on where it was interrupted, however that was. Pictures that can't be used are rows with a
     reason; the exit status is 1 then.
     """
-    from layertap.service.bulk.bulk import Destination, Job, find_complete, remove
+    from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question
 
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
     question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
     job = Job(question, source, Destination.parse(out, layout), column)
-    if restart:
-        remove(job.destination)
-    summary = find_complete(job)
+    summary = None if restart else find_complete(job)
     if summary is None:
-        summary = asyncio.run(_run(job, url, config))
+        summary = asyncio.run(_run(job, url, config, restart=restart))
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result", markup=False)
     if summary.errors:
         raise typer.Exit(1)
 
 
-async def _run(job: Job, url: str | None, config: Path | None) -> Summary:
-    from layertap.service.bulk.bulk import run
+async def _run(job: Job, url: str | None, config: Path | None, *, restart: bool) -> Summary:
+    from layertap.service.bulk.bulk import remove, run
     from layertap.service.bulk.sources import open_source
 
-    open_source(job.source, 1, job.column)  # before a model is loaded
+    # Before a model is loaded.
+    if next(open_source(job.source, 1, job.column).iterate(0), None) is None:
+        raise LayertapError(f"there are no pictures in {job.source}")
     extractor = _create_extractor(url, config)
     try:
+        if restart:  # once it is sure that the question has an answer: what is there may have taken a night
+            await extractor.outline(job.question)
+            remove(job.destination)
         with _Reporter() as reporter:
             return await run(job, extractor, partial(open_source, job.source, column=job.column), reporter)
     finally:
@@ -86,7 +89,10 @@ def _create_extractor(url: str | None, config: Path | None) -> Extractor:
         from layertap.service.bulk.remote import RemoteExtractor
 
         tell = partial(stderr.print, markup=False, highlight=False, soft_wrap=True)
-        return RemoteExtractor(url, os.environ.get(KEY_VARIABLE), tell)
+        key = os.environ.get(KEY_VARIABLE)
+        if key and not (key.isascii() and key.isprintable()):
+            raise LayertapError(f"{KEY_VARIABLE} has characters that no header can hold", hint="mind line breaks")
+        return RemoteExtractor(url, key, tell)
     with show_status("loading torch"):
         from layertap.service.bulk.local import LocalExtractor
 

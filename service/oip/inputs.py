@@ -43,7 +43,7 @@ def read_items(bodies: Sequence[TensorBody], rest: memoryview, settings: Setting
     if make_item is None:
         hint = " or ".join(f"'{name}'" for name in READERS)
         raise RequestError(f"no input {escape(body.name)} is of datatype {BYTES}", hint=f"name it {hint}")
-    if body.shape[1:] not in ([], [1]) or not prod(body.shape):
+    if not body.shape or body.shape[1:] not in ([], [1]) or not prod(body.shape):
         raise RequestError(f"{body.name}: shape {body.shape} is not taken", hint="send shape [N, 1] or [N]")
     check_count(body.shape[0], settings)
     return tuple((row, make_item(element)) for row, element in enumerate(_read(body, read_elements, piece)))

@@ -78,6 +78,15 @@ def test_keys(open_client: Any) -> None:
             open_client(live.url, api_key="user-key").load("digits")
 
 
+@pytest.mark.parametrize("key", ["", "schlüssel", "secret-key\n", " secret-key", "secret\nX-Other: 1"])
+@pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
+def test_keys_that_no_header_holds(cls: Any, key: str) -> None:
+    """They are refused at once, in words that do not show them: httpx would, and it would be tried again."""
+    with pytest.raises(lt.InputError) as caught:
+        cls("http://127.0.0.1:1", api_key=key)
+    assert "secret" not in str(caught.value)
+
+
 def test_load_and_unload(client: Any) -> None:
     """An administrator's calls give the model as it is then."""
     assert client.load("gated").state == "ready"

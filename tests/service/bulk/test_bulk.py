@@ -207,6 +207,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "no such pool": (("{folder}", "--layers", "pool", "--pool", "avg", "--out", "o.parquet"), "use one of"),
     "no such model": (("{folder}", "--model", "digit", "--out", "o.parquet"), "did you mean 'digits'"),
     "no pictures": (("{empty}", "--out", "o.parquet"), "no pictures"),
+    "a table that is none": (("broken.parquet", "--out", "o.parquet"), "broken.parquet can't be read"),
     "a format of folders": (("{folder}", "--out", "o.parquet", "--format", "npy"), "--out o"),
     "a gradient": (("{folder}", "--layers", "pool:grad_output", "--out", "o.parquet"), "objective"),
     "no server": (("{folder}", "--out", "o.parquet", "--url", "nonsense"), "no address of a server"),
@@ -218,6 +219,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
 def test_mistakes(command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """A mistake is one line that says what to type, and status 2."""
     (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.parquet").write_text("PAR1")
     monkeypatch.chdir(tmp_path)
     words, says = MISTAKES[case]
     done = command("bulk", *(word.format(folder=folder, empty=tmp_path / "empty") for word in words))

@@ -42,6 +42,18 @@ def test_restart_keeps_what_is_of_others(command: Command, folder: Path, tmp_pat
     assert file.read_bytes() == kept
 
 
+@pytest.mark.parametrize("words", [("nowhere",), ("{empty}",), ("{folder}", "--layers", "block9")])
+def test_restart_of_what_cannot_be(command: Command, folder: Path, tmp_path: Path, words: Sequence[str]) -> None:
+    """``--restart`` with a mistake beside it takes nothing away: what is there took a night, perhaps."""
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out.parquet"
+    assert command("bulk", folder, "--out", out).status == 0
+    before = out.read_bytes()
+    named = (word.format(folder=folder, empty=tmp_path / "empty") for word in words)
+    assert command("bulk", *named, "--out", out, "--restart").status == 2
+    assert out.read_bytes() == before
+
+
 def test_restart_in_a_folder(command: Command, folder: Path, tmp_path: Path) -> None:
     """What somebody put beside a job's files stays there."""
     out = tmp_path / "out"

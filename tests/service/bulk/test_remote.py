@@ -54,3 +54,16 @@ def test_a_key(command: Command, serve: Serve, folder: Path, tmp_path: Path, mon
         assert command(*words, live.url).status == 0
         done = command("bulk", folder / "*.jpg", *WORDS, "--out", tmp_path / "other.parquet")
         assert (done.status, "LAYERTAP_API_KEY: there is no such setting" in done.notes) == (2, True)
+
+
+def test_addresses_and_keys_that_cannot_be(
+    command: Command, live: Live, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address that OpenAI's clients take, and a key that no header can hold, are told in words; no key is shown."""
+    words = ("bulk", folder, "--out", tmp_path / "out.parquet", "--url")
+    done = command(*words, f"{live.url}/v1")
+    assert (done.status, "without /v1" in " ".join(done.notes.split())) == (2, True)
+    for key in ("schlüssel", "one\ntwo"):
+        monkeypatch.setenv("LAYERTAP_API_KEY", key)
+        done = command(*words, live.url)
+        assert (done.status, "LAYERTAP_API_KEY" in done.notes, key in done.notes) == (2, True, False)

@@ -124,6 +124,7 @@ BAD_PICTURES: list[tuple[str, Json, str]] = [
     ("huge length", body(PICTURE | {"parameters": {"binary_data_size": 4}}, data=b"\xff" * 4), "cut off"),
     ("too many elements", body(PICTURE | {"parameters": {"binary_data_size": 8}}, data=b"\0" * 8), "4 bytes are left"),
     ("another shape", body(PICTURE | {"shape": [1, 2], "data": ["a", "b"]}), "[N, 1]"),
+    ("no axis", body(PICTURE | {"shape": [], "data": ["a"]}), "[N, 1]"),
     ("no elements", body(PICTURE | {"shape": [0], "data": []}), "[N, 1]"),
     ("numbers for strings", body(PICTURE | {"data": [1]}), "strings"),
     ("another name", body(PICTURE | {"name": "image", "data": ["a"]}), "'encoded_image'"),
