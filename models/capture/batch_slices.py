@@ -128,15 +128,6 @@ def unpack(data: Tensor, like: Iterable[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def join_parts(capture: Capture, parts: list[ReducedTensor]) -> ReducedTensor:
-    """A request's rows from several forwards as those of one; what is the same for all rows is there once."""
-    if len(parts) == 1 or capture.tensor.row_axis is None:
-        return parts[0]
-    values = torch.cat([part.values for part in parts], dim=capture.rows_axis)
-    scales = [scale for part in parts if (scale := part.scale) is not None]
-    return ReducedTensor(values, torch.cat(scales) if scales else None)
-
-
 def _is_exact(capture: Capture) -> bool:
     """Whether a result's numbers are the captured ones, and none is made of several."""
     reduction = capture.reduction

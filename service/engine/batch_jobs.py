@@ -30,10 +30,9 @@ def make_forward_batch(batch: Batch, jobs: Jobs, first: int = 0) -> ForwardBatch
     for each in batch.slices[first:]:
         job = jobs[each.request]
         inputs = {name: value[each.start : each.stop] for name, value in job.inputs.items()}
-        whole = each.rows == each.request.rows
         encoded = job.encoded[each.start : each.stop]
         place = places[each.request]
-        slices.append(ForwardSlice(place, each.start, each.stop, inputs, job.spec, whole, encoded, job.first_row))
+        slices.append(ForwardSlice(place, each.start, each.stop, inputs, job.spec, job.joined, encoded, job.first_row))
     unsplittable = batch.slices[0].request.unsplittable
     padded_rows = None if unsplittable else batch.queue.padded_rows
     deadline = max(request.deadline for request in jobs)

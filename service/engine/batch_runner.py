@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from layertap.models.capture.batch_slices import BatchActivations, RequestSlice
-from layertap.models.capture.reduction import clone_reduced
 from layertap.models.devices import memory, threads, transfer
 from layertap.models.errors import LayertapError, OutOfMemoryError, clear_tracebacks, out_of_memory_error
 from layertap.models.loaded_model import LoadedModel
@@ -21,7 +20,6 @@ from layertap.service.engine.forward_batch import (
     ForwardBatch,
     ForwardSlice,
     ForwardSpec,
-    Results,
     SliceResult,
 )
 from layertap.service.engine.futures import wrap_error
@@ -137,7 +135,7 @@ class BatchRunner:
                 each.place,
                 each.start,
                 each.stop,
-                _ensure_owned(activations.select(request), each),
+                each.keep(each.start, each.stop, activations.select(request)),
                 start,
                 (started, computed),
                 (computed, copied),
@@ -161,13 +159,6 @@ def _refuse(slices: Sequence[ForwardSlice], error: LayertapError | RuntimeError,
 
 def _count_rows(slices: Sequence[ForwardSlice]) -> int:
     return sum(each.rows for each in slices)
-
-
-def _ensure_owned(results: Results, forward_slice: ForwardSlice) -> Results:
-    """What waits for a request's other parts must not keep its neighbours' results in memory."""
-    if forward_slice.whole:
-        return results
-    return {capture: clone_reduced(reduced) for capture, reduced in results.items()}
 
 
 def find_lasting_failure(error: BaseException, model: LoadedModel, replica: Replica) -> str:

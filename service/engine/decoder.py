@@ -71,7 +71,7 @@ class InputDecoder:
 
     async def decode_and_run(
         self, planned: PlannedRequest, items: Items, make_job: Callable[[Rows], Job], deadline: float
-    ) -> tuple[Job, list[Results]] | DecodedInputs:
+    ) -> tuple[Job, Results] | DecodedInputs:
         """A lone item that is decoded, planned and queued in one thread, with no way back to the event loop.
 
         What turns out to be something else than was planned is given back decoded, to be planned anew.
@@ -95,16 +95,14 @@ class InputDecoder:
                 planned.request.timings.add("decode", time.perf_counter() - started)
         return answer if isinstance(answer, tuple) else await self._join(planned, items, answer, deadline)
 
-    async def run_encoded(
-        self, planned: PlannedRequest, items: Items, job: Job
-    ) -> tuple[Job, list[Results]] | DecodedInputs:
+    async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, Results] | DecodedInputs:
         """The results of pictures that are decoded with their batches; raises what ``decode`` does.
 
         Where one of several can't be, the others are given back decoded, or why not: who sent them is told of each.
         """
         try:
-            (parts,) = await self._scheduler.run([job])
-            return job, parts
+            (results,) = await self._scheduler.run([job])
+            return job, results
         except UndecodedError as error:
             refused = 0 if len(items) == 1 else error.row
             items = [(place, error.refusal if row == refused else item) for row, (place, item) in enumerate(items)]

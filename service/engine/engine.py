@@ -35,7 +35,7 @@ from layertap.service.settings import Settings
 
 T = TypeVar("T")
 SHORT_BODY = 2**16  # bytes that are digested in about the time that a way to another thread and back takes
-Answer = tuple[Job, list[Results]]  # with what its forwards gave, in one part or several whose rows follow each other
+Answer = tuple[Job, Results]  # with what its forwards gave
 
 
 class Engine:
@@ -189,7 +189,7 @@ class Engine:
         for job, _ in answers:
             self.metrics.count_answered(job.model, job.rows)
         collect = partial(_collect, answers)
-        if len(answers) == len(answers[0][1]) == 1:
+        if len(answers) == 1:
             return collect()
         return await self.run_in_thread(collect, deadline)
 

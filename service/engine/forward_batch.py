@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.compiled.compiled_plan import CompiledPlan
@@ -15,7 +15,7 @@ from layertap.models.selection.plan import Capture, Plan
 from layertap.service.engine.rows import Rows
 from layertap.service.inputs.items import ImageItem
 
-Results = Mapping[Capture, ReducedTensor]
+Results = dict[Capture, ReducedTensor]
 Interval = tuple[float, float]
 
 
@@ -47,9 +47,10 @@ class UndecodedError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class ForwardSlice:
-    """Rows ``start`` to ``stop`` of the job at a place among those of a batch; ``whole``: these are all it has.
+    """Rows ``start`` to ``stop`` of the job at a place among those of a batch.
 
-    ``inputs`` holds just these rows; in their place there may be the pictures that become them, ``encoded``.
+    ``joined`` takes their results to those of its other rows. ``inputs`` holds just these rows; in their place there
+    may be the pictures that become them, ``encoded``.
     ``first_row`` is the number in the request of the job's first row.
     """
 
@@ -58,7 +59,7 @@ class ForwardSlice:
     stop: int
     inputs: Rows
     spec: ForwardSpec
-    whole: bool = True
+    joined: JoinedRows | None = None
     encoded: tuple[ImageItem, ...] = ()
     first_row: int = 0
 
@@ -71,7 +72,11 @@ class ForwardSlice:
         """Some of its rows, by their numbers in the request."""
         first, last = start - self.start, stop - self.start
         inputs = {name: value[first:last] for name, value in self.inputs.items()}
-        return replace(self, start=start, stop=stop, inputs=inputs, whole=False)
+        return replace(self, start=start, stop=stop, inputs=inputs)
+
+    def keep(self, start: int, stop: int, results: Results) -> Results:
+        """The job's results, with those of some of these rows among them."""
+        return results if self.joined is None else self.joined.add(start, stop, results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +105,9 @@ class ForwardBatch:
 class SliceResult:
     """What became of rows ``start`` to ``stop`` of the request at a place: their results, or why there are none.
 
-    Results are in the host's memory. ``rows`` shared the forward. ``forward``, ``copy`` to the host, and ``decode``
-    where that was part of it, began and ended then, on the clock of ``time.perf_counter``, in seconds.
+    Results are in the host's memory, and may be the whole job's, with rows that are not there yet. ``rows`` shared the
+    forward. ``forward``, ``copy`` to the host, and ``decode`` where that was part of it, began and ended then, on the
+    clock of ``time.perf_counter``, in seconds.
     """
 
     place: int

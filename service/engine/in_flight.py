@@ -34,7 +34,7 @@ class InFlight:
     jobs: dict[QueuedRequest, Job] = field(default_factory=dict)
     started: bool = False
     missing: int = 0
-    parts: dict[QueuedRequest, dict[int, Results]] = field(default_factory=dict)
+    results: dict[QueuedRequest, Results] = field(default_factory=dict)
     decodes: list[Interval] = field(default_factory=list)
     forwards: list[Interval] = field(default_factory=list)
     copies: list[Interval] = field(default_factory=list)
@@ -42,13 +42,13 @@ class InFlight:
 
     def add_job(self, job: Job) -> None:
         """Wait for the results of a job, too."""
-        self.jobs[job.queued], self.parts[job.queued] = job, {}
+        self.jobs[job.queued] = job
         self.missing += job.rows
 
     def add(
         self, queued: QueuedRequest, batch: Batch, result: SliceResult
-    ) -> list[list[Results]] | LayertapError | RuntimeError | None:
-        """Keep what became of some rows; the answer where that is it: an error, or all results of each job in order."""
+    ) -> list[Results] | LayertapError | RuntimeError | None:
+        """Keep what became of some rows; the answer where that is it: an error, or each job's results."""
         self.forwards.append(result.forward)
         self.copies.append(result.copy)
         if result.decode != (0.0, 0.0):
@@ -57,9 +57,9 @@ class InFlight:
         self.notes["depth"] = f"{batch.depth:.4g}"
         if isinstance(result.results, Exception):
             return self._name_input(result.results, self.jobs[queued].place)
-        self.parts[queued][result.start] = result.results
+        self.results[queued] = result.results
         self.missing -= result.stop - result.start
-        return None if self.missing else [[parts[start] for start in sorted(parts)] for parts in self.parts.values()]
+        return None if self.missing else [self.results[each] for each in self.jobs]
 
     @staticmethod
     def _name_input(error: LayertapError | RuntimeError, place: int | None) -> LayertapError | RuntimeError:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from layertap.models import fingerprint
 from layertap.models.capture import verification
+from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.compiled.compiled_plan import CompiledPlan, find_compiled_plan
 from layertap.models.errors import Fault
 from layertap.models.inputs.text import TextSpec
@@ -68,6 +69,7 @@ def make_job(
         place=place,
         changed=plan.changed_selectors[: len(request.interventions)],
         tokens=_count_tokens(inputs, planned.inputs.text),
+        joined=JoinedRows(planned.rows),
     )
 
 

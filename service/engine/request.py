@@ -11,6 +11,7 @@ from typing import Literal
 from torch import Tensor
 
 from layertap.models import fingerprint
+from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import Fault, RequestError
 from layertap.models.labels import Labels
@@ -131,7 +132,7 @@ class Job:
     each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
     ``first_row`` is its first row's number in the request; ``place`` that of its input, where other inputs are jobs of
     their own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
-    those of its texts, padding not counted.
+    those of its texts, padding not counted. ``joined`` takes the results of its rows from several forwards.
 
     Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
@@ -154,6 +155,7 @@ class Job:
     place: int | None = None
     changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
+    joined: JoinedRows | None = None
 
     @property
     def nbytes(self) -> int:

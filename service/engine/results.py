@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from torch import Tensor
 
-from layertap.models.capture import batch_slices
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.gradients.position import describe_position, select_position
 from layertap.models.hooks.sites import GRADIENTS
@@ -20,17 +18,17 @@ from layertap.service.engine.request import Job
 from layertap.service.features import Array, Features, Receipt
 
 
-def collect_features(job: Job, parts: Sequence[Results]) -> Features:
-    """The features of a job, of what its forwards gave in the order of its rows."""
+def collect_features(job: Job, results: Results) -> Features:
+    """The features of a job, of what its forwards gave."""
     arrays: dict[str, Array] = {}
     scales: dict[str, Array] = {}
     for result in job.spec.plan.results:
-        whole = batch_slices.join_parts(result.capture, [part[result.capture] for part in parts])
+        whole = results[result.capture]
         reduction, values = result.capture.reduction, whole.values.numpy()
         arrays[result.key] = merge_rows(values, reduction.stats or ()) if reduction.over else values
         if whole.scale is not None:
             scales[result.key] = whole.scale.numpy()
-    classes = _find_classes(job, parts)
+    classes = _find_classes(job, results)
     return Features(
         model=job.model,
         fingerprint=job.fingerprint,
@@ -46,15 +44,14 @@ def collect_features(job: Job, parts: Sequence[Results]) -> Features:
     )
 
 
-def _find_classes(job: Job, parts: Sequence[Results]) -> tuple[int, ...] | None:
+def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:
     """The class of each row's highest score, where that is what is differentiated, or that of an input's own."""
     scores, objective = job.spec.plan.scores, job.spec.plan.objective
     if objective is not None and job.place is not None and isinstance(objective.objective.klass, int):
         return (objective.objective.klass,) * job.rows  # those of other inputs may be others
     if scores is None or objective is None:
         return None
-    whole = batch_slices.join_parts(scores, [part[scores] for part in parts]).values.float()
-    values, leaf = _select_scores(whole, objective)
+    values, leaf = _select_scores(results[scores].values.float(), objective)
     mask = job.inputs.get(job.mask) if job.mask else None
     if mask is not None and leaf.token_axes:  # a class for each token: what pads a text is none
         classes = values.masked_fill(~mask.bool(), -math.inf).argmax(1, keepdim=True)

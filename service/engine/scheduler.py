@@ -125,7 +125,7 @@ class Scheduler:
 
     async def decode_and_run(
         self, worker: ModelWorker, decode: Callable[[], ItemAttempts | Job], priority: Priority, deadline: float
-    ) -> ItemAttempts | tuple[Job, list[Results]]:
+    ) -> ItemAttempts | tuple[Job, Results]:
         """As ``decode``; a job that it gives is queued at once, in the same thread, and comes back with its results."""
         task = PendingDecode(priority=priority, worker=worker, decode=decode, flight=InFlight())
         with self._lock:
@@ -134,8 +134,8 @@ class Scheduler:
         answer = await self._wait(task.flight, deadline, task)
         return next(zip(task.flight.jobs.values(), answer, strict=True)) if task.flight.jobs else answer
 
-    async def run(self, jobs: Sequence[Job]) -> list[list[Results]]:
-        """The results of jobs of a request in the host's memory: of each one part, or several whose rows follow on.
+    async def run(self, jobs: Sequence[Job]) -> list[Results]:
+        """The results of jobs of a request, in the host's memory.
 
         Called on the event loop. Cancelled, or past the deadline (DeadlineError), what still waits never runs.
         """
@@ -145,7 +145,7 @@ class Scheduler:
                 raise failure_error(self.failure)
             self._queue(flight, jobs)
             self._dispatch()
-        results: list[list[Results]] = await self._wait(flight, jobs[0].queued.deadline)
+        results: list[Results] = await self._wait(flight, jobs[0].queued.deadline)
         return results
 
     async def _wait(self, flight: InFlight, deadline: float, task: PendingDecode | None = None) -> Any:

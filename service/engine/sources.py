@@ -68,7 +68,7 @@ def count_taken_bytes(job: Job) -> int:
     return sum(4 * prod(compute_part_shape(change.tensor, change.operation)) for change in _list_taking(job))
 
 
-def fill_tensors(job: Job, answers: Iterable[tuple[Job, Sequence[Results]]]) -> Job:
+def fill_tensors(job: Job, answers: Iterable[tuple[Job, Results]]) -> Job:
     """A job whose changes have what they take of others; RequestError where a text has other tokens than another."""
     if not _list_sources(job):
         return job
@@ -77,7 +77,7 @@ def fill_tensors(job: Job, answers: Iterable[tuple[Job, Sequence[Results]]]) -> 
     def fill(change: ResolvedIntervention) -> ResolvedIntervention:
         if change.source is None:
             return change
-        source, (results,) = by_place[_get_input(change)]
+        source, results = by_place[_get_input(change)]
         value = results[change.source].values
         try:
             tensor = take_part(value, change.source, change, _get_mask(source), _get_mask(job))

@@ -116,7 +116,6 @@ class SentSlice:
     stop: int
     inputs: Rows
     spec: int
-    whole: bool
     encoded: tuple[LargeBytes, ...]
     first_row: int
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layertap.models.capture.reduction import clone_reduced
 from layertap.models.errors import LayertapError
 from layertap.service.engine.forward_batch import ForwardBatch, ForwardSlice, Results, SliceResult
 from layertap.service.workers.channel import LargeBytes
@@ -34,15 +33,15 @@ def _make_sent_slices(
 
 def _make_sent(each: ForwardSlice, spec: int) -> SentSlice:
     encoded = tuple(LargeBytes(picture.data) for picture in each.encoded)
-    return SentSlice(each.place, each.start, each.stop, each.inputs, spec, each.whole, encoded, each.first_row)
+    return SentSlice(each.place, each.start, each.stop, each.inputs, spec, encoded, each.first_row)
 
 
 def restore_result(sent: SentResult, forward_slice: ForwardSlice) -> SliceResult:
-    """What became of rows. Those that wait for a request's others do not keep the memory of the whole message."""
+    """What became of rows."""
     results: Results | LayertapError | RuntimeError
     if isinstance(sent.results, Exception):
         results = sent.results
     else:
-        tensors = sent.results if forward_slice.whole else [clone_reduced(each) for each in sent.results]
-        results = dict(zip(forward_slice.spec.plan.captures, tensors, strict=True))
+        found = dict(zip(forward_slice.spec.plan.captures, sent.results, strict=True))
+        results = forward_slice.keep(sent.start, sent.stop, found)
     return SliceResult(sent.place, sent.start, sent.stop, results, sent.rows, sent.forward, sent.copy, sent.decode)

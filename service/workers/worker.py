@@ -177,7 +177,7 @@ class _DecodedBatch:
         """Rows for the forward."""
         self.captures[sent.place] = spec.captures
         rows = sent.place, sent.start, sent.stop
-        self.slices.append(ForwardSlice(*rows, inputs, spec.spec, sent.whole, first_row=sent.first_row))
+        self.slices.append(ForwardSlice(*rows, inputs, spec.spec, first_row=sent.first_row))
 
     def refuse(self, sent: SentSlice, error: LayertapError | RuntimeError) -> None:
         """Rows that there are none of."""

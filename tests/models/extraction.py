@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from layertap.models.capture.batch_slices import RequestSlice, join_parts
+from layertap.models.capture.batch_slices import RequestSlice
+from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.loaded_model import LoadedModel, Rows, check_rows_fit
@@ -15,10 +16,10 @@ def extract_plan(
     """All captures, on the model's device; rows beyond ``max_rows`` run in further forwards."""
     total = len(next(iter(rows.values())))
     size = check_rows_fit(plan, catalog, total, max_rows)
-    parts = []
+    joined, found = JoinedRows(total), dict[Capture, ReducedTensor]()
     for start in range(0, total, size):
         part = {name: value[start : start + size] for name, value in rows.items()}
         count = min(size, total - start)
         whole = RequestSlice(0, count, plan.captures, plan.resolved_interventions, plan.objective, start)
-        parts.append(model.run(model.replicas[0], [part], [whole]).select(whole))
-    return {capture: join_parts(capture, [part[capture] for part in parts]) for capture in plan.captures}
+        found = joined.add(start, start + count, model.run(model.replicas[0], [part], [whole]).select(whole))
+    return found

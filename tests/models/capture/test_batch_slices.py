@@ -22,12 +22,12 @@ from layertap.models.capture.batch_slices import (
     RequestSlice,
     copy_packed,
     find_spans,
-    join_parts,
     pack,
     select_span_rows,
     unpack,
 )
 from layertap.models.capture.extractor import FeatureExtractor
+from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_view import select_rows
@@ -604,24 +604,35 @@ def test_rows_of(name: str) -> None:
 @pytest.mark.parametrize("cuts", [(4,), (1, 3), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_joined(name: str, cuts: tuple[int, ...]) -> None:
-    """A request's rows of several forwards are those of one."""
+    """A request's rows of several forwards are those of one, in whatever order these come, and one twice."""
     leaf = LAYOUTS[name]
     axis, alone = leaf.row_axis or 0, [torch.randn(leaf.shape) for _ in range(4)]
     whole = torch.cat(alone, axis)
-    parts = [torch.cat(alone[stop - cut : stop], axis) for cut, stop in zip(cuts, np.cumsum(cuts), strict=True)]
+    spans = [(int(stop) - cut, int(stop)) for cut, stop in zip(cuts, np.cumsum(cuts), strict=True)]
     for how in ways(leaf):
-        capture = capture_of(leaf, **vars(how))
-        found = join_parts(capture, [reduce(part, leaf, how) for part in parts])
-        check(found, capture, expected(whole, capture), 4)
+        capture, joined = capture_of(leaf, **vars(how)), JoinedRows(4)
+        for start, stop in [spans[-1], *spans]:
+            found = joined.add(start, stop, {capture: reduce(torch.cat(alone[start:stop], axis), leaf, how)})
+        check(found[capture], capture, expected(whole, capture), 4)
         if not POOLINGS[how.pool].averages and not how.normalize:
-            assert bits(found) == bits(reduce(whole, leaf, how))
+            assert bits(found[capture]) == bits(reduce(whole, leaf, how))
 
 
 def test_joined_of_what_is_the_same_for_all_rows() -> None:
-    """It is there once."""
+    """It is there once, as the first part has it, in memory of its own."""
     capture = capture_of(TensorInfo((), (2, 3), "float32", row_axis=None))
-    parts = [ReducedTensor(torch.ones(2, 3)), ReducedTensor(torch.ones(2, 3))]
-    assert join_parts(capture, parts) is parts[0]
+    joined, first = JoinedRows(5), torch.arange(12.0).reshape(4, 3)[:2]
+    joined.add(0, 2, {capture: ReducedTensor(first)})
+    found = joined.add(2, 5, {capture: ReducedTensor(torch.ones(2, 3))})[capture]
+    assert found.values.equal(first)
+    assert found.values.untyped_storage().nbytes() == first.nbytes
+
+
+def test_all_rows_at_once() -> None:
+    """They are not copied."""
+    capture = capture_of(TensorInfo((), (2, 3), "float32", row_axis=0))
+    part = ReducedTensor(torch.randn(5, 2, 3))
+    assert JoinedRows(5).add(0, 5, {capture: part}) == {capture: part}
 
 
 # One copy for all results

@@ -49,23 +49,22 @@ def test_part_of_a_request(serve: Serve) -> None:
         pile.module.gate.set()
         requests = running.result()
     assert pile.module.forwards == [4, 4]
-    assert [len(parts) for parts in requests] == [1, 2]
-    for tensor in [tensor for part in requests[1] for each in part.values() for tensor in (each.values, each.scale)]:
+    for tensor in [tensor for each in requests[1].values() for tensor in (each.values, each.scale)]:
         assert tensor is not None
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-async def run_together(live: Live, *counts: int) -> list[list[Results]]:
-    """The parts of requests of so many rows for int8, all of which wait at the same time."""
+async def run_together(live: Live, *counts: int) -> list[Results]:
+    """The results of requests of so many rows for int8, all of which wait at the same time."""
 
-    async def run(count: int) -> list[Results]:
+    async def run(count: int) -> Results:
         request = ExtractRequest(
             model="tower",
             items=((0, ArraysItem({None: random_rows(count)}, may_batch=True)),),
             selectors=(Selector("conv", "conv", reduction=Reduction(dtype="int8")),),
         )
         with live.engine.admission.admit(time.monotonic() + WAIT_S) as admission:
-            (parts,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, admission))
-            return parts
+            (results,) = await live.engine.manager.scheduler.run(await live.engine.dry_run(request, admission))
+            return results
 
     return await asyncio.gather(*map(run, counts))
