@@ -70,8 +70,15 @@ def check_options(options: Mapping[str, Any], known: type, function: str) -> Non
         raise TypeError(f"{function}() has no option {name!r}; it has {', '.join(sorted(names))}")
 
 
+def find_media_type(name: str) -> str:
+    """What a format is called in ``Accept``; InputError."""
+    if name not in MEDIA_TYPES:
+        raise InputError(f"there is no format {name!r}: use one of {', '.join(MEDIA_TYPES)}")
+    return MEDIA_TYPES[name]
+
+
 def build_request(path: str, inputs: Inputs | None, fields: Mapping[str, Any], accept: str) -> Request:
-    """The request for some inputs, ``None`` for a dry run without; reads files, encodes. InputError, OSError."""
+    """The request for some inputs, ``None`` for a dry run without; reads files, encodes. InputError."""
     plain = {name: to_plain(value) for name, value in fields.items() if value is not None}
     headers = {"Accept": accept}
     if inputs is None:

@@ -12,19 +12,16 @@ import httpx
 
 from layertap_client import operations
 from layertap_client.bodies import ExtractOptions
-from layertap_client.errors import InputError
 from layertap_client.exchange import RetryPolicy, Session
-from layertap_client.inputs import Input
+from layertap_client.inputs import Input, check_many
 from layertap_client.messages import Failure, Reply, Send, Step, Steps, Wait
 from layertap_client.operations import LayerSpecs
 from layertap_client.streams import AsyncEmbeddingStream, EmbeddingStream, stream, stream_async
+from layertap_client.transport import URL, describe_failure, make_arguments, make_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
-URL = "http://127.0.0.1:8000"
-MAX_CONNECT_S = 10.0
 CONNECTIONS = 32
-NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 def blocking(operation: Callable[Concatenate[Session, P], Steps[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -100,7 +97,7 @@ class Client:
         on terminals. ``options``: those of ``ExtractOptions``; ``timeout`` (600) is for a batch with all attempts.
         LayertapError where the server can't be asked; FingerprintChangedError where its model changes meanwhile.
         """
-        return EmbeddingStream(stream(self, inputs, layers, progress, options))
+        return EmbeddingStream(stream(self, check_many(inputs), layers, progress, options))
 
     def close(self) -> None:
         """Close all connections."""
@@ -196,7 +193,7 @@ class AsyncClient:
         **options: Unpack[ExtractOptions],
     ) -> AsyncEmbeddingStream:
         """As ``Client.embed``, a stream for ``async for``; inputs may come asynchronously too."""
-        return AsyncEmbeddingStream(stream_async(self, inputs, layers, progress, options))
+        return AsyncEmbeddingStream(stream_async(self, check_many(inputs), layers, progress, options))
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -245,43 +242,3 @@ class AsyncClient:
         except httpx.RequestError as error:
             return describe_failure(error, step)
         return Reply(response.status_code, response.headers, body)
-
-
-def make_options(url: str, api_key: str | None, connections: int, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of httpx's clients; InputError for a key that can't be sent, which httpx would show and retry."""
-    # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
-    headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
-    if api_key is not None:
-        key = str(api_key)
-        if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
-            raise InputError("the API key is empty, or has blanks, line breaks or other characters that none can have")
-        headers["Authorization"] = f"Bearer {api_key}"
-    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-    return {"base_url": url, "headers": headers, "limits": limits, **given}
-
-
-def make_arguments(step: Send) -> dict[str, Any]:
-    """The arguments of httpx's ``stream``."""
-    request, seconds = step.request, step.seconds
-    return {
-        "method": request.method,
-        "url": request.path,
-        "params": list(request.params) or None,
-        "headers": dict(request.headers),
-        "content": request.content or None,
-        "timeout": httpx.Timeout(seconds, connect=min(seconds, MAX_CONNECT_S)),
-    }
-
-
-def describe_failure(error: httpx.RequestError, step: Send) -> Failure:
-    """Why there is no reply."""
-    sent = not isinstance(error, NEVER_SENT)
-    if isinstance(error, httpx.TimeoutException) and sent:
-        return Failure(f"the server did not reply within {step.seconds:.3g} s", sent=True, timed_out=True)
-    said = str(error) or type(error).__name__
-    message = (
-        "the connection broke off"
-        if sent
-        else f"no server answers at {error.request.url.copy_with(path='/', query=None)}"
-    )
-    return Failure(f"{message}: {said}", sent=sent)

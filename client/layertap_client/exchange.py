@@ -12,6 +12,7 @@ from email.utils import parsedate_to_datetime
 from layertap_client.errors import (
     BadReplyError,
     ConnectionFailedError,
+    InputError,
     LayertapError,
     ReplyTimeoutError,
     make_problem,
@@ -19,6 +20,7 @@ from layertap_client.errors import (
 from layertap_client.messages import Failure, Reply, Request, Send, Steps, Wait
 
 DEADLINE = "X-Request-Timeout"
+MAX_TIMEOUT_S = 1e6
 REPLY_SHARE, MAX_REPLY_S = 0.1, 0.5  # of what is left of a timeout, kept for the way of the reply
 JITTER = 0.25
 REFUSALS = frozenset({429, 503})  # nothing was done
@@ -57,7 +59,7 @@ class Session:
 
         ``timeout`` in seconds is for all attempts together, ``attempt_s`` for each.
         """
-        deadline = self.clock() + (self.timeout if timeout is None else timeout)
+        deadline = self.clock() + check_timeout(self.timeout if timeout is None else timeout)
         failures = attempts = refusals = 0
         while True:
             left = min(max(deadline - self.clock(), 0.001), attempt_s)
@@ -87,6 +89,13 @@ class Session:
             return None
         pause = min(self.retries.backoff_s * 2.0 ** min(failures, 30), self.retries.max_backoff_s)
         return pause * (1 - JITTER * self.draw())
+
+
+def check_timeout(seconds: float) -> float:
+    """The seconds of a timeout; InputError where they are no number above 0 and below ``MAX_TIMEOUT_S``."""
+    if not isinstance(seconds, int | float) or not 0 < seconds <= MAX_TIMEOUT_S:
+        raise InputError(f"timeout {seconds!r} is no number of seconds above 0 and at most {MAX_TIMEOUT_S:g}")
+    return seconds
 
 
 def make_error(outcome: Reply | Failure) -> LayertapError:

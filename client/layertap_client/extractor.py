@@ -11,9 +11,10 @@ import numpy as np
 
 from layertap_client.arrays import Array, to_array
 from layertap_client.bodies import ExtractOptions
-from layertap_client.client import URL, Client
+from layertap_client.client import Client
 from layertap_client.errors import FingerprintChangedError, InputError, TooLargeError
 from layertap_client.results import Result
+from layertap_client.transport import URL
 
 BODY_SHARE = 0.9  # of the server's limit; the rest is for what stands around arrays
 

@@ -19,6 +19,16 @@ Kind = Literal["images", "texts", "tensors"]
 REMOTE = ("http://", "https://", "data:")
 MAX_QUICK = 1 << 18  # bytes
 PNG_MODES = frozenset({"1", "L", "LA", "I;16", "P", "RGB", "RGBA"})
+OTHER_MODES = {
+    "CMYK": "RGB",
+    "YCbCr": "RGB",
+    "LAB": "RGB",
+    "HSV": "RGB",
+    "RGBX": "RGB",
+    "RGBa": "RGBA",
+    "La": "LA",
+    "PA": "RGBA",
+}
 
 
 class Readable(Protocol):
@@ -112,8 +122,24 @@ def is_pil_image(value: object) -> bool:
     return hasattr(value, "getexif")
 
 
+def check_many(inputs: Any) -> Any:
+    """Inputs that come one after another; InputError for a single one, which would be taken apart."""
+    if not is_array(inputs) and not hasattr(inputs, "__aiter__") and is_single(inputs):
+        raise InputError(f"a {type(inputs).__name__} is one input, and this takes many: write [INPUT]")
+    return inputs
+
+
 def read_item(value: Input) -> AnyItem:
-    """One input; reads files, so it may take a while. InputError, OSError where a file can't be read."""
+    """One input; reads files, so it may take a while. InputError, also where a file can't be read."""
+    try:
+        return _read_item(value)
+    except InputError:
+        raise
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(f"the {type(value).__name__} can't be read: {error}") from error
+
+
+def _read_item(value: Input) -> AnyItem:
     if isinstance(value, str):
         return _read_text(value)
     if isinstance(value, os.PathLike):
@@ -198,7 +224,12 @@ def _read_file(value: Readable) -> bytes:
 def _encode_picture(picture: Any) -> bytes:
     """A picture of PIL as PNG, which keeps each pixel, and how it is to be turned upright."""
     stream = BytesIO()
-    shown = picture if picture.mode in PNG_MODES else picture.convert("RGB")
+    if picture.mode not in PNG_MODES and picture.mode not in OTHER_MODES:
+        raise InputError(
+            f"a picture of mode {picture.mode} has numbers of no known range: scale them to 0 to 255 for mode 'L', "
+            "or send them as an array"
+        )
+    shown = picture if picture.mode in PNG_MODES else picture.convert(OTHER_MODES[picture.mode])
     shown.save(stream, "PNG", compress_level=1, exif=picture.getexif())
     return stream.getvalue()
 

@@ -14,6 +14,7 @@ from layertap_client.bodies import (
     ExtractOptions,
     build_request,
     check_options,
+    find_media_type,
 )
 from layertap_client.errors import BadReplyError, ConnectionFailedError, UnavailableError
 from layertap_client.exchange import Session
@@ -43,7 +44,7 @@ def extract(
     check_options(options, ExtractOptions, "extract")
     fields: dict[str, Any] = {**options}
     timeout = fields.pop("timeout", None)
-    accept = MEDIA_TYPES[fields.pop("format", "safetensors")]
+    accept = find_media_type(fields.pop("format", "safetensors"))
     fields["layers"] = list_layers(layers)
     reply = yield from _post(session, "/extract", inputs, fields, accept, timeout)
     return read_result(reply)

@@ -17,7 +17,7 @@ from vectors import RefusedError, VectorFile
 def search(chosen: argparse.Namespace) -> None:
     """Find, print and draw."""
     for picture in chosen.pictures:
-        if not picture.is_file():
+        if not picture.is_file() or "\n" in str(picture):  # a list of pictures has one a line
             raise RefusedError(f"there is no picture at {picture}")
     answered_by = {"--url": chosen.url, "--config": chosen.config}
     options = [word for name, value in answered_by.items() if value is not None for word in (name, value)]
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Search pictures by pictures.")
     parser.add_argument("index", type=Path, help="a .parquet file of `layertap bulk`")
     parser.add_argument("pictures", type=Path, nargs="+", help="what to look for")
-    parser.add_argument("--count", type=int, default=8, help="how many to find")
+    parser.add_argument("--count", type=int, default=8, choices=range(1, 1001), metavar="N", help="how many to find")
     parser.add_argument("--column", help="the layer, where the file has several")
     parser.add_argument("--url", help="a server that embeds the pictures, in place of this machine")
     parser.add_argument("--config", help="the server's configuration file, where the model is in one")

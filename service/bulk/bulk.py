@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,19 +86,24 @@ class Observer(Protocol):
         """A batch is answered."""
 
 
-def find_complete(job: Job) -> Summary | None:
-    """What is there already, where that is all; LayertapError where it is something else."""
+def find_complete(job: Job, source: Source) -> Summary | None:
+    """What is there already, where that is all; LayertapError where it is something else.
+
+    The pictures' names are compared with those of ``source``, not what is in them.
+    """
     target = job.destination
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
         question = _read_question(target.file)
         for name, value in job.describe().items():
             if value != question.get(name) and not (name == "model" and value is None):
                 raise LayertapError(f"{target.file} was made with {name} {question.get(name)}", hint=OTHERWISE)
+        _check_pictures([target.file], source)
         return _summarize([target.file])
     manifest = Manifest.read(target.folder)
     if manifest is None or not manifest.complete:
         return None
     manifest.check_same(job.describe(), target.layout)
+    _check_pictures(_list_tables(target), source)
     return _summarize(_list_tables(target))
 
 
@@ -186,6 +193,17 @@ def _list_tables(target: Destination) -> list[Path]:
     """The tables that have a row for each picture."""
     index = target.folder / INDEX
     return [index] if index.exists() else sorted(target.folder.glob("part-*.parquet"))
+
+
+def _check_pictures(tables: Sequence[Path], source: Source) -> None:
+    """LayertapError where what is complete is not of the pictures that a source has now."""
+    parquet = import_parquet()
+    answered = (key for path in tables for key in parquet.read_table(path, columns=["key"]).column(0).to_pylist())
+    there = (entry.key for entry in source.iterate(sys.maxsize))  # none of them is read
+    for before, now in zip_longest(answered, there):
+        if before != now:
+            what = f"there is {now} now, which was not there then" if now is not None else f"{before} is gone"
+            raise LayertapError(f"{tables[0].name} is complete, and of other pictures: {what}", hint=OTHERWISE)
 
 
 def _summarize(tables: Sequence[Path]) -> Summary:

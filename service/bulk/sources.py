@@ -39,6 +39,8 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
     ``column`` is that of a Parquet file which holds the pictures; without it the one that does.
     """
     path = Path(text)
+    if column is not None and not text.lower().endswith(".parquet"):
+        raise LayertapError(f"{text} has no columns", hint="leave --column out: it is for .parquet files")
     if path.is_dir():
         return _open_paths(lambda: _walk(path, _is_picture), limit)
     if path.is_file():
@@ -155,7 +157,7 @@ def _pass_any(places: Collection[int], patterns: Sequence[str]) -> set[int]:
 
 def _read_list(path: Path) -> Iterator[tuple[str, Path]]:
     """A path a line, from the working directory on."""
-    with path.open(encoding="utf-8", errors="surrogateescape") as lines:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
         for line in lines:
             if name := line.rstrip("\r\n"):
                 yield name, Path(name)

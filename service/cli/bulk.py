@@ -53,15 +53,16 @@ def bulk(
     """
     from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question
+    from layertap.service.bulk.sources import open_source
 
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
     question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
     job = Job(question, source, Destination.parse(out, layout), column)
-    summary = None if restart else find_complete(job)
-    if summary is None:
-        summary = asyncio.run(_run(job, url, config, restart=restart))
-    stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result", markup=False)
+    found = None if restart else find_complete(job, open_source(job.source, 1, job.column))
+    summary = found or asyncio.run(_run(job, url, config, restart=restart))
+    when = "; it was complete before" if found else ""
+    stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
     if summary.errors:
         raise typer.Exit(1)
 

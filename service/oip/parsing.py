@@ -105,7 +105,10 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
 
 def _get_json_length(raw: RawRequest) -> int | None:
     """How many bytes of the body are JSON, None where it is said that none are; BadRequestError for too many."""
-    text = raw.headers.get(HEADER)
+    said = raw.headers.getlist(HEADER)
+    if len(set(said)) > 1:  # a proxy may go by another of them than this server
+        raise BadRequestError(f"{HEADER} is there {len(said)} times, with several values", hint="send it once")
+    text = said[0] if said else None
     if text != "0" and raw.media_type.startswith("image/"):  # which would be read on the event loop
         raise BadRequestError("a picture is no JSON", hint=f"send it with {HEADER}: 0, or as an element of BYTES")
     if text is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, StrictInt, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from layertap.service.schemas.base import StrictBody
@@ -68,6 +68,6 @@ class EmbeddingsBody(StrictBody):
     model: str = Field(max_length=512)
     input: Annotated[tuple[InputEntry, ...], PlainValidator(_parse_input), WithJsonSchema(INPUT_SCHEMA)]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1)
+    dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None
     user: str | None = Field(None, max_length=512)

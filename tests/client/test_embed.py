@@ -22,6 +22,7 @@ from tests.client.misbehaving_server import cut, misbehaving, relay, reply
 from tests.server import Live, serving
 from tests.service.support import Array, configured, net, picture, raw
 
+ONE = ("digit.png", b"bytes", Path("digit.png"), Image.new("L", (8, 8)), BytesIO(b"file"), {"text": "a cat"})
 PICTURES = [picture(seed, size=(20 + seed % 7, 24)) for seed in range(60)]
 Embed = Callable[..., list[lt.Embedded]]
 Hide = Callable[..., None]
@@ -336,3 +337,11 @@ def test_pace_gives_way() -> None:
     assert pace.requests == 16
     pace.shrink(3)
     assert pace.rows == 3
+
+
+@pytest.mark.parametrize("given", ONE, ids=lambda given: type(given).__name__)
+@pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
+def test_one_input(cls: Any, given: Any) -> None:
+    """A single input is not taken apart into letters, lines or fields: it is refused, with what to write."""
+    with pytest.raises(lt.InputError, match=r"write \[INPUT\]"):
+        cls().embed(given)

@@ -87,6 +87,33 @@ def test_keys_that_no_header_holds(cls: Any, key: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+ADDRESSES = (
+    *("127.0.0.1:8000", "localhost", "ftp://host", "http://", "http://[::1", ""),
+    *("http://host:8000/v1", "http://host/x/v2/"),
+)
+
+
+@pytest.mark.parametrize("url", ADDRESSES)
+@pytest.mark.parametrize("cls", [lt.Client, lt.AsyncClient])
+def test_addresses_where_no_server_is(cls: Any, url: str) -> None:
+    """They are refused where they are written, not by a first call that is tried again."""
+    with pytest.raises(lt.InputError):
+        cls(url)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), "5"])
+def test_timeouts(client: Any, timeout: Any) -> None:
+    """What is no number of seconds is refused before anything is sent."""
+    with pytest.raises(lt.InputError, match="timeout"):
+        client.extract(PICTURE, "head", timeout=timeout)
+
+
+def test_formats(client: Any) -> None:
+    """A format that there is not is told with those that there are."""
+    with pytest.raises(lt.InputError, match="'xml': use one of"):
+        client.extract(PICTURE, "head", format="xml")
+
+
 def test_load_and_unload(client: Any) -> None:
     """An administrator's calls give the model as it is then."""
     assert client.load("gated").state == "ready"

@@ -37,6 +37,12 @@ def assert_same(result: Result, expected: dict[str, Array]) -> None:
         np.testing.assert_allclose(array, expected[key], rtol=1e-4, atol=1e-5)
 
 
+def closed_file() -> BytesIO:
+    stream = BytesIO(PICTURE)
+    stream.close()
+    return stream
+
+
 def in_file(folder: Path, data: bytes) -> Path:
     path = folder / "picture"
     path.write_bytes(data)
@@ -253,6 +259,13 @@ def test_npy_reply(client: Any, live: Live) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        (Path(__file__).parent, "can't be read"),
+        (Path("no", "picture.png"), "can't be read"),
+        ("nul\0.png", "can't be read"),
+        (closed_file(), "can't be read"),
+        (Image.new("RGB", (0, 0)), "can't be read"),
+        (Image.new("F", (4, 4)), "of mode F has numbers of no known range"),
+        (Image.new("I", (4, 4)), "of mode I has numbers of no known range"),
         ([], "no inputs"),
         (3, "is no input"),
         ([PICTURE, 3.5], "input 1"),

@@ -258,6 +258,9 @@ def test_what_can_not_be_used(folder: Folder, index: Path, tmp_path: Path) -> No
     broken.write_bytes(b"no picture")
     refused(search(folder, index, pictures=[broken]), "broken.png: ")
     refused(search(folder, index, pictures=[tmp_path / "none.png"]), "there is no picture at ")
+    for count in ("0", "-1", "many"):
+        run = search(folder, index, "--count", count)
+        assert (run.returncode, run.stdout, "Traceback" in run.stderr) == (2, "", False)
 
 
 def test_by_a_server(folder: Folder) -> None:

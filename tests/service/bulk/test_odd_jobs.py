@@ -54,6 +54,42 @@ def test_restart_of_what_cannot_be(command: Command, folder: Path, tmp_path: Pat
     assert out.read_bytes() == before
 
 
+@pytest.mark.parametrize("out", ["out.parquet", "out"])
+def test_complete_and_of_other_pictures(command: Command, folder: Path, tmp_path: Path, out: str) -> None:
+    """A job that is complete says so; where pictures have come or gone since, that it is not of these."""
+    source = tmp_path / "pictures"
+    source.mkdir()
+    for name in ("a.png", "b.png"):
+        (source / name).write_bytes(picture())
+    words = ("bulk", source, "--out", tmp_path / out)
+    assert "complete before" not in command(*words).notes
+    again = command(*words)
+    assert (again.status, "2 rows, 0 of them without a result; it was complete before" in again.notes) == (0, True)
+    (source / "c.png").write_bytes(picture())
+    done = command(*words)
+    assert (done.status, "there is c.png now" in done.notes, "--restart" in done.notes) == (2, True, True)
+    for name in ("b.png", "c.png"):
+        (source / name).unlink()
+    done = command(*words)
+    assert (done.status, "b.png is gone" in done.notes) == (2, True)
+    assert command(*words, "--restart").status == 0
+    assert command(*words).status == 0
+
+
+def test_column_of_what_has_none(command: Command, folder: Path, tmp_path: Path) -> None:
+    """``--column`` is for Parquet files, and does not pass unseen elsewhere."""
+    done = command("bulk", folder, "--out", tmp_path / "out.parquet", "--column", "image")
+    assert (done.status, "has no columns" in done.notes) == (2, True)
+
+
+def test_list_with_a_mark(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A list as Windows writes it begins with a byte order mark, which is no part of the first path."""
+    (tmp_path / "a.png").write_bytes(picture())
+    names = tmp_path / "names.txt"
+    names.write_text(f"\ufeff{tmp_path / 'a.png'}\r\n", encoding="utf-8")
+    assert command("bulk", names, "--out", tmp_path / "out.parquet").status == 0
+
+
 def test_restart_in_a_folder(command: Command, folder: Path, tmp_path: Path) -> None:
     """What somebody put beside a job's files stays there."""
     out = tmp_path / "out"

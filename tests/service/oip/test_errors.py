@@ -86,6 +86,7 @@ BAD: list[tuple[str, Json, str]] = [
     ("header of text", {**body(make_tensor()), "headers": {HEADER: "1e2"}}, HEADER),
     ("header of other digits", {**body(make_tensor()), "headers": {HEADER: "²".encode("latin-1")}}, HEADER),
     ("endless header", {**body(make_tensor()), "headers": {HEADER: "9" * 5000}}, HEADER),
+    ("two headers", {**body(make_tensor()), "headers": [(HEADER, "118"), (HEADER, "119")]}, "send it once"),
     ("header too short", {**body(make_tensor()), "headers": {HEADER: "5"}}, "not JSON"),
     (
         "said to be a picture",

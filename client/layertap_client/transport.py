@@ -1,0 +1,67 @@
+"""What httpx is told of a client and of a request, and what its errors mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from layertap_client.errors import InputError
+from layertap_client.messages import Failure, Send
+
+URL = "http://127.0.0.1:8000"
+MAX_CONNECT_S = 10.0
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+def check_address(url: str) -> None:
+    """InputError where no server can be there: httpx would say so at the first call, and that would be tried again."""
+    try:
+        address = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise InputError(f"{url!r} is no address: {error}") from error
+    if address.scheme not in ("http", "https") or not address.host:
+        raise InputError(f"{url!r} is no address: write one like {URL!r}")
+    if address.path.rstrip("/").endswith(("/v1", "/v2")):
+        raise InputError(f"{url!r} is for other clients: leave {address.path.rstrip('/')[-3:]!r} out")
+
+
+def make_options(url: str, api_key: str | None, connections: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of httpx's clients; InputError for an address or a key that can't be right."""
+    check_address(url)
+    # Replies are numbers, which hardly shrink: compressing them would take longer than sending them.
+    headers = {"Accept-Encoding": "identity", **(given.pop("headers", None) or {})}
+    if api_key is not None:
+        key = str(api_key)
+        if not (key.isascii() and key.isprintable()) or key != key.strip() or not key:
+            raise InputError("the API key is empty, or has blanks, line breaks or other characters that none can have")
+        headers["Authorization"] = f"Bearer {api_key}"
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    return {"base_url": url, "headers": headers, "limits": limits, **given}
+
+
+def make_arguments(step: Send) -> dict[str, Any]:
+    """The arguments of httpx's ``stream``."""
+    request, seconds = step.request, step.seconds
+    return {
+        "method": request.method,
+        "url": request.path,
+        "params": list(request.params) or None,
+        "headers": dict(request.headers),
+        "content": request.content or None,
+        "timeout": httpx.Timeout(seconds, connect=min(seconds, MAX_CONNECT_S)),
+    }
+
+
+def describe_failure(error: httpx.RequestError, step: Send) -> Failure:
+    """Why there is no reply."""
+    sent = not isinstance(error, NEVER_SENT)
+    if isinstance(error, httpx.TimeoutException) and sent:
+        return Failure(f"the server did not reply within {step.seconds:.3g} s", sent=True, timed_out=True)
+    said = str(error) or type(error).__name__
+    message = (
+        "the connection broke off"
+        if sent
+        else f"no server answers at {error.request.url.copy_with(path='/', query=None)}"
+    )
+    return Failure(f"{message}: {said}", sent=sent)
