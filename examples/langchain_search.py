@@ -9,7 +9,7 @@ from pathlib import Path
 
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_openai import OpenAIEmbeddings
-from pictures import digits
+from pictures import make_digits
 
 GALLERY, NEAREST = 200, 5
 
@@ -31,10 +31,11 @@ def main() -> None:
         api_key=os.environ.get("LAYERTAP_API_KEY", "none"),
         check_embedding_ctx_length=False,
     )
-    gallery, _ = digits()
+    gallery, _ = make_digits()
     store = InMemoryVectorStore(embeddings)
     store.add_texts(
-        [make_uri(png) for png in gallery.encoded[:GALLERY]], [{"label": label} for label in gallery.labels[:GALLERY]]
+        [make_uri(png) for _, png in gallery[:GALLERY]],
+        [{"label": name.partition("-")[0]} for name, _ in gallery[:GALLERY]],
     )
     found = store.similarity_search(make_uri(arguments.picture.read_bytes()), NEAREST)
     print(f"nearest to {arguments.picture.name}:", *(document.metadata["label"] for document in found))
