@@ -33,7 +33,8 @@ class Receipt:
     ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
     ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
-    cast to. ``probe`` is what the fixed input gives there, where it was asked for.
+    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys. ``probe`` is what the fixed
+    input gives there, where it was asked for.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
@@ -67,6 +68,7 @@ class Receipt:
     keys: tuple[int, ...] | None = None
     token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
+    prefix_tokens: int = 0
     probe: Probe | None = None
     fingerprints: tuple[str, ...] | None = None
 

@@ -43,13 +43,14 @@ def extract(
     reply_format = _choose_format(file)
     engine = create_configured_engine(config)
     from layertap.service.cli.extraction import extract_files
+    from layertap.service.formats.reply_format import EncodeOptions
 
     reserved = reply_format.reserved | reply_format.reserved_for_files
     features = asyncio.run(extract_files(engine, images, _parse_selectors(layers, pool, normalize), model, reserved))
     if file is None:
         stdout.print(_summarize(features))
     else:
-        buffers = reply_format.encode(features, "list")
+        buffers = reply_format.encode(features, EncodeOptions())
         with file.open("wb") as stream:
             stream.writelines(buffers)
         stderr.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)

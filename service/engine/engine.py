@@ -29,8 +29,9 @@ from layertap.service.engine.sources import count_taken_bytes, fill_tensors, pla
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.inputs.items import UrlItem
+from layertap.service.inputs.items import ImageItem, UrlItem
 from layertap.service.metrics import Metrics, Snapshot
+from layertap.service.pictures.sent import SentPicture
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -107,6 +108,19 @@ class Engine:
         if not items:
             return [make_job(planned, {}, request.faults, deadline=admission.deadline)]
         return await self._prepare(planned, await self.decoder.decode(planned, items, admission.deadline), admission)
+
+    def list_pictures(self, request: ExtractRequest, features: Features) -> tuple[SentPicture | None, ...]:
+        """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
+
+        None stands for what was no picture, or is at a URL.
+        """
+        worker = self.manager.workers.get(features.model)
+        spec = worker.model.model_inputs.preprocess if worker is not None else None
+        items = [item for place, item in request.items if place not in features.skipped]
+        if spec is None or len(items) != features.rows:
+            return ()
+        limit = self.settings.max_pixels
+        return tuple(SentPicture(item.data, spec, limit) if isinstance(item, ImageItem) else None for item in items)
 
     async def run_in_thread(self, function: Callable[[], T], deadline: float) -> T:
         """Run something that computes, but no pictures and no forwards, in a pool of threads; DeadlineError."""

@@ -22,6 +22,7 @@ from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Array, Features
+from layertap.service.formats.table import FORMATS
 
 VALUES, GRADIENT_VALUES = "values", "gradients"
 MAX_SHOWN = 16  # rows in a warning
@@ -75,7 +76,9 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
         for place, (point, _) in enumerate(points)
         for name, site in method.sites.items()
     )
-    parts = await engine.extract_parts(replace(request, selectors=selectors, objective=objective), admission)
+    reply = replace(request.reply, format=FORMATS["npz"]) if request.reply.format.is_picture else request.reply
+    captured = replace(request, selectors=selectors, objective=objective, reply=reply)  # nothing captured is drawn
+    parts = await engine.extract_parts(captured, admission)
     make = partial(_join_features, parts, explanation, points, model.prefix_tokens)
     return await engine.run_in_thread(make, admission.deadline)
 

@@ -12,6 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
+from layertap.service.pictures.options import Order
 from layertap.service.schemas.bodies import ExplainBody, ExtractBody
 from layertap.service.schemas.examples import EXAMPLES, EXPLAIN, EXTRACT, PARAMETERS
 from layertap.service.schemas.replies import (
@@ -70,6 +71,9 @@ COMMON = [
     ),
     _make_parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
     _make_json_parameter("target", {"type": "array", "items": {"type": "number"}, "minItems": 1}),
+    _make_parameter("tiles", {"type": "integer", "description": "of a picture: how many of each result"}),
+    _make_parameter("order", {"enum": list(get_args(Order))}),
+    _make_json_parameter("picture", {"$ref": TEMPLATE.format(model="PictureBody")}),
     _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
     _make_parameter("If-None-Match", {"type": "string", "description": "the ETag of a reply that you have"}, "header"),
 ]

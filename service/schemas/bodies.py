@@ -27,6 +27,7 @@ from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.layers import LayerEntry
 from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.schemas.picture import PictureBody
 from layertap.service.types import Priority
 
 
@@ -57,6 +58,7 @@ class RequestBody(StrictBody):
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     priority: Priority = "interactive"
+    picture: PictureBody | None = None
 
     @cached_property
     def layer_request(self) -> LayerRequest:

@@ -72,6 +72,8 @@ PARAMETERS: Json = {
     "leaf": True,
     "functions": True,
     "preprocessed": "caller",
+    "tiles": 32,
+    "order": "strongest",
     "X-Request-Timeout": 10,
     "If-None-Match": 'W/"5d41402abc4b2a76b9719d911017c592"',
 }
@@ -171,6 +173,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "TensorBody": [TENSOR],
     "LayerBody": [{"layer": "block3", "pool": "mean", "as": "vector"}, {"type": "Conv2d", "stats": ["mean", "std"]}],
     "ObjectiveBody": [OBJECTIVE, {"kind": "cross_entropy", "class": 3}],
+    "PictureBody": [{"tiles": 32, "order": "strongest"}],
     "InterventionBody": [ZERO, {"layer": "block1", "op": "scale", "by": 0.5}],
     "SourceBody": [SOURCE],
     "Problem": [
