@@ -43,8 +43,8 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
     chosen = (receipt.tokens, receipt.heads, receipt.queries, receipt.keys)
     return ResultInfo(
         name=key,
-        module=receipt.module,
-        site=receipt.site,
+        module=f"{receipt.layer} ({receipt.module})" if receipt.layer not in key else receipt.module,
+        site="" if receipt.layout == "NHW" else receipt.site,
         shape=shape,
         row_axis=receipt.row_axis,
         layout=receipt.layout,
@@ -52,7 +52,15 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
         whole=receipt.pool == "none" and not any(chosen),
         columns=receipt.stats,
         channels=receipt.channels,
+        captions=_list_captions(receipt),
     )
+
+
+def _list_captions(receipt: Receipt) -> tuple[str, ...]:
+    """Of which class each row's gradient is, where that is told."""
+    labels = receipt.labels or ("",) * len(receipt.classes or ())
+    pairs = zip(receipt.classes or (), labels, strict=True)
+    return tuple(f"class {number}{f': {label}' if label else ''}" for number, label in pairs)
 
 
 def _decode(sent: Sequence[SentPicture | None]) -> list[Original | None]:

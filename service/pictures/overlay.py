@@ -27,9 +27,10 @@ class Original:
 
 
 def fit_original(original: Original, side: int) -> Original:
-    """The same in a square of so many pixels a side: as large as fits, never larger than four times as large."""
+    """The same in a square of so many pixels a side: smaller so that it fits, or a whole number of times larger."""
     width, height = original.image.size
-    scale = min(side / max(width, height), 4.0) if max(width, height) < side else side / max(width, height)
+    scale = side / max(width, height)
+    scale = float(int(scale)) if scale > 1 else scale
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX
     left, upper, right, lower = original.seen

@@ -26,7 +26,8 @@ class ResultInfo:
     """What decides how a result is drawn; ``shape`` has the rows on ``row_axis``, None where there are none.
 
     ``prefix_tokens`` stand before the patches of tokens or of attention. ``whole``: no tokens, queries, keys or heads
-    were chosen, and nothing is pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels.
+    were chosen, and nothing is pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels;
+    ``captions`` say something of each row.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ResultInfo:
     whole: bool = True
     columns: tuple[str, ...] | None = None
     channels: tuple[int, ...] | None = None
+    captions: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -52,8 +54,8 @@ class ResultInfo:
 
     @property
     def is_signed(self) -> bool:
-        """Whether its numbers lie on both sides of zero by nature; not those of a map that is made of gradients."""
-        return self.site in GRADIENTS and self.layout != "NHW"
+        """Whether its numbers lie on both sides of zero by nature."""
+        return self.site in GRADIENTS
 
     def split(self, array: Array) -> list[Array]:
         """What each input has of the result's array; views."""

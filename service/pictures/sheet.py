@@ -42,6 +42,7 @@ MAX_PIXELS = 16 * 10**6
 MARGIN, GAP, CAPTION = 28, 6, 16
 HEAD = TITLE + TEXT + 22  # above the tiles of a result: its title, and what it is
 COLUMNS, COLUMNS_OF_SEVERAL = 8, 4
+SEPARATOR = "   \N{MIDDLE DOT}   "
 WIDTH = 900  # of a sheet, where an input alone does not need more
 CHARTS = ("bars", "statistics")
 OVERLAY = 288  # pixels a side of a picture with a map over it, and of the picture beside it
@@ -62,7 +63,7 @@ class _Section:
     @property
     def head(self) -> int:
         """The height of an input's number above its tiles."""
-        return CAPTION if self.info.rows > 1 else 0
+        return CAPTION if self.info.rows > 1 or self.info.captions else 0
 
     @property
     def size(self) -> Size:
@@ -155,7 +156,9 @@ def _draw_section(
         left = MARGIN + across * (section.block[0] + MARGIN)
         upper = top + HEAD + down * (section.block[1] + section.head + GAP)
         if section.head:
-            write(draw, (left, upper), f"input {place}", SMALL, GREY)
+            words = [f"input {place}" if info.rows > 1 else "", *info.captions[place : place + 1]]
+            text = SEPARATOR.join(filter(None, words))
+            write(draw, (left, upper), cut_text(text, SMALL, section.block[0]), SMALL, GREY)
         original = originals[place] if len(originals) == info.rows else None
         _draw_block(sheet, draw, section, tiles, numbers, scale, (left, upper + section.head), original)
 
@@ -183,7 +186,7 @@ def _draw_head(
         parts.append(f"{which} {section.tiles} of {total} {kind.noun}")
     if finite.size and not finite.any():
         parts.append("all zeros: there is nothing to see")
-    text = "   \N{MIDDLE DOT}   ".join(part for part in parts if part)
+    text = SEPARATOR.join(filter(None, parts))
     write(draw, (MARGIN, top + TITLE + 6), cut_text(text, TEXT, room), TEXT, GREY)
     if kind.drawing not in CHARTS:
         draw_scale(draw, scale, (width - MARGIN - SCALE[0], top + 4))
