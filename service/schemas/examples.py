@@ -72,8 +72,6 @@ PARAMETERS: Json = {
     "leaf": True,
     "functions": True,
     "preprocessed": "caller",
-    "tiles": 32,
-    "order": "strongest",
     "X-Request-Timeout": 10,
     "If-None-Match": 'W/"5d41402abc4b2a76b9719d911017c592"',
 }
