@@ -75,6 +75,8 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     worker = await engine.manager.get_worker(request.model, admission.deadline)
     _check(explanation, worker.model)
     await engine.run_in_thread(partial(_check_classes, request, explanation, worker.model), admission.deadline)
+    several = len(explanation.methods) > 1 or len(explanation.classes) > 1
+    request = await engine.fetch(request, admission) if several else request
     made: Features | None = None
     for asked in _list_asked(request, explanation):
         with admission.return_bytes():
