@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -353,3 +354,25 @@ def test_text_models_are_refused(serve: Serve, live: Live) -> None:
     for method in ("integrated_gradients", "occlusion", "guided_backpropagation"):
         body = {"model": "encoder", "method": method, "inputs": [tensor(np.zeros((5, 8), np.float32))]}
         problem(live.client.post("/explain", json=body), 422)
+
+
+def test_a_client_that_goes_away(served: Live) -> None:
+    """What was asked for ends with the chunk that is under way: no hook and no place in the queue is left."""
+    body = {"model": "resnet", "method": "occlusion", "stride": 1, "inputs": [tensor(random_images(1, 5)[0])]}
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.post("/explain", json=body, timeout=0.2)
+    wait_until(lambda: served.engine.admission.used_bytes == 0)
+    wait_until(lambda: not any(served.engine.take_snapshot().hooks.values()))
+    explained(served, random_images(1, 5), "saliency", model="resnet")
+
+
+def test_in_worker_processes(served: Live, serve: Serve) -> None:
+    """The same maps come of models in other processes."""
+    spec = ModelSpec("cnn", MODELS["cnn"], weights="random:5", inputs=(PICTURE,), preprocess="none")
+    x, methods = random_images(2, 9), ["guided_backpropagation", "integrated_gradients", "occlusion"]
+    wanted = arrays_of(ask(served, x, model="cnn", method=methods, classes=["top", 1]))
+    with serve(configured(spec), workers=1) as live:
+        found = arrays_of(ask(live, x, model="cnn", method=methods, classes=["top", 1]))
+    assert list(found) == list(wanted)
+    for key, array in found.items():
+        assert_close(array, wanted[key])
