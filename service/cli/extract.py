@@ -40,7 +40,7 @@ def extract(
 
     Pictures that can't be read are named and left out; the exit status is 1 then, and 2 where nothing is left.
     """
-    reply_format = _choose_format(file)
+    reply_format = choose_format(file)
     engine = create_configured_engine(config)
     from layertap.service.cli.extraction import extract_files
     from layertap.service.formats.reply_format import EncodeOptions
@@ -58,7 +58,8 @@ def extract(
         raise typer.Exit(1)
 
 
-def _choose_format(file: Path | None) -> ReplyFormat:
+def choose_format(file: Path | None) -> ReplyFormat:
+    """The format that a file's suffix names, JSON without one; LayertapError where there is none."""
     from layertap.service.formats.table import FORMATS
 
     name = file.suffix.removeprefix(".") if file else "json"

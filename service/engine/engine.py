@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from layertap.models.errors import LayertapError, RequestError
 from layertap.service.engine.admission import Admission, AdmissionControl
 from layertap.service.engine.answer_cache import AnswerCache
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import DecodedInputs, InputDecoder, make_encoded_job
-from layertap.service.engine.fetch_inputs import fetch_inputs
+from layertap.service.engine.fetch_inputs import fetch_inputs, fetch_items
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.job import make_job
 from layertap.service.engine.job_maker import JobMaker
@@ -98,6 +99,20 @@ class Engine:
             admission.reserve_bytes(planned.nbytes)
             answers = await self._decode_and_run(planned, items, admission)
             return await self._collect_features(answers, admission.deadline)
+
+    async def fetch(self, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+        """The request with a picture in place of each URL, for who extracts from it several times; RequestError."""
+        if not any(isinstance(item, UrlItem) for _, item in request.items):
+            return request
+        worker = await self.manager.get_worker(request.model, admission.deadline)
+        count = len(request.items)
+        items = await fetch_items(request, worker.model.model_inputs, count, self.fetcher, admission)
+        failed = [(place, item) for place, item in items if isinstance(item, LayertapError)]
+        faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in failed)
+        if len(faults) == count:
+            raise RequestError.from_faults((*request.faults, *faults))
+        fetched = tuple((place, item) for place, item in items if not isinstance(item, LayertapError))
+        return replace(request, items=fetched, faults=(*request.faults, *faults))
 
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""

@@ -44,7 +44,7 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
     return ResultInfo(
         name=key,
         module=f"{receipt.layer} ({receipt.module})" if receipt.layer not in key else receipt.module,
-        site="" if receipt.layout == "NHW" else receipt.site,
+        site="" if receipt.method else receipt.site,
         shape=shape,
         row_axis=receipt.row_axis,
         layout=receipt.layout,
@@ -53,6 +53,7 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
         columns=receipt.stats,
         channels=receipt.channels,
         captions=_list_captions(receipt),
+        explains=bool(receipt.method),
     )
 
 

@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.pictures.options import Order
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody
+from layertap.service.schemas.bodies import MAX_STEPS, MAX_TOP, ExplainBody, ExtractBody
 from layertap.service.schemas.examples import EXAMPLES, EXPLAIN, EXTRACT, PARAMETERS
 from layertap.service.schemas.replies import (
     DryRunReply,
@@ -187,11 +187,26 @@ PLAIN_PATHS = {
         "post": _make_operation(
             "explain",
             "Maps of what speaks for a model's answer",
-            "Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture.",
+            "Grad-CAM, attributions at the input, occlusion, or attention rolled out, for each picture and class.",
             ExplainBody,
             EXPLAIN,
             (FeaturesReply,),
-            _make_parameter("method", {"enum": list(get_args(Method))}),
+            _make_parameter(
+                "method",
+                {"type": "string", "description": f"{', '.join(get_args(Method))}; several separated by commas"},
+            ),
+            _make_parameter(
+                "classes",
+                {"type": "string", "description": "separated by commas: numbers, or top; a map of each"},
+            ),
+            _make_parameter("top", {"type": "integer", "minimum": 0, "maximum": MAX_TOP}),
+            *(
+                _make_parameter(name, {"type": "integer", "minimum": 1, "maximum": MAX_STEPS})
+                for name in ("steps", "samples")
+            ),
+            _make_parameter("noise", {"type": "number", "minimum": 0, "maximum": 10}),
+            _make_parameter("seed", {"type": "integer", "minimum": 0}),
+            *(_make_parameter(name, {"type": "integer", "minimum": 1}) for name in ("window", "stride")),
             _make_parameter(
                 "layer",
                 {

@@ -12,6 +12,7 @@ from layertap.service.http.query import Query
 
 ALWAYS = frozenset({"format", "dry_run"})
 BESIDE = {"class": "objective", "target": "objective", "tiles": "picture", "order": "picture"}  # whose part each is
+MAX_DIGITS = 10
 
 
 def read_fields(query: Query, names: AbstractSet[str], max_depth: int) -> dict[str, Any]:
@@ -42,6 +43,23 @@ def _read_layers(query: Query, name: str, max_depth: int) -> list[Any]:
         part = _load(name, value, max_depth) if _is_json(value) else [item for item in value.split(",") if item]
         layers += part if isinstance(part, list) else [part]
     return layers
+
+
+def _read_names(query: Query, name: str, max_depth: int) -> Any:
+    """A name, several separated by commas, or a list of them as JSON."""
+    value = _read_value(query, name, max_depth)
+    return [each for each in value.split(",") if each] if isinstance(value, str) and "," in value else value
+
+
+def _read_classes(query: Query, name: str, max_depth: int) -> Any:
+    """Classes separated by commas, or a list of them as JSON."""
+    value = _read_value(query, name, max_depth)
+    names = [each for each in value.split(",") if each] if isinstance(value, str) else value
+    return [int(each) if _is_number(each) else each for each in names] if isinstance(names, list) else names
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
 
 
 def _read_objective(query: Query, name: str, max_depth: int) -> Any:
@@ -86,6 +104,8 @@ HINTS = {
     "layers": 'write layers=["avgpool",{"layer":"layer2","pool":"mean"}], percent-encoded',
     "interventions": 'write interventions=[{"layer":"NAME","op":"zero"}], percent-encoded',
     "objective": 'write objective=logit, or objective={"kind":"logit","class":3}, percent-encoded',
+    "method": "write method=grad_cam,saliency",
+    "classes": "write classes=3,5,top",
     "target": "write target=[0.25,0.75], a number for each class",
     "picture": 'write tiles=32&order=strongest, or picture={"tiles":32}, percent-encoded',
 }
@@ -94,4 +114,6 @@ READERS: Mapping[str, Callable[[Query, str, int], Any]] = {
     "interventions": _read_json,
     "objective": _read_objective,
     "picture": _read_json,
+    "method": _read_names,
+    "classes": _read_classes,
 }

@@ -27,7 +27,7 @@ class ResultInfo:
 
     ``prefix_tokens`` stand before the patches of tokens or of attention. ``whole``: no tokens, queries, keys or heads
     were chosen, and nothing is pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels;
-    ``captions`` say something of each row.
+    ``captions`` say something of each row. ``explains``: the result is the map of an explanation.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ResultInfo:
     columns: tuple[str, ...] | None = None
     channels: tuple[int, ...] | None = None
     captions: tuple[str, ...] = ()
+    explains: bool = False
 
     @property
     def rows(self) -> int:
@@ -156,7 +157,22 @@ def _measure_matrix(info: ResultInfo) -> tuple[int, int, int]:
     return 1, prod(leading), last
 
 
+def _measure_explanation(info: ResultInfo) -> tuple[int, int, int]:
+    return 1, info.row_shape[-2], info.row_shape[-1]
+
+
+def _cut_explanation(info: ResultInfo, array: Array) -> Array:
+    """A map; of one with a number for each channel their sum."""
+    return (array.sum(0) if array.ndim == 3 else array)[None]
+
+
 KINDS = (
+    Kind(
+        lambda info: info.explains and len(info.row_shape) in (2, 3),
+        _measure_explanation,
+        _cut_explanation,
+        "overlay",
+    ),
     Kind(
         lambda info: info.columns is not None and len(info.row_shape) == 1,
         lambda info: (1, 1, info.row_shape[0]),
@@ -172,12 +188,6 @@ KINDS = (
     Kind(_is_map, _measure_map, _cut_map, noun="channels"),
     Kind(_is_grid, _measure_grid, _cut_grid, noun="channels"),
     Kind(_is_attention, _measure_attention, _cut_attention, noun="heads"),
-    Kind(
-        lambda info: info.layout == "NHW" and len(info.row_shape) == 2,
-        lambda info: (1, info.row_shape[0], info.row_shape[1]),
-        lambda info, array: array[None],
-        "overlay",
-    ),
     Kind(
         lambda info: True, _measure_matrix, lambda info, array: array.reshape(_measure_matrix(info))
     ),  # whatever else has several axes: the last one from left to right
