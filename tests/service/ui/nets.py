@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tests.service.nets_http import Gated
 
-MARKUP = "<script>document['title'] = 'taken'</script><img src=x onerror=alert(1)>"
+MARKUP = "<script>title='taken'</script><img src=x onerror=alert(1)>"
 
 
 class Marked(nn.Module):
