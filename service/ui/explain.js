@@ -9,7 +9,7 @@ const WITHOUT_OBJECTIVE = new Set(["attention_rollout"]);
 
 export async function showExplanation(state, signal) {
   const canvas = find("overlay");
-  canvas.hidden = true;
+  if (state.method || state.site !== "attention") canvas.hidden = true;
   find("method-note").textContent = "";
   if (!state.method || !state.picture) return;
   const body = { model: state.model, inputs: [{ image: state.picture.data }], method: state.method, encoding: "base64" };
@@ -26,7 +26,7 @@ export async function showExplanation(state, signal) {
   find("method-note").textContent = [`${shape[1]} by ${shape[2]} values${of}`, ...(reply.warnings ?? [])].join(". ");
 }
 
-function fit(canvas, state) {
+export function fit(canvas, state) {
   // Where the model resized the short side and cut out the middle, the map lies over that part alone.
   const image = find("picture");
   const [width, height] = [image.naturalWidth || 1, image.naturalHeight || 1];

@@ -1,6 +1,7 @@
 // The explorer: a picture, a model, a layer, and what of it is on the screen. All that is shown is asked of the public API.
 
 import { ask, encode, keepKey, ProblemError } from "./api.js";
+import { installAttention } from "./attention.js";
 import { installClasses, showClasses } from "./classes.js";
 import { installExplain, showExplanation } from "./explain.js";
 import { element, find, installZoom } from "./maps.js";
@@ -239,4 +240,5 @@ installTree();
 installZoom();
 installClasses(state, run);
 installExplain(state, run);
+installAttention();
 restore();

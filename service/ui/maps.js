@@ -51,7 +51,7 @@ export function drawTiles(container, maps, each, onZoom, onRead) {
     const canvas = element("canvas");
     paint(canvas, map, scale);
     tile.append(canvas, element("span", String(map.channel)));
-    tile.setAttribute("aria-label", `Channel ${map.channel}, ${write(scale.low)} to ${write(scale.high)}: enlarge`);
+    tile.setAttribute("aria-label", `${map.word ?? "channel"} ${map.channel}, ${write(scale.low)} to ${write(scale.high)}: enlarge`);
     tile.addEventListener("click", () => onZoom(map, scale));
     canvas.addEventListener("pointermove", (event) => onRead(readAt(canvas, map, event)));
     canvas.addEventListener("pointerleave", () => onRead(""));
@@ -86,7 +86,7 @@ function readAt(canvas, map, event) {
 }
 
 function describeValue(map, x, y) {
-  return `channel ${map.channel}, row ${y}, column ${x}: ${write(map.values[y * map.width + x])}`;
+  return `${map.word ?? "channel"} ${map.channel}, row ${y}, column ${x}: ${write(map.values[y * map.width + x])}`;
 }
 
 export function drawBars(container, values, onRead) {

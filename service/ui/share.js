@@ -20,7 +20,7 @@ export function readHash() {
   const parts = new URLSearchParams(location.hash.slice(1));
   const state = {};
   for (const name of TEXTS) if (parts.has(name)) state[name] = parts.get(name);
-  if (state.site !== "grad_output") delete state.site;
+  if (!["grad_output", "attention"].includes(state.site)) delete state.site;
   if (!/^\d*$/.test(state.class ?? "")) delete state.class;
   if (!["grad_cam", "saliency", "attention_rollout"].includes(state.method)) delete state.method;
   state.each = parts.get("each") === "1";

@@ -1,6 +1,7 @@
 // What of the chosen layer is on the screen: its maps, its statistics, the value under the pointer.
 
 import { ask, decode } from "./api.js";
+import { forgetAttention, makeAttentionLayer, showAttention } from "./attention.js";
 import { write } from "./colors.js";
 import { describeLayout, drawBars, drawTiles, element, fillBars, find, split, zoom } from "./maps.js";
 import { writeShape } from "./tree.js";
@@ -27,6 +28,7 @@ export function makeObjective(state) {
 
 export function makeViewLayers(state) {
   // The entries of `layers` for what is on the screen.
+  if (state.site === "attention") return [makeAttentionLayer(state)];
   const site = state.site === "output" ? {} : { site: state.site };
   const layout = layoutOf(state);
   const count = Math.min(state.shown, layout.channels);
@@ -42,15 +44,35 @@ function layoutOf(state) {
 
 export async function showView(state, signal) {
   const layer = state.layers.find((each) => each.name === state.layer);
+  chooseSite(state, layer);
+  if (state.site === "attention") {
+    await showAttention(state, signal);
+    showFacts(layer);
+    for (const id of ["more", "numbers"]) find(id).hidden = true;
+    return;
+  }
   const reply = await ask("extract", makeBody(state, makeViewLayers(state)), signal);
   const { shape, values } = decode(reply.features.maps);
   const tensor = layer.outputs.find((each) => each.call === layer.calls - 1) ?? layer.outputs.at(-1);
   const layout = describeLayout(shape.slice(1), tensor.layout);
+  showFacts(layer);
+  draw(state, layout, values, layoutOf(state).channels);
+  showNumbers(decode(reply.features.stats).values, reply.receipts.stats.stats);
+}
+
+function showFacts(layer) {
   find("view-title").textContent = layer.name === "." ? "The whole model" : layer.name;
   find("view-facts").textContent = [layer.type, writeShape(layer), `${layer.parameters.toLocaleString("en")} parameters`, ...layer.hazards].join(" · ");
   for (const id of PARTS) find(id).hidden = false;
-  draw(state, layout, values, layoutOf(state).channels);
-  showNumbers(decode(reply.features.stats).values, reply.receipts.stats.stats);
+}
+
+function chooseSite(state, layer) {
+  // Layers without attention have none to show.
+  forgetAttention();
+  const option = find("site").querySelector("[value=attention]");
+  option.hidden = option.disabled = !layer.attention.length;
+  if (state.site === "attention" && option.disabled) state.site = "output";
+  find("site").value = state.site;
 }
 
 function draw(state, layout, values, channels) {
@@ -93,6 +115,7 @@ function showNumbers(values, names) {
 }
 
 export function forgetView() {
+  forgetAttention();
   // Nothing stays on the screen that is of another picture or model.
   for (const id of PARTS) find(id).hidden = true;
   find("maps").replaceChildren();

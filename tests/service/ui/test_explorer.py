@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
 from tests.service.proxy import proxied
-from tests.service.support import Array, image, picture
+from tests.service.support import Array, configured, image, picture
 from tests.service.ui.conftest import Open, Opened
 from tests.service.ui.nets import MARKUP, Held
 
@@ -314,3 +315,18 @@ def test_behind_a_prefix(serve: Serve, open_page: Open, strip: bool) -> None:
     with serve(root_path="/features") as live, proxied(live.url, "/features", strip=strip) as url:
         opened = open_page(f"{url}/features/#sample=digit-2")
         opened.show_maps()
+
+
+@pytest.mark.slow
+def test_attention(serve: Serve, open_page: Open) -> None:
+    """Of a layer with attention each head is a tile: what the patch under the pointer looks at."""
+    spec = ModelSpec("vit", "torchvision:vit_b_16", weights="random:0", device="cpu")
+    layer = "encoder.layers.encoder_layer_2.self_attention"
+    with serve(configured(spec)) as live:
+        opened = open_page(f"{live.url}/#model=vit&layer={layer}&site=attention&sample=shapes")
+        opened.show_maps()
+        opened.page.hover("#overlay", position={"x": 1, "y": 1})
+        expect(opened.page.locator("#reading")).to_contain_text("token 1 ")
+        data = (Path(__file__).parents[3] / "service" / "ui" / "shapes.png").read_bytes()
+        weights = captured(live, data, f"{layer}:attention", model="vit")
+        check_tiles(opened, weights[:, 1, 1:].reshape(12, 14, 14))
