@@ -330,3 +330,19 @@ def test_attention(serve: Serve, open_page: Open) -> None:
         data = (Path(__file__).parents[3] / "service" / "ui" / "shapes.png").read_bytes()
         weights = captured(live, data, f"{layer}:attention", model="vit")
         check_tiles(opened, weights[:, 1, 1:].reshape(12, 14, 14))
+
+
+@pytest.mark.slow
+def test_time_to_maps(serve: Serve, open_page: Open) -> None:
+    """A dropped picture of usual size is shown with the first maps of a ResNet-18; the time is printed."""
+    with serve(configured(ModelSpec("resnet18", "torchvision:resnet18", weights="random:0", device="cpu"))) as live:
+        opened = open_page(f"{live.url}/#model=resnet18")
+        opened.page.wait_for_selector("#tree button", timeout=30_000)
+        opened.wait()
+        data = picture(3, (640, 480), "JPEG")
+        started = time.perf_counter()
+        drop(opened, data, "noise.jpg", "image/jpeg")
+        opened.page.wait_for_selector(".tile canvas")
+        print(f"resnet18: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
+        opened.wait()
+        check_tiles(opened, captured(live, data, "relu", model="resnet18")[:16])
