@@ -105,7 +105,7 @@ async def perturb(
         part,
         fingerprint=digest,
         arrays={asked.key: whole},
-        receipts={asked.key: replace(receipt, layout=layout, fingerprint=digest)},
+        receipts={asked.key: replace(receipt, layout=layout, method=asked.method, fingerprint=digest)},
     )
 
 

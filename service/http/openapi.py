@@ -77,6 +77,7 @@ COMMON = [
     _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
     _make_parameter("If-None-Match", {"type": "string", "description": "the ETag of a reply that you have"}, "header"),
 ]
+SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer"}}
 ETAG = {"ETag": {"description": "of this answer, where answers are kept", "schema": {"type": "string"}}}
 
 
@@ -229,7 +230,8 @@ def install(app: FastAPI) -> None:
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers
             )
             schema["paths"] = _add_parameter_examples(PLAIN_PATHS | schema["paths"])
-            schema["components"] = {"schemas": _make_schemas()}
+            schema["components"] = {"schemas": _make_schemas(), "securitySchemes": SECURITY_SCHEMES}
+            schema["security"] = [{}, *({name: []} for name in SECURITY_SCHEMES)]  # a server without keys takes none
             app.openapi_schema = schema
         return app.openapi_schema
 
