@@ -20,7 +20,7 @@ from layertap.service.engine.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
-from layertap.service.http.routes import docs, explain, extract, health, metrics, models, probe
+from layertap.service.http.routes import docs, explain, explorer, extract, health, metrics, models, probe
 from layertap.service.metrics import Metrics
 from layertap.service.oip import errors as oip_errors
 from layertap.service.oip import routes as oip_routes
@@ -76,6 +76,7 @@ def create_app(
         app.include_router(router)
     openapi.install(app)
     docs.install(app)
+    explorer.install(app, settings.root_path)
     app.add_middleware(
         RequestContextMiddleware,
         settings=settings,
@@ -83,6 +84,7 @@ def create_app(
         run_in_thread=lambda function: engine.run_in_thread(function, time.monotonic() + settings.deadline_s),
         routes=PLAIN_ROUTES,
         encoders=PROBLEM_ENCODERS,
+        pages=explorer.PATHS | docs.PATHS,
     )
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -33,7 +33,8 @@ class Receipt:
     ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
     ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
-    cast to. ``probe`` is what the fixed input gives there, where it was asked for.
+    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys. ``probe`` is what the fixed
+    input gives there, where it was asked for. ``method``: of which explanation the result is the map.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
@@ -67,6 +68,8 @@ class Receipt:
     keys: tuple[int, ...] | None = None
     token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
+    prefix_tokens: int = 0
+    method: str = ""
     probe: Probe | None = None
     fingerprints: tuple[str, ...] | None = None
 
@@ -76,6 +79,21 @@ class Receipt:
 
 
 DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default is not MISSING}
+
+
+@dataclass(frozen=True)
+class TopClass:
+    """One of a row's best classes: its score as the model gives it, its share by softmax over all, its name if any."""
+
+    number: int
+    score: float
+    probability: float
+    label: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        named = {"label": self.label} if self.label is not None else {}
+        return {"class": self.number, "score": self.score, "probability": self.probability, **named}
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,7 @@ class Features:
     those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
     others, of other shapes; ``by_input`` are the keys of results of one such input. ``content`` is a digest of all that
     decided them, where answers are kept. ``tokens`` counts those of all texts, special ones among them, padding not.
+    ``top`` has each row's best classes, the best one first, where they were asked for.
     """
 
     model: str
@@ -106,6 +125,7 @@ class Features:
     by_input: frozenset[str] = frozenset()
     content: str = ""
     tokens: int = 0
+    top: tuple[tuple[TopClass, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +141,19 @@ class Features:
 def list_skipped(faults: Iterable[Fault]) -> tuple[int, ...]:
     """The places in a request of the inputs that faults are of."""
     return tuple(sorted({fault.input for fault in faults if fault.input is not None}))
+
+
+def merge_results(first: Features, second: Features, digest: Callable[[Iterable[str]], str]) -> Features:
+    """Other results of the same rows beside those of one; ``digest`` makes the fingerprint of all receipts'."""
+    receipts = first.receipts | second.receipts
+    return replace(
+        first,
+        fingerprint=digest(receipt.fingerprint for receipt in receipts.values()),
+        arrays=first.arrays | second.arrays,
+        receipts=receipts,
+        warnings=tuple(dict.fromkeys(first.warnings + second.warnings)),
+        by_input=first.by_input | second.by_input,
+    )
 
 
 def join_features(parts: Sequence[Features]) -> Features:

@@ -33,7 +33,9 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 # By RFC 3986: never percent-encoded.
 UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~")
 # What paths of the server begin with; here, for torch is imported where the routes are made.
-ROUTES = frozenset({"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz", "v1", "v2"})
+ROUTES = frozenset(
+    {"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz", "ui", "v1", "v2"}
+)
 MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
 MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
 MIN_WORKER_MEMORY_BYTES = 256 * MIB

@@ -65,6 +65,8 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     folders = [path for room in ("models", "service") for path in (ROOT / room).rglob("*.py")]
     assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in folders} < names
     assert {"layertap/models/digits/digits.safetensors", "layertap/models/compiled/runner.cpp"} < names
+    pages = [path for path in (ROOT / "service" / "ui").iterdir() if path.suffix in (".html", ".css", ".js", ".png")]
+    assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in pages} < names
     assert {each.split("/")[0].partition("-")[0] for each in names} == {"layertap"}
     code = "import layertap.service.cli.main as main; print(main.__file__)"
     done = run(repository, "-c", code, path=f"{tmp_path / 'site'}:.")

@@ -59,6 +59,14 @@ class ExplainOptions(CallOptions, total=False):
 
     layer: str | None
     discard_ratio: float
+    classes: Sequence[int | str]
+    top: int
+    steps: int
+    samples: int
+    noise: float
+    seed: int
+    window: int
+    stride: int
 
 
 def check_options(options: Mapping[str, Any], known: type, function: str) -> None:

@@ -50,11 +50,14 @@ def extract(
     return read_result(reply)
 
 
-def explain(session: Session, /, inputs: Inputs, method: str, **options: Unpack[ExplainOptions]) -> Steps[Result]:
-    """Maps of what speaks for an answer, one for each input, under the method's name.
+def explain(
+    session: Session, /, inputs: Inputs, method: str | Sequence[str], **options: Unpack[ExplainOptions]
+) -> Steps[Result]:
+    """Maps of what speaks for an answer, one for each input, under the method's name, "METHOD.CLASS" with ``classes``.
 
-    ``method``: "grad_cam", "saliency", "attention_rollout", "gradient_rollout" or "relevance". ``inputs`` as of
-    ``extract``; ``options``: those of ``ExplainOptions``. LayertapError.
+    ``method``: "grad_cam", "grad_cam_plusplus", "saliency", "guided_backpropagation", "integrated_gradients",
+    "smoothgrad", "occlusion", "attention_rollout", "gradient_rollout" or "relevance", or a list of some. ``inputs`` as
+    of ``extract``; ``options``: those of ``ExplainOptions``. LayertapError.
     """
     check_options(options, ExplainOptions, "explain")
     fields: dict[str, Any] = {**options, "method": method}

@@ -34,7 +34,7 @@ class TensorInfo:
     rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
     it holds something of all of them; it means what it says only where its rows share a forward with no others.
     ``layout`` names the axes (NCHW, NTC …; NAQK of attention: heads, queries, keys), None where unknown; ``prefix``
-    counts class and register tokens.
+    counts class and register tokens, of attention those among the keys.
     ``source`` says where a forward without a graph has attention from: "observed" or "recomputed". ``token_axes`` have
     an entry for each token of a text: they grow with its length. The row axis is one of them where tokens are folded
     into it.

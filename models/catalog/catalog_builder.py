@@ -92,7 +92,9 @@ class CatalogBuilder:
 
         def build_attention() -> Iterator[TensorInfo]:
             for place, (path, one, other) in enumerate(_pair_attention(alone.attention, several.attention)):
-                info = replace(self._build_tensor(path, one.weights, other.weights), source=one.source)
+                info = self._build_tensor(path, one.weights, other.weights)
+                prefix = self._prefix if info.shape[-1] > self._prefix else 0
+                info = replace(info, source=one.source, prefix=prefix)
                 yield self._add_token_axes(module, number, info, partial(_find_weights, place))
 
         before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)

@@ -33,6 +33,30 @@ def grad_cam(values: Array, gradients: Array, leaf: TensorInfo) -> Array:
     return result
 
 
+def grad_cam_plusplus(values: Array, gradients: Array, leaf: TensorInfo) -> Array:
+    """As Grad-CAM, each position's gradient weighted so that small evidence counts as much as large.
+
+    (N, H, W), 0 and above. Chattopadhay et al., "Grad-CAM++", 2018, equations 10 and 19: of Y = exp(S) with S linear in
+    the layer's values, so that Y's derivatives are powers of S's gradient times Y. That factor of each row is left out,
+    as it only scales its map and soon overflows.
+    """
+    maps, slopes = (_move_channels_first(each.astype(np.float64), leaf) for each in (values, gradients))
+    below = 2 * slopes**2 + maps.sum((2, 3), keepdims=True) * slopes**3
+    alphas = np.divide(slopes**2, below, out=np.zeros_like(below), where=below != 0)
+    weights = (alphas * np.maximum(slopes, 0.0)).sum((2, 3), keepdims=True)
+    result: Array = np.maximum((weights * maps).sum(1), 0.0).astype(np.float32)
+    return result
+
+
+def sign_pixels(gradients: Array, leaf: TensorInfo) -> Array:
+    """Gradients at the model's input as they are: (N, C, H, W), signed.
+
+    Guided backpropagation's (Springenberg et al., "Striving for simplicity", 2014, section 3.4) where each ReLU has cut
+    off what is below 0 of the gradient that it was given.
+    """
+    return np.ascontiguousarray(_move_channels_first(gradients.astype(np.float32), leaf))
+
+
 def saliency(gradients: Array, leaf: TensorInfo) -> Array:
     """How much each pixel of the model's input moves the objective: the largest absolute gradient of its channels.
 
@@ -176,7 +200,7 @@ def find_map_layers(catalog: Catalog, end: HookPoint) -> list[tuple[HookPoint, T
 
 def find_zero_rows(maps: Array) -> list[int]:
     """The rows whose map is 0 everywhere."""
-    rows: list[int] = np.flatnonzero(~maps.any((1, 2))).tolist()
+    rows: list[int] = np.flatnonzero(~maps.any(tuple(range(1, maps.ndim)))).tolist()
     return rows
 
 

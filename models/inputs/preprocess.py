@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from layertap.models.inputs.geometry import compute_resized_size, find_crop_start, list_sides
 from layertap.models.spec import Box, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
@@ -63,21 +64,16 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
         width, height = compute_resized_size(spec, pixels.shape[2], pixels.shape[1])
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
     if spec.crop is not None:
-        pixels = tvf.center_crop(pixels, _list_sides(spec.crop))
+        pixels = tvf.center_crop(pixels, list_sides(spec.crop))
     return normalize(pixels.contiguous(), spec)
 
 
 def _crop_center(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
     """The middle of an image, black around it where it is smaller."""
-    height, *rest = _list_sides(size)
+    height, *rest = list_sides(size)
     sides = rest[0] if rest else height, height
-    left, top = (_find_crop_start(own, side) for own, side in zip(image.size, sides, strict=True))
+    left, top = (find_crop_start(own, side) for own, side in zip(image.size, sides, strict=True))
     return image.crop((left, top, left + sides[0], top + sides[1]))  # what lies beyond an image is black
-
-
-def _find_crop_start(length: int, size: int) -> int:
-    """Where a crop in the middle begins, by torchvision's two roundings; below 0 where it is longer than the image."""
-    return -((size - length) // 2) if size > length else round((length - size) / 2)
 
 
 def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
@@ -98,20 +94,6 @@ def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: tor
     return first, second
 
 
-def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int]:
-    """Width and height of a ``width`` x ``height`` image after the resize step.
-
-    A thin image whose short side is made longer grows without bound, so this is worth asking first.
-    """
-    if spec.resize is None:
-        return width, height
-    if isinstance(spec.resize, tuple):
-        return spec.resize[1], spec.resize[0]
-    short, long = sorted((width, height))
-    longer = int(spec.resize * long / short)
-    return (spec.resize, longer) if width <= height else (longer, spec.resize)
-
-
 def compute_least_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int] | None:
     """The least width and height at which a ``width`` x ``height`` picture may be decoded to be resized then.
 
@@ -126,7 +108,7 @@ def compute_least_size(spec: PreprocessSpec, width: int, height: int) -> tuple[i
 def compute_output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
     """Height and width of every result, or None where they depend on the image."""
     if spec.crop is not None:
-        height, *rest = _list_sides(spec.crop)
+        height, *rest = list_sides(spec.crop)
         return height, rest[0] if rest else height
     return spec.resize if isinstance(spec.resize, tuple) else None
 
@@ -182,10 +164,6 @@ def _parse_transformers_size(size: Any) -> int | tuple[int, int] | None:
     if known.keys() == {"shortest_edge"}:
         return known["shortest_edge"]
     return (known["height"], known["width"]) if known.keys() == {"height", "width"} else None
-
-
-def _list_sides(size: int | tuple[int, int]) -> list[int]:
-    return [size] if isinstance(size, int) else list(size)
 
 
 def _from_classification(preset: Any) -> PreprocessSpec:

@@ -9,7 +9,19 @@ from layertap.models.errors import escape
 from layertap.models.hooks.sites import SITES, Side, Site, split_function
 
 ReplyDType = Literal["float32", "float16", "int8"]
-Method = Literal["grad_cam", "saliency", "attention_rollout", "gradient_rollout", "relevance"]
+Class = int | Literal["top"]  # by its number, or the row's own highest
+Method = Literal[
+    "grad_cam",
+    "grad_cam_plusplus",
+    "saliency",
+    "guided_backpropagation",
+    "integrated_gradients",
+    "smoothgrad",
+    "occlusion",
+    "attention_rollout",
+    "gradient_rollout",
+    "relevance",
+]
 # The options that take indices along an axis, and the letter of that axis in a layout.
 AXES = {"channels": "C", "tokens": "T", "heads": "A", "queries": "Q", "keys": "K"}
 
@@ -217,14 +229,25 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A map that is asked for: how it is made, and of which layer (None: the method's own choice).
+    """Maps that are asked for: how each is made, and of which layer (None: the method's own choice).
 
-    ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not including, 1.
+    ``classes`` are in place of the objective's class, with a map of each; ``top`` is how many of a row's best classes
+    are told. ``discard`` is the share of each layer's lowest attention that a rollout leaves out, 0 up to, not
+    including, 1. ``steps`` are those of integrated gradients; ``samples``, ``noise`` (a share of the row's range) and
+    ``seed`` are of SmoothGrad; ``window`` and ``stride`` of occlusion, in the input's pixels. None: the default.
     """
 
-    method: Method
+    methods: tuple[Method, ...]
     selector: Selector | None = None
     discard: float | None = None
+    classes: tuple[Class, ...] = ()
+    top: int = 0
+    steps: int | None = None
+    samples: int | None = None
+    noise: float | None = None
+    seed: int | None = None
+    window: int | None = None
+    stride: int | None = None
 
 
 def _get_indices(part: Reduction | Operation) -> dict[str, tuple[int, ...]]:

@@ -44,6 +44,13 @@ class Capture:
         return 0 if self.reduction.is_by_row else self.tensor.row_axis or 0
 
     @property
+    def reply_rows_axis(self) -> int | None:
+        """The axis of what is replied that holds the rows; None where it is the same, or one, for all of them."""
+        if self.reduction.over:
+            return None
+        return 0 if self.reduction.is_by_row else self.tensor.row_axis
+
+    @property
     def dtype(self) -> str:
         """The result's dtype: integers and booleans keep their own, unless averages or statistics are made of them."""
         return self.reduction.dtype if self.is_float else self.tensor.dtype

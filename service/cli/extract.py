@@ -40,16 +40,17 @@ def extract(
 
     Pictures that can't be read are named and left out; the exit status is 1 then, and 2 where nothing is left.
     """
-    reply_format = _choose_format(file)
+    reply_format = choose_format(file)
     engine = create_configured_engine(config)
     from layertap.service.cli.extraction import extract_files
+    from layertap.service.formats.reply_format import EncodeOptions
 
     reserved = reply_format.reserved | reply_format.reserved_for_files
     features = asyncio.run(extract_files(engine, images, _parse_selectors(layers, pool, normalize), model, reserved))
     if file is None:
         stdout.print(_summarize(features))
     else:
-        buffers = reply_format.encode(features, "list")
+        buffers = reply_format.encode(features, EncodeOptions())
         with file.open("wb") as stream:
             stream.writelines(buffers)
         stderr.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
@@ -57,7 +58,8 @@ def extract(
         raise typer.Exit(1)
 
 
-def _choose_format(file: Path | None) -> ReplyFormat:
+def choose_format(file: Path | None) -> ReplyFormat:
+    """The format that a file's suffix names, JSON without one; LayertapError where there is none."""
     from layertap.service.formats.table import FORMATS
 
     name = file.suffix.removeprefix(".") if file else "json"

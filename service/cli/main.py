@@ -11,6 +11,7 @@ from layertap.models.errors import LayertapError
 from layertap.service.cli.bulk import bulk
 from layertap.service.cli.check import check
 from layertap.service.cli.console import format_error, stderr, stdout
+from layertap.service.cli.explain import explain
 from layertap.service.cli.extract import extract
 from layertap.service.cli.inspect import inspect
 from layertap.service.cli.models import layers, models
@@ -18,7 +19,7 @@ from layertap.service.cli.plan import plan
 from layertap.service.cli.serve import serve
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
-for command in (serve, check, inspect, models, layers, plan, extract, bulk):
+for command in (serve, check, inspect, models, layers, plan, extract, explain, bulk):
     app.command()(command)
 
 

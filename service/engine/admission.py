@@ -105,6 +105,16 @@ class Admission:
         self._bytes += size
 
     @contextmanager
+    def return_bytes(self) -> Iterator[None]:
+        """Give back what is reserved in the block once it ends."""
+        before = self._bytes
+        try:
+            yield
+        finally:
+            self._control.used_bytes -= max(self._bytes - before, 0)
+            self._bytes = min(self._bytes, before)
+
+    @contextmanager
     def queue_rows(self, worker: ModelWorker, rows: int) -> Iterator[None]:
         """Hold so many rows of a model's queue until the block ends; as ``resize``, UnavailableError."""
         if worker.stopping:

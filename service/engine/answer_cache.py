@@ -27,6 +27,7 @@ SHORT_COPY = 2**20  # bytes that are copied in less than a way to another thread
 
 # What Python takes for an answer, beside its arrays; measured, and rounded up.
 ANSWER_BYTES, RESULT_BYTES, ENTRY_BYTES, CHARACTER_BYTES = 2048, 4096, 128, 4
+TOP_ENTRIES = 3  # as which one of a row's best classes counts
 
 
 class AnswerCache:
@@ -125,6 +126,7 @@ def measure(features: Features) -> int:
     """About how many bytes features take in memory, at least as many as they do."""
     texts = (*features.arrays, *features.warnings, *(name for names in features.interventions for name in names))
     entries = len(texts) + sum(map(_count_entries, features.receipts.values()))
+    entries += TOP_ENTRIES * sum(map(len, features.top))
     return (
         features.nbytes
         + ANSWER_BYTES

@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from layertap.models.errors import LayertapError, RequestError
 from layertap.service.engine.admission import Admission, AdmissionControl
 from layertap.service.engine.answer_cache import AnswerCache
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.decoder import DecodedInputs, InputDecoder, make_encoded_job
-from layertap.service.engine.fetch_inputs import fetch_inputs
+from layertap.service.engine.fetch_inputs import fetch_inputs, fetch_items
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.job import make_job
 from layertap.service.engine.job_maker import JobMaker
@@ -29,8 +30,9 @@ from layertap.service.engine.sources import count_taken_bytes, fill_tensors, pla
 from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
-from layertap.service.inputs.items import UrlItem
+from layertap.service.inputs.items import ImageItem, UrlItem
 from layertap.service.metrics import Metrics, Snapshot
+from layertap.service.pictures.sent import SentPicture
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
@@ -98,6 +100,20 @@ class Engine:
             answers = await self._decode_and_run(planned, items, admission)
             return await self._collect_features(answers, admission.deadline)
 
+    async def fetch(self, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+        """The request with a picture in place of each URL, for who extracts from it several times; RequestError."""
+        if not any(isinstance(item, UrlItem) for _, item in request.items):
+            return request
+        worker = await self.manager.get_worker(request.model, admission.deadline)
+        count = len(request.items)
+        items = await fetch_items(request, worker.model.model_inputs, count, self.fetcher, admission)
+        failed = [(place, item) for place, item in items if isinstance(item, LayertapError)]
+        faults = tuple(error.to_fault(f"/inputs/{place}", place) for place, error in failed)
+        if len(faults) == count:
+            raise RequestError.from_faults((*request.faults, *faults))
+        fetched = tuple((place, item) for place, item in items if not isinstance(item, LayertapError))
+        return replace(request, items=fetched, faults=(*request.faults, *faults))
+
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
         worker = await self.manager.get_worker(request.model, admission.deadline)
@@ -107,6 +123,19 @@ class Engine:
         if not items:
             return [make_job(planned, {}, request.faults, deadline=admission.deadline)]
         return await self._prepare(planned, await self.decoder.decode(planned, items, admission.deadline), admission)
+
+    def list_pictures(self, request: ExtractRequest, features: Features) -> tuple[SentPicture | None, ...]:
+        """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
+
+        None stands for what was no picture, or is at a URL.
+        """
+        worker = self.manager.workers.get(features.model)
+        spec = worker.model.model_inputs.preprocess if worker is not None else None
+        items = [item for place, item in request.items if place not in features.skipped]
+        if spec is None or len(items) != features.rows:
+            return ()
+        limit = self.settings.max_pixels
+        return tuple(SentPicture(item.data, spec, limit) if isinstance(item, ImageItem) else None for item in items)
 
     async def run_in_thread(self, function: Callable[[], T], deadline: float) -> T:
         """Run something that computes, but no pictures and no forwards, in a pool of threads; DeadlineError."""

@@ -22,14 +22,20 @@ MAX_PARALLEL = 8  # fetches of one request, so that none takes all that the serv
 
 
 async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, admission: Admission) -> Items:
-    """The items of a request with their places, a picture in place of each URL, or why it can't be had.
+    """The items of a planned request with their places; as ``fetch_items``."""
+    return await fetch_items(planned.request, planned.inputs, planned.rows, fetcher, admission)
+
+
+async def fetch_items(
+    request: ExtractRequest, inputs: ModelInputs, rows: int, fetcher: Fetcher, admission: Admission
+) -> Items:
+    """The items of a request for some rows with their places, a picture in place of each URL, or why it can't be had.
 
     While they are fetched the request keeps a single place in the queue. RequestError, TooLargeError where it wants all
     or nothing; QueueFullError, DeadlineError.
     """
-    request = planned.request
     places = [place for place, _ in request.items]
-    targets = [_find_target(item, planned.inputs, fetcher) for _, item in request.items]
+    targets = [_find_target(item, inputs, fetcher) for _, item in request.items]
     items = [target for target in targets if not isinstance(target, FetchTarget)]
     if len(items) < len(targets):
         _check_all_are_good(request, places, targets)
@@ -37,7 +43,7 @@ async def fetch_inputs(planned: PlannedRequest, fetcher: Fetcher, admission: Adm
         with request.timings.step("fetch"):
             fetching = _fetch_all(targets, fetcher, fetcher.create_budget(admission.reserve_bytes))
             items = await wait_until(admission.deadline, fetching)
-        admission.resize(planned.rows)
+        admission.resize(rows)
     _check_all_are_good(request, places, items)
     return list(zip(places, items, strict=True))
 

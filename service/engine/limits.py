@@ -7,11 +7,13 @@ from math import prod
 
 from layertap.models.errors import TooLargeError
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.plan import Plan
+from layertap.models.selection.plan import Plan, Result
+from layertap.models.selection.statistics import list_columns
 from layertap.models.spec import Shapes
 from layertap.service.engine.batch import BatchQueue
 from layertap.service.engine.request import ReplyOptions
 from layertap.service.formats.reply_format import check_names
+from layertap.service.pictures.panels import ResultInfo
 from layertap.service.settings import Settings
 
 SURVEY_ROWS = 6  # one row, one that is timed, three, and one whose memory is measured
@@ -40,6 +42,26 @@ def check_reply_size(plan: Plan, rows: int, reply: ReplyOptions) -> None:
     """
     check_names((result.key for result in plan.results), reply.reserved)
     check_sizes([plan.count_numbers(rows)], [plan.nbytes(rows)], rows, reply)
+    if reply.format.is_picture:
+        reply.format.check_results([_outline_result(result, rows) for result in plan.results], reply.picture)
+
+
+def _outline_result(result: Result, rows: int) -> ResultInfo:
+    """What decides how large a drawing of a result is."""
+    capture, reduction = result.capture, result.capture.reduction
+    chosen = (reduction.tokens, reduction.heads, reduction.queries, reduction.keys)
+    return ResultInfo(
+        name=result.key,
+        module=result.module,
+        site=capture.point.site,
+        shape=capture.reply_shape(rows),
+        row_axis=capture.reply_rows_axis,
+        layout=capture.tensor.layout,
+        prefix_tokens=capture.tensor.prefix,
+        whole=reduction.pool == "none" and not any(chosen),
+        columns=list_columns(reduction.stats) if reduction.stats is not None else None,
+        channels=reduction.channels,
+    )
 
 
 def check_sizes(numbers: Iterable[int], nbytes: Iterable[int], rows: int, reply: ReplyOptions) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from layertap.models.errors import InputError, TooLargeError
+from layertap.models.inputs.geometry import compute_resized_size
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import compute_least_size, compute_resized_size, fit_image, normalize
+from layertap.models.inputs.preprocess import compute_least_size, fit_image, normalize
 from layertap.models.spec import Decode, PreprocessSpec
 from layertap.service.engine import text_rows
 from layertap.service.engine.rows import Rows

@@ -29,6 +29,7 @@ from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import ImageItem, InputItem
+from layertap.service.pictures.options import PictureOptions
 from layertap.service.types import Priority
 
 
@@ -58,7 +59,7 @@ class ReplyOptions:
     """How the reply is written, and at most how many bytes it may have; None is any number.
 
     ``reserved`` names are those that no result may have. ``by_input``: a result whose shape is not that of the first
-    input's has an entry for each input; else such inputs are left out.
+    input's has an entry for each input; else such inputs are left out. ``picture``: how a picture of results is drawn.
     """
 
     format: ReplyFormat = FORMATS["json"]
@@ -66,6 +67,7 @@ class ReplyOptions:
     max_bytes: int | None = None
     reserved: frozenset[str] = frozenset()
     by_input: bool = True
+    picture: PictureOptions = field(default_factory=PictureOptions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from layertap.models.gradients.position import describe_position, select_positio
 from layertap.models.hooks.sites import GRADIENTS
 from layertap.models.labels import name_classes
 from layertap.models.selection.hook_points import format_path
-from layertap.models.selection.plan import Capture, ResolvedObjective, Result
+from layertap.models.selection.plan import ResolvedObjective, Result
 from layertap.models.selection.statistics import list_columns, merge_rows
 from layertap.service.engine.forward_batch import Results
 from layertap.service.engine.request import Job
@@ -72,13 +72,6 @@ def _count_tokens(job: Job) -> tuple[int, ...] | None:
     return None if mask is None else tuple(mask.bool().sum(1).tolist())
 
 
-def _find_row_axis(capture: Capture) -> int | None:
-    """The axis of a result that holds the rows; None where it is the same, or one, for all of them."""
-    if capture.reduction.over:
-        return None
-    return 0 if capture.reduction.is_by_row else capture.tensor.row_axis
-
-
 def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = None) -> Receipt:
     """Where a result comes from, as far as that is known; ``classes`` are those of its rows' highest scores."""
     point, leaf, reduction = result.capture.point, result.capture.tensor, result.capture.reduction
@@ -97,7 +90,7 @@ def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = Non
         pool=reduction.pool,
         normalize=reduction.normalize,
         fingerprint=job.fingerprints[result.key],
-        row_axis=_find_row_axis(result.capture),
+        row_axis=result.capture.reply_rows_axis,
         stats=list_columns(reduction.stats) if reduction.stats is not None else None,
         by=reduction.by,
         over=reduction.over,
@@ -115,4 +108,5 @@ def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = Non
         queries=reduction.queries,
         keys=reduction.keys,
         reply_dtype=reduction.dtype,
+        prefix_tokens=leaf.prefix,
     )

@@ -14,7 +14,7 @@ from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import name_arrays, to_little_endian
 from layertap.service.formats.buffers import BufferFile, Buffers
 from layertap.service.formats.plain_data import describe_as_text
-from layertap.service.formats.reply_format import Encoding
+from layertap.service.formats.reply_format import EncodeOptions
 
 FILE = "file"
 _HINT = "leave it out, or use application/x-npz (format=npz) or application/x-safetensors"
@@ -27,8 +27,8 @@ def check_installed() -> None:
         raise NotAcceptableError("Arrow replies need pyarrow, which is not installed here", hint=hint)
 
 
-def encode(features: Features, encoding: Encoding) -> Buffers:
-    """The results as an Arrow stream of one record batch; ``encoding`` changes nothing.
+def encode(features: Features, options: EncodeOptions) -> Buffers:
+    """The results as an Arrow stream of one record batch; ``options`` change nothing.
 
     A result of shape (rows, …) is a column of fixed-shape tensors, one of shape (rows,) a column of numbers; scales are
     columns ``KEY.scale``, booleans are uint8. Where rows lie on another axis it comes first here. The schema's metadata

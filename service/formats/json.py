@@ -14,13 +14,13 @@ import orjson
 from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import to_little_endian
 from layertap.service.formats.buffers import Buffers
-from layertap.service.formats.plain_data import describe_errors, describe_receipts
-from layertap.service.formats.reply_format import Encoding
+from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top
+from layertap.service.formats.reply_format import EncodeOptions, Encoding
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
 
 
-def encode(features: Features, encoding: Encoding) -> Buffers:
+def encode(features: Features, options: EncodeOptions) -> Buffers:
     """The reply as UTF-8 JSON; ``data`` as nested lists, or as base64 of little-endian bytes in C order.
 
     The scales of int8 results are lists in both encodings.
@@ -29,12 +29,13 @@ def encode(features: Features, encoding: Encoding) -> Buffers:
         "model": features.model,
         "fingerprint": features.fingerprint,
         "rows": features.rows,
-        "features": {key: _make_entry(features, key, encoding) for key in features.arrays},
+        "features": {key: _make_entry(features, key, options.encoding) for key in features.arrays},
         "receipts": describe_receipts(features),
         "errors": describe_errors(features),
         **({"verified": True} if features.verified else {}),
         **({"interventions": features.interventions} if features.interventions else {}),
         **({"warnings": features.warnings} if features.warnings else {}),
+        **({"top": describe_top(features)} if features.top else {}),
     }
     return [orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)]
 

@@ -11,13 +11,13 @@ from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import to_little_endian
 from layertap.service.formats.buffers import Buffers, view_bytes
-from layertap.service.formats.reply_format import Encoding
+from layertap.service.formats.reply_format import EncodeOptions
 
 _HINT = "use application/x-npz (format=npz), which holds any number of arrays"
 
 
-def encode(features: Features, encoding: Encoding) -> Buffers:
-    """The only result as a .npy file; ``encoding`` changes nothing.
+def encode(features: Features, options: EncodeOptions) -> Buffers:
+    """The only result as a .npy file; ``options`` change nothing.
 
     NotAcceptableError: none or several results, or one with a scale.
     """

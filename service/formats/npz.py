@@ -13,7 +13,7 @@ from layertap.service.formats.arrays import name_arrays
 from layertap.service.formats.buffers import BufferFile, Buffers
 from layertap.service.formats.npy import write_npy
 from layertap.service.formats.plain_data import describe_receipts
-from layertap.service.formats.reply_format import Encoding
+from layertap.service.formats.reply_format import EncodeOptions
 
 SKIPPED, FILES, FINGERPRINT = "skipped", "files", "fingerprint"
 MODEL, RECEIPTS = "model", "receipts"
@@ -22,8 +22,8 @@ _ZIP64_FROM = 2**31 - 2**20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-def encode(features: Features, encoding: Encoding) -> Buffers:
-    """The results as a .npz file, scales as ``KEY.scale``; ``encoding`` changes nothing.
+def encode(features: Features, options: EncodeOptions) -> Buffers:
+    """The results as a .npz file, scales as ``KEY.scale``; ``options`` change nothing.
 
     ``skipped`` holds the places of the inputs that were left out, where some were; ``files``, ``fingerprint``,
     ``model`` and ``receipts``, as JSON, are there where the rows are of files.

@@ -21,6 +21,11 @@ def describe_errors(features: Features) -> list[dict[str, Any]]:
     return [_drop_blanks(fault) for fault in features.errors]
 
 
+def describe_top(features: Features) -> list[list[dict[str, Any]]]:
+    """The best classes of each row."""
+    return [[each.as_dict() for each in row] for row in features.top]
+
+
 def describe_as_text(features: Features) -> dict[str, str]:
     """All of it, for the metadata of a file, which is text: what is more than a word is JSON."""
     return {
@@ -34,6 +39,7 @@ def describe_as_text(features: Features) -> dict[str, str]:
         **({"verified": "true"} if features.verified else {}),
         **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
         **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
+        **({"top": orjson.dumps(describe_top(features)).decode()} if features.top else {}),
     }
 
 

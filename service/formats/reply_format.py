@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from layertap.models.errors import RequestError, escape
 from layertap.service.features import Features
 from layertap.service.formats.buffers import Buffers
+from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.panels import ResultInfo
+from layertap.service.pictures.sent import SentPicture
 
 Encoding = Literal["list", "base64"]
 
 NAME_HINT = "give it another name by 'as', or write its site as in 'LAYER:output', or use safetensors"
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What a request says of the reply's form: each format looks at what concerns it.
+
+    ``encoding`` is for JSON, ``picture`` for pictures, and so are ``sent``: what the rows are pictures of, row by row,
+    None for a row that was sent as an array; empty where that is not known.
+    """
+
+    encoding: Encoding = "list"
+    picture: PictureOptions = field(default_factory=PictureOptions)
+    sent: Sequence[SentPicture | None] = ()
 
 
 def estimate_raw_bytes(encoding: Encoding, numbers: int, nbytes: int) -> int:
@@ -28,17 +44,20 @@ class ReplyFormat:
     many bytes. ``reserved`` are names that the format needs for itself where inputs were left out, so that no result
     may have them; ``reserved_for_files`` those that it needs where the rows are of files. ``binary``: not JSON.
     ``check`` raises NotAcceptableError where the format can't be had here. ``in_thread``: short replies take long too.
+    ``is_picture``: it shows results to people; ``check_results`` raises TooLargeError where these would be too many.
     """
 
     name: str
     media_type: str
-    encode: Callable[[Features, Encoding], Buffers]
+    encode: Callable[[Features, EncodeOptions], Buffers]
     estimate_bytes: Callable[[Encoding, int, int], int] = estimate_raw_bytes
     reserved: frozenset[str] = frozenset()
     reserved_for_files: frozenset[str] = frozenset()
     binary: bool = True
     check: Callable[[], None] = lambda: None
     in_thread: bool = False
+    is_picture: bool = False
+    check_results: Callable[[Sequence[ResultInfo], PictureOptions], None] = lambda infos, options: None
 
 
 def check_names(names: Iterable[str], reserved: frozenset[str]) -> None:

@@ -13,13 +13,13 @@ from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import name_arrays, to_little_endian
 from layertap.service.formats.buffers import Buffers, view_bytes
 from layertap.service.formats.plain_data import describe_as_text
-from layertap.service.formats.reply_format import Encoding
+from layertap.service.formats.reply_format import EncodeOptions
 
 _RESERVED = "__metadata__"
 
 
-def encode(features: Features, encoding: Encoding) -> Buffers:
-    """The results as a safetensors file, scales as ``KEY.scale``; ``encoding`` changes nothing.
+def encode(features: Features, options: EncodeOptions) -> Buffers:
+    """The results as a safetensors file, scales as ``KEY.scale``; ``options`` change nothing.
 
     The metadata holds ``model``, ``fingerprint``, ``rows``, ``receipts`` and ``errors`` as JSON, ``skipped`` where
     inputs were left out, ``files`` as JSON where the rows are of files, and ``verified``, ``interventions`` and

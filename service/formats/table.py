@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from layertap.service.formats import arrow, json, npy, npz, safetensors
+from layertap.service.formats import arrow, json, npy, npz, picture, safetensors
 from layertap.service.formats.reply_format import ReplyFormat
+from layertap.service.pictures.sheet import check_size
 
 _TABLE = (
     ReplyFormat("json", "application/json", json.encode, json.estimate_bytes, binary=False),
@@ -24,6 +25,8 @@ _TABLE = (
         check=arrow.check_installed,
         in_thread=True,
     ),
+    ReplyFormat("png", "image/png", picture.encode_png, in_thread=True, is_picture=True, check_results=check_size),
+    ReplyFormat("webp", "image/webp", picture.encode_webp, in_thread=True, is_picture=True, check_results=check_size),
 )
 
 FORMATS: dict[str, ReplyFormat] = {each.name: each for each in _TABLE}

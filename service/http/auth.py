@@ -19,6 +19,7 @@ from layertap.service.http.token_bucket import TokenBucket
 from layertap.service.settings import LOOPBACK, Settings
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
+READS = ("GET", "HEAD")
 CROSS_SITE = "cross-site"  # a browser says so: it sends no key, but reaches what this machine alone does
 BLANKS = " \t"  # around a field's value they are none of it
 HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
@@ -36,7 +37,8 @@ class ApiKey:
 class Keyring:
     """The configured keys, as digests, each with how often it may still be used."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pages: frozenset[str] = frozenset()) -> None:
+        self._pages = pages  # the same in every installation, and a browser that opens one can send no key
         self._salt = os.urandom(16)
         # A key that is in both lists is an administrator's, and is counted once.
         kinds = dict.fromkeys(settings.api_keys, False) | dict.fromkeys(settings.admin_keys, True)
@@ -44,18 +46,19 @@ class Keyring:
             ApiKey(self._digest(key.encode()), admin, _make_bucket(settings)) for key, admin in kinds.items()
         ]
 
-    def authorize(self, path: str, headers: Headers) -> bool:
+    def authorize(self, method: str, path: str, headers: Headers) -> bool:
         """Whether the caller is an administrator.
 
         KeyMissingError where a key is asked for and none that is known is given, KeyRateError where it is used too
         often. Without any configured key the server is reachable from this machine only, and whoever reaches it may do
         everything, but for pages of other sites that a browser there shows (ForbiddenError).
         """
+        is_open = path in OPEN_PATHS or (path in self._pages and method in READS)
         if not self._api_keys:
-            if path not in OPEN_PATHS and headers.get("sec-fetch-site") == CROSS_SITE:
+            if not is_open and headers.get("sec-fetch-site") == CROSS_SITE:
                 raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
             return True
-        if path in OPEN_PATHS:
+        if is_open:
             return False
         key = _read_key(headers)
         if key is None:

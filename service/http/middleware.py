@@ -34,7 +34,7 @@ class RequestContextMiddleware:
     """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` and ``notes`` for routes to fill.
 
     ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
-    ``run_in_thread`` runs what compresses replies.
+    ``run_in_thread`` runs what compresses replies; ``pages`` are paths that a browser may get without a key.
 
     ``until_sent`` in ``state`` is a stack of contexts that are left when the reply is sent, but for its last ``LARGE``
     bytes.
@@ -48,11 +48,12 @@ class RequestContextMiddleware:
         run_in_thread: RunInThread,
         routes: Iterable[PlainRoute] = (),
         encoders: Mapping[str, ProblemEncoder] = MappingProxyType({}),
+        pages: frozenset[str] = frozenset(),
     ) -> None:
         self.app = app
         self.encoders = encoders
         self.root_path = settings.root_path
-        self.keyring = Keyring(settings)
+        self.keyring = Keyring(settings, pages)
         self.metrics = metrics
         self.run_in_thread = run_in_thread
         self.plain_routes = {route.path: route for route in routes}
@@ -77,7 +78,7 @@ class RequestContextMiddleware:
         # Where it was HEAD, uvicorn, which has the scope as it was, leaves the reply's body out.
         app_scope = scope if scope["method"] != "HEAD" else {**scope, "method": "GET"}
         try:
-            state["admin"] = self.keyring.authorize(scope["path"], headers)
+            state["admin"] = self.keyring.authorize(scope["method"], scope["path"], headers)
         except (KeyMissingError, KeyRateError, ForbiddenError) as error:
             await exchange.send_error(error)
         else:

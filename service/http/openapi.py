@@ -12,7 +12,8 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
-from layertap.service.schemas.bodies import ExplainBody, ExtractBody
+from layertap.service.pictures.options import Order
+from layertap.service.schemas.bodies import MAX_STEPS, MAX_TOP, ExplainBody, ExtractBody
 from layertap.service.schemas.examples import EXAMPLES, EXPLAIN, EXTRACT, PARAMETERS
 from layertap.service.schemas.replies import (
     DryRunReply,
@@ -70,9 +71,13 @@ COMMON = [
     ),
     _make_parameter("class", {"type": "string", "description": "the objective's class: a number, or top"}),
     _make_json_parameter("target", {"type": "array", "items": {"type": "number"}, "minItems": 1}),
+    _make_parameter("tiles", {"type": "integer", "description": "of a picture: how many of each result"}),
+    _make_parameter("order", {"enum": list(get_args(Order))}),
+    _make_json_parameter("picture", {"$ref": TEMPLATE.format(model="PictureBody")}),
     _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
     _make_parameter("If-None-Match", {"type": "string", "description": "the ETag of a reply that you have"}, "header"),
 ]
+SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer"}}
 ETAG = {"ETag": {"description": "of this answer, where answers are kept", "schema": {"type": "string"}}}
 
 
@@ -183,11 +188,26 @@ PLAIN_PATHS = {
         "post": _make_operation(
             "explain",
             "Maps of what speaks for a model's answer",
-            "Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture.",
+            "Grad-CAM, attributions at the input, occlusion, or attention rolled out, for each picture and class.",
             ExplainBody,
             EXPLAIN,
             (FeaturesReply,),
-            _make_parameter("method", {"enum": list(get_args(Method))}),
+            _make_parameter(
+                "method",
+                {"type": "string", "description": f"{', '.join(get_args(Method))}; several separated by commas"},
+            ),
+            _make_parameter(
+                "classes",
+                {"type": "string", "description": "separated by commas: numbers, or top; a map of each"},
+            ),
+            _make_parameter("top", {"type": "integer", "minimum": 0, "maximum": MAX_TOP}),
+            *(
+                _make_parameter(name, {"type": "integer", "minimum": 1, "maximum": MAX_STEPS})
+                for name in ("steps", "samples")
+            ),
+            _make_parameter("noise", {"type": "number", "minimum": 0, "maximum": 10}),
+            _make_parameter("seed", {"type": "integer", "minimum": 0}),
+            *(_make_parameter(name, {"type": "integer", "minimum": 1}) for name in ("window", "stride")),
             _make_parameter(
                 "layer",
                 {
@@ -210,7 +230,8 @@ def install(app: FastAPI) -> None:
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes, servers=app.servers
             )
             schema["paths"] = _add_parameter_examples(PLAIN_PATHS | schema["paths"])
-            schema["components"] = {"schemas": _make_schemas()}
+            schema["components"] = {"schemas": _make_schemas(), "securitySchemes": SECURITY_SCHEMES}
+            schema["security"] = [{}, *({name: []} for name in SECURITY_SCHEMES)]  # a server without keys takes none
             app.openapi_schema = schema
         return app.openapi_schema
 

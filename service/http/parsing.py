@@ -22,6 +22,7 @@ from layertap.service.http.input_readers import NPY, PlacedItems
 from layertap.service.http.json_document import load_json
 from layertap.service.http.query import Query
 from layertap.service.http.query_fields import ALWAYS, read_fields
+from layertap.service.pictures.options import PictureOptions
 from layertap.service.schemas.bodies import ExplainBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import convert_errors
@@ -96,12 +97,24 @@ def parse_request(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Ex
         probe=layers.probe,
         dry_run=dry_run,
         priority=body.priority,
-        reply=ReplyOptions(raw.format, body.encoding, settings.max_reply_bytes, reserved),
+        reply=ReplyOptions(
+            raw.format, body.encoding, settings.max_reply_bytes, reserved, picture=_read_picture(body, raw.format)
+        ),
         timings=raw.timings,
     )
     if len(body.inputs) == 1:  # of which there may be several rows
         return replace(request.for_input(0), input_options={})
     return request
+
+
+def _read_picture(body: RequestBody, reply_format: ReplyFormat) -> PictureOptions:
+    """How a picture is drawn; RequestError where the reply is none."""
+    if body.picture is None:
+        return PictureOptions()
+    if not reply_format.is_picture:
+        fault = Fault("the reply is no picture", "ask for one by ?format=png, or leave 'picture' out", "/picture")
+        raise RequestError.from_faults([fault])
+    return body.picture.to_options()
 
 
 def _find_parser(raw: RawRequest) -> Parser:

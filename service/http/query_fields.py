@@ -11,7 +11,8 @@ from layertap.service.http.json_document import load_json
 from layertap.service.http.query import Query
 
 ALWAYS = frozenset({"format", "dry_run"})
-OF_OBJECTIVE = frozenset({"class", "target"})  # parameters of their own, that stand in the body's ``objective``
+BESIDE = {"class": "objective", "target": "objective", "tiles": "picture", "order": "picture"}  # whose part each is
+MAX_DIGITS = 10
 
 
 def read_fields(query: Query, names: AbstractSet[str], max_depth: int) -> dict[str, Any]:
@@ -20,12 +21,15 @@ def read_fields(query: Query, names: AbstractSet[str], max_depth: int) -> dict[s
     RequestError for a parameter that is none of them, or contradicts another; BadRequestError, TooLargeError for one
     that holds JSON as for a body, with its name as the pointer.
     """
-    query.check_names(ALWAYS | names | OF_OBJECTIVE)
+    parts = {name: whole for name, whole in BESIDE.items() if whole in names}
+    query.check_names(ALWAYS | names | parts.keys())
     given = query.parameters.keys() & names
     fields: dict[str, Any] = {name: query.get_one(name) for name in given - READERS.keys()}
     fields |= {name: READERS[name](query, name, max_depth) for name in given & READERS.keys()}
-    if beside := {name: _read_value(query, name, max_depth) for name in OF_OBJECTIVE & query.parameters.keys()}:
-        fields["objective"] = _join_objective(fields.get("objective", {}), beside)
+    for whole in dict.fromkeys(parts.values()):
+        given_parts = (name for name in parts if parts[name] == whole and name in query.parameters)
+        if beside := {name: _read_value(query, name, max_depth) for name in given_parts}:
+            fields[whole] = _join_parts(whole, fields.get(whole, {}), beside)
     return fields
 
 
@@ -39,6 +43,23 @@ def _read_layers(query: Query, name: str, max_depth: int) -> list[Any]:
         part = _load(name, value, max_depth) if _is_json(value) else [item for item in value.split(",") if item]
         layers += part if isinstance(part, list) else [part]
     return layers
+
+
+def _read_names(query: Query, name: str, max_depth: int) -> Any:
+    """A name, several separated by commas, or a list of them as JSON."""
+    value = _read_value(query, name, max_depth)
+    return [each for each in value.split(",") if each] if isinstance(value, str) and "," in value else value
+
+
+def _read_classes(query: Query, name: str, max_depth: int) -> Any:
+    """Classes separated by commas, or a list of them as JSON."""
+    value = _read_value(query, name, max_depth)
+    names = [each for each in value.split(",") if each] if isinstance(value, str) else value
+    return [int(each) if _is_number(each) else each for each in names] if isinstance(names, list) else names
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= MAX_DIGITS
 
 
 def _read_objective(query: Query, name: str, max_depth: int) -> Any:
@@ -70,23 +91,29 @@ def _load(name: str, value: str, max_depth: int) -> Any:
         raise type(error).from_faults([Fault(error.detail, hint, f"/{name}")]) from None
 
 
-def _join_objective(objective: Any, beside: Mapping[str, Any]) -> dict[str, Any]:
-    """The objective with what is given beside it."""
-    if not isinstance(objective, dict) or objective.keys() & beside.keys():
-        names = " and ".join(f"'{name}'" for name in sorted(beside))
-        fault = Fault(f"{names} beside an 'objective' that has its own, or is no object", "give it once", "/objective")
+def _join_parts(name: str, whole: Any, beside: Mapping[str, Any]) -> dict[str, Any]:
+    """A field that is an object, with those of its parts that are parameters of their own."""
+    if not isinstance(whole, dict) or whole.keys() & beside.keys():
+        names = " and ".join(f"'{part}'" for part in sorted(beside))
+        fault = Fault(f"{names} beside a '{name}' that has its own, or is no object", "give it once", f"/{name}")
         raise RequestError.from_faults([fault])
-    return {**objective, **beside}
+    return {**whole, **beside}
 
 
 HINTS = {
     "layers": 'write layers=["avgpool",{"layer":"layer2","pool":"mean"}], percent-encoded',
     "interventions": 'write interventions=[{"layer":"NAME","op":"zero"}], percent-encoded',
     "objective": 'write objective=logit, or objective={"kind":"logit","class":3}, percent-encoded',
+    "method": "write method=grad_cam,saliency",
+    "classes": "write classes=3,5,top",
     "target": "write target=[0.25,0.75], a number for each class",
+    "picture": 'write tiles=32&order=strongest, or picture={"tiles":32}, percent-encoded',
 }
 READERS: Mapping[str, Callable[[Query, str, int], Any]] = {
     "layers": _read_layers,
     "interventions": _read_json,
     "objective": _read_objective,
+    "picture": _read_json,
+    "method": _read_names,
+    "classes": _read_classes,
 }

@@ -18,7 +18,7 @@ from layertap.service.engine.request import ExtractRequest, Timings
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.negotiation import negotiate
-from layertap.service.formats.reply_format import ReplyFormat
+from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.body import read_body
 from layertap.service.http.buffers_response import make_response
@@ -103,7 +103,8 @@ async def encode_response(
         return Response(status_code=304, headers=headers)
     reply = request.reply
     with request.timings.step("encode"):
-        encode = partial(reply.format.encode, features, reply.encoding)
+        pictures = engine.list_pictures(request, features) if reply.format.is_picture else ()
+        encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.picture, pictures))
         if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS and not reply.format.in_thread:
             buffers = encode()
         else:

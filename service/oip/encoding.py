@@ -11,7 +11,7 @@ from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import name_arrays, to_little_endian
 from layertap.service.formats.buffers import Buffers, view_bytes
 from layertap.service.formats.json import estimate_bytes
-from layertap.service.formats.reply_format import Encoding, ReplyFormat
+from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.oip.datatypes import DATATYPES
 
 HEADER = "Inference-Header-Content-Length"
@@ -55,11 +55,11 @@ def _describe_output(name: str, array: Array, features: Features, is_behind: boo
     }
 
 
-def _encode_bytes(features: Features, encoding: Encoding) -> Buffers:
+def _encode_bytes(features: Features, options: EncodeOptions) -> Buffers:
     return encode_reply(features, "", {}, binary_default=True)
 
 
-def _encode_json(features: Features, encoding: Encoding) -> Buffers:
+def _encode_json(features: Features, options: EncodeOptions) -> Buffers:
     return encode_reply(features, "", {}, binary_default=False)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import Fault, RequestError, SelectorError
 from layertap.models.selection.hook_points import (
+    Class,
     Embedding,
     Explanation,
     InputOptions,
@@ -27,6 +29,7 @@ from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.layers import LayerEntry
 from layertap.service.schemas.objective import ObjectiveBody
+from layertap.service.schemas.picture import PictureBody
 from layertap.service.types import Priority
 
 
@@ -57,6 +60,7 @@ class RequestBody(StrictBody):
     on_error: Literal["fail", "skip"] = "fail"
     isolated: bool = False
     priority: Priority = "interactive"
+    picture: PictureBody | None = None
 
     @cached_property
     def layer_request(self) -> LayerRequest:
@@ -115,12 +119,65 @@ def _read_shared(body: InterventionBody) -> Intervention:
     return body.to_intervention()
 
 
+def _parse_methods(value: object) -> tuple[Method, ...]:
+    names = value if isinstance(value, list) else [value]
+    if names and all(isinstance(name, str) and name in get_args(Method) for name in names):
+        methods = cast("tuple[Method, ...]", tuple(names))
+        if len(set(methods)) == len(methods):
+            return methods
+    raise PydanticCustomError("method", "Input should be the name of a method, or a list of some, each once")
+
+
+def _parse_classes(value: object) -> tuple[Class, ...]:
+    given = value if isinstance(value, list) else [value]
+    if 0 < len(given) <= MAX_CLASSES and len(set(map(repr, given))) == len(given) and all(map(_is_class, given)):
+        return tuple(given)
+    detail = f"Input should be a list of 1 to {MAX_CLASSES} classes, each once: numbers, or 'top'"
+    raise PydanticCustomError("classes", "{detail}", {"detail": detail})
+
+
+def _is_class(value: object) -> bool:
+    return value == "top" or (type(value) is int and 0 <= value < 2**31)
+
+
+MAX_CLASSES = 16
+MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
+MAX_TOP = 1000
+TWO_CLASSES = ("'classes' are in place of a class or target of the objective", "give one of them")
+METHOD_SCHEMA = {"enum": list(get_args(Method)), "type": "string"}
+METHODS_SCHEMA = {
+    "anyOf": [
+        METHOD_SCHEMA,
+        {"type": "array", "items": METHOD_SCHEMA, "minItems": 1, "uniqueItems": True},
+    ]
+}
+CLASS_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 0, "exclusiveMaximum": 2**31}, {"const": "top"}]}
+CLASSES_SCHEMA = {
+    "type": "array",
+    "items": CLASS_SCHEMA,
+    "minItems": 1,
+    "maxItems": MAX_CLASSES,
+    "uniqueItems": True,
+}
+# Not unions: their errors would each point to a member, not to a place in the request.
+Methods = Annotated[tuple[Method, ...], PlainValidator(_parse_methods), WithJsonSchema(METHODS_SCHEMA)]
+Classes = Annotated[tuple[Class, ...], PlainValidator(_parse_classes), WithJsonSchema(CLASSES_SCHEMA)]
+
+
 class ExplainBody(RequestBody):
     """The body of ``POST /explain``."""
 
-    method: Method
+    method: Methods
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    classes: Classes = ()
+    top: int = Field(5, ge=0, le=MAX_TOP)
+    steps: int | None = Field(None, ge=1, le=MAX_STEPS)
+    samples: int | None = Field(None, ge=1, le=MAX_STEPS)
+    noise: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**31)
+    window: int | None = Field(None, ge=1, lt=2**15)
+    stride: int | None = Field(None, ge=1, lt=2**15)
 
     def read_input_options(self) -> dict[int, InputOptions]:
         """As of other bodies; a map is of a forward that nothing changes."""
@@ -129,9 +186,15 @@ class ExplainBody(RequestBody):
             if each.interventions:
                 detail, hint = "an explanation takes no interventions", "leave them out, or use POST /extract"
                 raise RequestError.from_faults([Fault(detail, hint, f"/inputs/{place}/interventions", place)])
+            if self.classes and each.objective is not None:
+                raise RequestError.from_faults([Fault(*TWO_CLASSES, f"/inputs/{place}", place)])
         return options
 
     def to_explanation(self) -> Explanation:
-        """What is asked for; SelectorError where the layer is no selector."""
+        """What is asked for; SelectorError where the layer is no selector, RequestError for classes said twice."""
         selector = parse_selector(self.layer) if self.layer is not None else None
-        return Explanation(self.method, selector, self.discard_ratio)
+        objective = self.objective
+        if self.classes and objective is not None and (objective.klass is not None or objective.target is not None):
+            raise RequestError.from_faults([Fault(*TWO_CLASSES, "/classes")])
+        options = {name: getattr(self, name) for name in ("steps", "samples", "noise", "seed", "window", "stride")}
+        return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top, **options)

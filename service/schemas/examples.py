@@ -48,6 +48,22 @@ EXTRACT: dict[str, Json] = {
 EXPLAIN: dict[str, Json] = {
     "Grad-CAM": {"method": "grad_cam", "layer": "block2", "inputs": [PICTURE]},
     "saliency": {"method": "saliency", "objective": OBJECTIVE, "encoding": "base64", "inputs": [PICTURE]},
+    "two methods for two classes": {
+        "method": ["grad_cam_plusplus", "guided_backpropagation"],
+        "classes": ["top", 3],
+        "encoding": "base64",
+        "inputs": [PICTURE],
+    },
+    "integrated gradients": {"method": "integrated_gradients", "steps": 20, "encoding": "base64", "inputs": [PICTURE]},
+    "SmoothGrad": {
+        "method": "smoothgrad",
+        "samples": 10,
+        "noise": 0.1,
+        "seed": 1,
+        "encoding": "base64",
+        "inputs": [PICTURE],
+    },
+    "occlusion": {"method": "occlusion", "window": 8, "stride": 4, "top": 3, "inputs": [PICTURE]},
 }
 # Values of parameters, by their names: all that one operation has make a request together.
 PARAMETERS: Json = {
@@ -65,8 +81,16 @@ PARAMETERS: Json = {
     "verify": False,
     "probe": False,
     "dry_run": False,
-    "method": "grad_cam",
+    "method": "grad_cam,integrated_gradients,smoothgrad,occlusion",
     "layer": "block2",
+    "classes": "top,3",
+    "top": 3,
+    "steps": 20,
+    "samples": 10,
+    "noise": 0.1,
+    "seed": 1,
+    "window": 8,
+    "stride": 4,
     "match": "block?.conv*",
     "type": "Conv2d",
     "leaf": True,
@@ -171,6 +195,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "TensorBody": [TENSOR],
     "LayerBody": [{"layer": "block3", "pool": "mean", "as": "vector"}, {"type": "Conv2d", "stats": ["mean", "std"]}],
     "ObjectiveBody": [OBJECTIVE, {"kind": "cross_entropy", "class": 3}],
+    "PictureBody": [{"tiles": 32, "order": "strongest"}],
     "InterventionBody": [ZERO, {"layer": "block1", "op": "scale", "by": 0.5}],
     "SourceBody": [SOURCE],
     "Problem": [
@@ -212,6 +237,7 @@ EXAMPLES: dict[str, list[Any]] = {
             "errors": [],
         }
     ],
+    "TopClassReply": [{"class": 3, "score": 8.94, "probability": 0.9998}],
     "FeatureSize": [FEATURE_SIZE],
     "ModelsReply": [{"default": "digits", "models": [MODEL], "limits": LIMITS}],
     "Model": [MODEL],

@@ -47,11 +47,20 @@ class Feature(BaseModel):
     scale: Numbers = None
 
 
+class TopClassReply(BaseModel):
+    """One of a row's best classes: ``score`` as the model gives it, ``probability`` its softmax over all classes."""
+
+    klass: int = Field(alias="class")
+    score: float
+    probability: float
+    label: str | None = None
+
+
 class FeaturesReply(BaseModel):
     """Results by their keys, rows in the order of the inputs, and a receipt for each.
 
     ``errors`` are of the inputs that were left out. ``interventions`` names, for each that was asked for, what it
-    changed.
+    changed. ``top`` has the best classes of each row, of explanations alone.
     """
 
     model: str
@@ -63,6 +72,7 @@ class FeaturesReply(BaseModel):
     verified: bool = False
     interventions: list[list[str]] = []
     warnings: list[str] = []
+    top: list[list[TopClassReply]] = []
 
 
 class FeatureSize(BaseModel):

@@ -74,6 +74,7 @@ HINTS = {
     "stats": f"use true, or some of {', '.join(STATS)}",
     "op": _offer(Op),
     "method": _offer(Method),
+    "classes": 'write "classes": [3, "top"]',
     "discard_ratio": "use 0 up to, not including, 1",
     "kind": _offer(ObjectiveKind),
     "objective": 'write "objective": {"kind": "logit", "class": "top"}',

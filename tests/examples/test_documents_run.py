@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -41,12 +42,14 @@ def run_document(path: Path, project: Project) -> None:
 
 @needs_curl
 def test_readme(project: Project) -> None:
-    """The README's two commands and five things to do run as printed; the Grad-CAM has light in every colour."""
+    """The README's two commands and five things to do run as printed; the picture it shows is what they draw."""
     project.run(".venv/bin/python examples/pictures.py out/pictures")
     run_document(ROOT / "README.md", project)
+    with Image.open(project.path / "maps.png") as picture, Image.open(ROOT / "docs" / "maps.png") as shown:
+        assert picture.size == shown.size
+        assert np.abs(np.asarray(picture, int) - np.asarray(shown, int)).mean() < 1  # bits depend on the machine
     with Image.open(project.path / "cam.png") as picture:
-        assert picture.size == (320, 320)
-        assert [high for _, high in picture.getextrema()] == [255, 255, 255]
+        assert picture.width > 2 * 288
 
 
 @needs_curl

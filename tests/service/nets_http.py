@@ -188,3 +188,31 @@ ERRORS = (
     CancelledError("secret"),
     asyncio.CancelledError("secret"),
 )
+
+
+class Cnn(nn.Module):
+    """Convolutions with ReLU modules, the mean over pixels, scores of five classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3, stride=2), nn.ReLU(inplace=True), nn.Conv2d(6, 8, 3, stride=2), nn.ReLU()
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x).mean((2, 3)))
+        return out
+
+
+class FunctionalRelu(nn.Module):
+    """Its ReLU is a function, which no hook of a module sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(x).relu().mean((2, 3)))
+        return out

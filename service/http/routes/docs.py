@@ -44,6 +44,7 @@ POLICY = {
     )
 }
 SWAGGER_UI = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
+PATHS = frozenset({"/docs", "/docs/start.js", "/openapi.json", *(f"/docs/{name}" for name in SWAGGER_UI)})
 
 
 def install(app: FastAPI, package: str = PACKAGE) -> None:

@@ -22,7 +22,7 @@ parse = partial(parse_request, spec=SPEC)
 
 
 async def explain(request: Request) -> Response:
-    """Grad-CAM of a layer, saliency at the input, or attention rolled out, for each picture."""
+    """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, admission):
         features = await explanations.explain(engine, parsed, admission)

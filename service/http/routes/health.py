@@ -1,9 +1,8 @@
-"""``/livez``, ``/readyz`` and the way to the documentation."""
+"""``/livez`` and ``/readyz``."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.responses import RedirectResponse
 
 from layertap.service.engine.model_manager import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
@@ -35,14 +34,6 @@ async def readyz(engine: EngineDependency) -> dict[str, str]:
         detail = f"{len(failures)} of the models wanted from the start failed: {kinds}"
         raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
     return {"status": "ready"}
-
-
-@router.get("/", include_in_schema=False)
-async def redirect_to_docs(engine: EngineDependency) -> RedirectResponse:
-    """The documentation, until there is a page to look at."""
-    prefix = engine.settings.root_path
-    # Relative where no prefix is known: whatever path a proxy has put before it.
-    return RedirectResponse(f"{prefix}/docs" if prefix else "docs")
 
 
 def _permanent_failure_error() -> UnavailableError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
+from layertap.models.inputs.geometry import compute_resized_size, find_seen_box
 from layertap.models.inputs.preprocess import (
     compute_least_size,
     compute_output_size,
-    compute_resized_size,
     from_timm,
     from_torchvision,
     preprocess,
@@ -129,6 +130,24 @@ def test_resized_size_is_known_beforehand(resize: int | tuple[int, int] | None, 
 def test_thin_image_is_known_to_grow() -> None:
     """A 1 x 20000 image is known to become a thousand million pixels if its short side were resized."""
     assert compute_resized_size(PreprocessSpec(resize=256), 1, 20_000) == (256, 256 * 20_000)
+
+
+@pytest.mark.parametrize("size", [(64, 48), (48, 64), (50, 50)])
+@pytest.mark.parametrize(
+    "spec",
+    [PreprocessSpec(resize=32, crop=24), PreprocessSpec(crop=(20, 30)), PreprocessSpec(resize=(40, 20), crop=16)],
+)
+def test_seen_box(spec: PreprocessSpec, size: tuple[int, int]) -> None:
+    """The part of a picture that the model sees is the only one whose pixels change the row."""
+    plain = replace(spec, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), interpolation="nearest")
+    left, upper, right, lower = find_seen_box(plain, *size)
+    outside = Image.new("RGB", size, (255, 255, 255))
+    outside.paste((0, 0, 0), (round(left), round(upper), round(right), round(lower)))
+    row = preprocess(outside, plain)
+    assert row[:, 1:-1, 1:-1].max() == 0  # at the edge a pixel lies on both sides
+    shifted = Image.new("RGB", size, (255, 255, 255))
+    shifted.paste((0, 0, 0), (round(left) + 3, round(upper) + 3, round(right) + 3, round(lower) + 3))
+    assert preprocess(shifted, plain)[:, 1:-1, 1:-1].max() == 1
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,20 @@ def test_explain(fetching: Live, hostile: HostileServer) -> None:
     assert same(found, arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
 
 
+def test_explain_in_several_ways(fetching: Live, hostile: HostileServer) -> None:
+    """Each picture is fetched once for all maps; with ``skip`` those that can't be had are left out of each."""
+    base = f"http://images.test:{hostile.port}"
+    inputs = [{"url": f"{base}/missing"}, {"url": f"{base}/good.png"}]
+    asked: Json = {"method": ["saliency", "occlusion"], "classes": [1, 2], "window": 16, "on_error": "skip"}
+    before = hostile.hits
+    reply = fetching.client.post("/explain", json=asked | {"inputs": inputs})
+    assert hostile.hits - before == 2
+    assert [error["input"] for error in reply.json()["errors"]] == [0]
+    assert same(arrays_of(reply), arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
+    problem(fetching.client.post("/explain", json=asked | {"inputs": inputs, "on_error": "fail"}), 422)
+    problem(fetching.client.post("/explain", json=asked | {"inputs": inputs[:1]}), 422)
+
+
 def test_system_resolver(serve: Serve, hostile: HostileServer) -> None:
     """Names are looked up by the system where nothing else is said."""
     host = f"localhost:{hostile.port}"

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from layertap.models.spec import ModelSpec
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features
+from layertap.service.formats.reply_format import EncodeOptions
 from layertap.service.formats.table import FORMATS
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -193,7 +194,7 @@ def test_any_features(data: st.DataObject, rows: int) -> None:
         arrays[key] = np.array(chance.integers(0, 100, shape)).astype(data.draw(DTYPES))
         axes[key] = axis
     result = features(arrays, rows=rows, receipts={key: receipt(key, row_axis=axis) for key, axis in axes.items()})
-    table = read(b"".join(FORMATS["arrow"].encode(result, "list")))
+    table = read(b"".join(FORMATS["arrow"].encode(result, EncodeOptions())))
     assert table.num_rows == rows
     for key, found in columns_of(table).items():
         size = arrays[key].shape[axes[key]] // rows
@@ -208,7 +209,7 @@ def test_any_features(data: st.DataObject, rows: int) -> None:
 def test_no_copy() -> None:
     """The numbers are in the buffers that are sent, not in a copy of them."""
     array = np.ones((4, 1000, 10), np.float32)
-    buffers = FORMATS["arrow"].encode(features({"x": array}, rows=4), "list")
+    buffers = FORMATS["arrow"].encode(features({"x": array}, rows=4), EncodeOptions())
     (large,) = (each for each in buffers if len(each) == array.nbytes)
     assert np.shares_memory(np.frombuffer(large, np.float32), array)
 
@@ -218,7 +219,7 @@ def test_same_bytes() -> None:
     result = features(
         {"x": np.ones((2, 3), np.float32), "y": np.ones(2, np.int8)}, scales={"y": np.ones(2, np.float32)}
     )
-    assert len({b"".join(FORMATS["arrow"].encode(result, "list")) for _ in range(20)}) == 1
+    assert len({b"".join(FORMATS["arrow"].encode(result, EncodeOptions())) for _ in range(20)}) == 1
 
 
 def test_int8_by_another_axis() -> None:
@@ -229,7 +230,7 @@ def test_int8_by_another_axis() -> None:
         receipts={"x": receipt("x", row_axis=1)},
     )
     with pytest.raises(NotAcceptableError, match="axis 1"):
-        FORMATS["arrow"].encode(result, "list")
+        FORMATS["arrow"].encode(result, EncodeOptions())
 
 
 def test_without_pyarrow(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import safetensors.numpy
 from layertap.models.errors import Fault
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
+from layertap.service.formats.reply_format import EncodeOptions
 from layertap.service.formats.table import FORMATS
 
 Array = np.ndarray[Any, Any]
@@ -68,7 +69,7 @@ SKIPPED = (Fault("the picture can't be decoded", "send a JPEG", input=3), Fault(
 
 
 def encode(name: str, result: Features, encoding: Any = "list") -> bytes:
-    return b"".join(FORMATS[name].encode(result, encoding))
+    return b"".join(FORMATS[name].encode(result, EncodeOptions(encoding)))
 
 
 def same(found: Array, expected: Array) -> bool:
@@ -256,6 +257,6 @@ def test_safetensors_reserved_name() -> None:
 
 def test_table() -> None:
     """The table holds each format under its name, json first, each with a media type of its own."""
-    assert list(FORMATS) == ["json", "npy", "npz", "safetensors", "arrow"]
+    assert list(FORMATS) == ["json", "npy", "npz", "safetensors", "arrow", "png", "webp"]
     assert all(each.name == name for name, each in FORMATS.items())
     assert len({each.media_type for each in FORMATS.values()}) == len(FORMATS)

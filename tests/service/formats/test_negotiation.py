@@ -35,8 +35,10 @@ from layertap.service.formats.table import FORMATS
         ("application/x-npz;q=0.1, */*", "json"),
         ("application/json;q=0, */*", "npy"),
         ("application/*;q=0.2, application/x-safetensors;q=0.1, text/*", "json"),
-        ("text/html, application/xhtml+xml, application/xml;q=0.9, image/webp, */*;q=0.8", "json"),
+        ("text/html, application/xhtml+xml, application/xml;q=0.9, image/webp, */*;q=0.8", "webp"),
         ("application/json, text/plain, */*", "json"),
+        ("image/*", "png"),
+        ("text/html, image/png", "png"),
         ("text/html, application/x-npz;q=0.001", "npz"),
         ("application/json;q=high, application/x-npz;q=0.1", "npz"),
         ("application/json;q=nan, application/x-npz;q=0.1", "npz"),
@@ -55,7 +57,7 @@ def test_accept(accept: str | None, expected: str) -> None:
     "accept",
     [
         "text/html",
-        "image/*",
+        "image/jpeg",
         "application/json;q=0",
         "*/*;q=0",
         "application/*;q=0.0, text/html",
@@ -83,7 +85,7 @@ def test_format(name: str, accept: str | None) -> None:
     assert negotiate(accept, name, FORMATS) is FORMATS[name]
 
 
-@pytest.mark.parametrize("name", ["", "JSON", "application/json", "png", "x" * 10_000, "__class__", "\x00"])
+@pytest.mark.parametrize("name", ["", "JSON", "application/json", "gif", "x" * 10_000, "__class__", "\x00"])
 def test_format_refused(name: str) -> None:
     """An unknown name is refused with the names there are, and is itself cut and escaped."""
     with pytest.raises(NotAcceptableError) as caught:

@@ -15,7 +15,7 @@ from tests.service.conftest import Serve
 from tests.service.gated_server import post_rows, wait_until
 from tests.service.nets_http import Gated
 from tests.service.sockets import END, exchanged
-from tests.service.support import Control, configured, image, net, picture, problem
+from tests.service.support import configured, image, net, picture, problem
 
 
 def test_alive_and_ready(live: Live) -> None:
@@ -122,11 +122,3 @@ def test_ready_without_what_is_not_required(serve: Serve, fields: dict[str, obje
         problem(post_rows(live, model="never"), 503, seconds=True)
         assert live.client.get("/models/never").json()["state"] == "failed"
         assert live.client.get("/readyz").status_code == 200
-
-
-def test_way_to_the_documentation(live: Live, control: Control) -> None:
-    """The root leads to the documentation."""
-    reply = live.client.get("/")
-    assert (reply.status_code, reply.headers["location"]) == (307, "docs")
-    assert live.client.get("/docs").status_code == 200
-    control.check()

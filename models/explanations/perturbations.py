@@ -1,0 +1,198 @@
+"""Explanations of what a model gives for changed inputs: the rows to try, and what is made of the answers; numpy alone.
+
+Each class is of one row, a float array (1, …) in the model's own layout. It makes changed rows by their numbers, any
+few at a time, takes what the model gave for them, and keeps one sum in float64: memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.models.catalog.catalog import TensorInfo
+from layertap.models.selection.hook_points import Explanation
+
+Array = NDArray[Any]
+Settings = dict[str, int | float]
+STEPS, SAMPLES, NOISE, SEED = 50, 25, 0.15, 0
+WINDOWS_ACROSS = 8  # where no window is named it is that part of the shorter side, and half of it the stride
+
+
+class Perturbation(Protocol):
+    """A method for one row; ``measures`` says what it wants of each changed row."""
+
+    measures: ClassVar[Literal["gradient", "score"]]
+
+    @staticmethod
+    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
+        """What is asked for a row of a shape, defaults filled in."""
+
+    @staticmethod
+    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+        """How many changed rows there are."""
+
+    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None: ...
+
+    def make_rows(self, numbers: range) -> Array:
+        """Changed rows, float32 (rows, …)."""
+
+    def add(self, numbers: range, measured: Array) -> None:
+        """Take what the model gave for those: gradients as the rows are, or a score each."""
+
+    def finish(self) -> Array:
+        """What all of them come to, in the row's own layout."""
+
+
+class IntegratedGradients:
+    """The gradient's mean on the straight way from an input of zeros, times the input: it sums up to the difference.
+
+    Sundararajan et al., "Axiomatic attribution for deep networks", 2017, equation 1, by Gauss-Legendre quadrature.
+    """
+
+    measures: ClassVar[Literal["gradient", "score"]] = "gradient"
+
+    @staticmethod
+    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
+        """What is asked for, defaults filled in."""
+        return {"steps": STEPS if asked.steps is None else asked.steps}
+
+    @staticmethod
+    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+        """How many changed rows there are."""
+        return int(settings["steps"])
+
+    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
+        nodes, weights = np.polynomial.legendre.leggauss(int(settings["steps"]))
+        self._shares, self._weights = (nodes + 1) / 2, weights / 2  # from (-1, 1) to (0, 1)
+        self._row = row.astype(np.float64)
+        self._mean = np.zeros_like(self._row)
+
+    def make_rows(self, numbers: range) -> Array:
+        """The row, scaled down to points on the way from zeros."""
+        return (_stand(self._shares[list(numbers)], self._row) * self._row).astype(np.float32)
+
+    def add(self, numbers: range, measured: Array) -> None:
+        """Take what the model gave for those."""
+        self._mean += (_stand(self._weights[list(numbers)], self._row) * measured).sum(0, keepdims=True)
+
+    def finish(self) -> Array:
+        """The mean gradient times the row."""
+        result: Array = self._mean * self._row
+        return result
+
+
+class SmoothGrad:
+    """The gradient's mean over copies of the input with noise, whose deviation is a share of the input's range.
+
+    Smilkov et al., "SmoothGrad", 2017. Sample k adds ``numpy.random.default_rng([seed, k]).standard_normal``, whatever
+    rows it is computed with.
+    """
+
+    measures: ClassVar[Literal["gradient", "score"]] = "gradient"
+
+    @staticmethod
+    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
+        """What is asked for, defaults filled in."""
+        return {
+            "samples": SAMPLES if asked.samples is None else asked.samples,
+            "noise": NOISE if asked.noise is None else asked.noise,
+            "seed": SEED if asked.seed is None else asked.seed,
+        }
+
+    @staticmethod
+    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+        """How many changed rows there are."""
+        return int(settings["samples"])
+
+    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
+        self._row, self._samples, self._seed = row, int(settings["samples"]), int(settings["seed"])
+        self._deviation = settings["noise"] * float(np.ptp(row))
+        self._total = np.zeros(row.shape, np.float64)
+
+    def make_rows(self, numbers: range) -> Array:
+        """The row with noise."""
+        noise = [np.random.default_rng([self._seed, number]).standard_normal(self._row.shape) for number in numbers]
+        return (self._row + self._deviation * np.concatenate(noise)).astype(np.float32)
+
+    def add(self, numbers: range, measured: Array) -> None:
+        """Take what the model gave for those."""
+        self._total += measured.sum(0, dtype=np.float64, keepdims=True)
+
+    def finish(self) -> Array:
+        """The mean gradient."""
+        result: Array = self._total / self._samples
+        return result
+
+
+class Occlusion:
+    """How much the score drops where a window of the input is zeros; the mean over the windows that cover a pixel.
+
+    Zeiler and Fergus, "Visualizing and understanding convolutional networks", 2014, section 4.2. Windows begin at
+    multiples of the stride, until one reaches the edge, where it is cut. The result is (1, H, W).
+    """
+
+    measures: ClassVar[Literal["gradient", "score"]] = "score"
+
+    @staticmethod
+    def choose_settings(asked: Explanation, shape: Sequence[int], layout: str) -> Settings:
+        """What is asked for, defaults filled in."""
+        height, width = _find_sides(shape, layout)
+        window = asked.window if asked.window is not None else max(min(height, width) // WINDOWS_ACROSS, 1)
+        stride = asked.stride if asked.stride is not None else max(window // 2, 1)
+        return {"window": window, "stride": stride}
+
+    @staticmethod
+    def count(settings: Settings, shape: Sequence[int], layout: str) -> int:
+        """How many changed rows there are."""
+        down, across = (_count_windows(side, settings) for side in _find_sides(shape, layout))
+        return down * across
+
+    def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
+        self._row, self._layout, self._score = row, leaf.layout or "", score
+        self._window, self._stride = int(settings["window"]), int(settings["stride"])
+        height, width = _find_sides(row.shape, self._layout)
+        self._across = _count_windows(width, settings)
+        self._total, self._covered = np.zeros((1, height, width)), np.zeros((1, height, width))
+
+    def make_rows(self, numbers: range) -> Array:
+        """The row with a window of zeros."""
+        rows = np.repeat(self._row.astype(np.float32), len(numbers), 0)
+        for row, number in zip(rows, numbers, strict=True):
+            of_row = self._layout.replace("N", "")
+            places: list[slice] = [slice(None)] * len(of_row)
+            places[of_row.index("H")], places[of_row.index("W")] = self._find_window(number)
+            row[tuple(places)] = 0.0
+        return rows
+
+    def add(self, numbers: range, measured: Array) -> None:
+        """Take what the model gave for those."""
+        for number, score in zip(numbers, measured, strict=True):
+            window = (0, *self._find_window(number))
+            self._total[window] += self._score - float(score)
+            self._covered[window] += 1
+
+    def finish(self) -> Array:
+        """The mean drop at each pixel, (1, H, W)."""
+        result: Array = np.divide(self._total, self._covered, out=np.zeros_like(self._total), where=self._covered > 0)
+        return result
+
+    def _find_window(self, number: int) -> tuple[slice, slice]:
+        top, left = (place * self._stride for place in divmod(number, self._across))
+        return slice(top, top + self._window), slice(left, left + self._window)
+
+
+def _stand(numbers: Array, row: Array) -> Array:
+    """A number for each row, to multiply rows with."""
+    return numbers.reshape(-1, *(1,) * (row.ndim - 1))
+
+
+def _find_sides(shape: Sequence[int], layout: str) -> tuple[int, int]:
+    return shape[layout.index("H")], shape[layout.index("W")]
+
+
+def _count_windows(side: int, settings: Settings) -> int:
+    return max(ceil((side - settings["window"]) / settings["stride"]), 0) + 1

@@ -1,0 +1,194 @@
+"""What a result looks like: which of its numbers stand beside each other in tiles, by its layout.
+
+A kind of result is a row of ``KINDS``. Arrays here are of one input, without an axis of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isqrt, prod
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layertap.service.pictures.options import PictureOptions
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+Drawing = Literal["tiles", "bars", "statistics", "overlay"]
+GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultInfo:
+    """What decides how a result is drawn; ``shape`` has the rows on ``row_axis``, None where there are none.
+
+    ``prefix_tokens`` stand before the patches of tokens or of attention. ``whole``: no tokens, queries, keys or heads
+    were chosen, and nothing is pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels;
+    ``captions`` say something of each row. ``explains``: the result is the map of an explanation.
+    """
+
+    name: str
+    module: str
+    site: str
+    shape: Shape
+    row_axis: int | None = 0
+    layout: str | None = None
+    prefix_tokens: int = 0
+    whole: bool = True
+    columns: tuple[str, ...] | None = None
+    channels: tuple[int, ...] | None = None
+    captions: tuple[str, ...] = ()
+    explains: bool = False
+
+    @property
+    def rows(self) -> int:
+        """How many inputs it has something of; 1 where it is of all together."""
+        return 1 if self.row_axis is None else self.shape[self.row_axis]
+
+    @property
+    def row_shape(self) -> Shape:
+        """The shape of what one input has."""
+        return tuple(size for axis, size in enumerate(self.shape) if axis != self.row_axis)
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether its numbers lie on both sides of zero by nature."""
+        return self.site in GRADIENTS
+
+    def split(self, array: Array) -> list[Array]:
+        """What each input has of the result's array; views."""
+        return [array] if self.row_axis is None else list(np.moveaxis(array, self.row_axis, 0))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to draw: whether it ``fits``, how many tiles of which height and width there are, and how to cut them."""
+
+    fits: Callable[[ResultInfo], bool]
+    measure: Callable[[ResultInfo], tuple[int, int, int]]
+    cut: Callable[[ResultInfo, Array], Array]
+    drawing: Drawing = "tiles"
+    noun: str = ""
+
+
+def find_kind(info: ResultInfo) -> Kind:
+    """How a result is drawn."""
+    return next(kind for kind in KINDS if kind.fits(info))
+
+
+def count_tiles(info: ResultInfo, options: PictureOptions) -> int:
+    """How many tiles are drawn of each input."""
+    return min(find_kind(info).measure(info)[0], options.tiles)
+
+
+def choose_tiles(tiles: Array, options: PictureOptions) -> list[int]:
+    """Which tiles are drawn, in the order in which they are."""
+    numbers = range(len(tiles))
+    if options.order == "strongest":
+        finite = np.where(np.isfinite(tiles), tiles, 0.0).astype(np.float64)
+        strengths = np.abs(finite).reshape(len(tiles), -1).mean(1) if tiles.size else np.zeros(len(tiles))
+        return sorted(numbers, key=lambda number: -strengths[number])[: options.tiles]
+    return list(numbers)[: options.tiles]
+
+
+def _find_side(patches: int) -> int:
+    """The side of a square of patches; 0 where they make none, or a single one."""
+    side = isqrt(max(patches, 0))
+    return side if side > 1 and side**2 == patches else 0
+
+
+def _is_map(info: ResultInfo) -> bool:
+    return info.whole and info.layout in ("NCHW", "NHWC") and len(info.row_shape) == 3
+
+
+def _measure_map(info: ResultInfo) -> tuple[int, int, int]:
+    first, second, third = info.row_shape
+    return (first, second, third) if info.layout == "NCHW" else (third, first, second)
+
+
+def _cut_map(info: ResultInfo, array: Array) -> Array:
+    return array if info.layout == "NCHW" else np.moveaxis(array, -1, 0)
+
+
+def _is_grid(info: ResultInfo) -> bool:
+    is_tokens = info.whole and info.layout == "NTC" and len(info.row_shape) == 2
+    return is_tokens and _find_side(info.row_shape[0] - info.prefix_tokens) > 0
+
+
+def _measure_grid(info: ResultInfo) -> tuple[int, int, int]:
+    side = _find_side(info.row_shape[0] - info.prefix_tokens)
+    return info.row_shape[1], side, side
+
+
+def _cut_grid(info: ResultInfo, array: Array) -> Array:
+    count, side, _ = _measure_grid(info)
+    return array[info.prefix_tokens :].T.reshape(count, side, side)
+
+
+def _is_attention(info: ResultInfo) -> bool:
+    return info.layout == "NAQK" and len(info.row_shape) == 3
+
+
+def _find_attention_side(info: ResultInfo) -> int:
+    _, queries, keys = info.row_shape
+    return _find_side(keys - info.prefix_tokens) if info.whole and queries == keys else 0
+
+
+def _measure_attention(info: ResultInfo) -> tuple[int, int, int]:
+    heads, queries, keys = info.row_shape
+    side = _find_attention_side(info)
+    return (heads, side, side) if side else (heads, queries, keys)
+
+
+def _cut_attention(info: ResultInfo, array: Array) -> Array:
+    """What the first token attends to, or all on average where there is no prefix, over the patches."""
+    side = _find_attention_side(info)
+    if not side:
+        return array
+    weights = array[:, 0] if info.prefix_tokens else array.astype(np.float32).mean(1)
+    return weights[:, info.prefix_tokens :].reshape(len(array), side, side)
+
+
+def _measure_matrix(info: ResultInfo) -> tuple[int, int, int]:
+    *leading, last = info.row_shape
+    return 1, prod(leading), last
+
+
+def _measure_explanation(info: ResultInfo) -> tuple[int, int, int]:
+    return 1, info.row_shape[-2], info.row_shape[-1]
+
+
+def _cut_explanation(info: ResultInfo, array: Array) -> Array:
+    """A map; of one with a number for each channel their sum."""
+    return (array.sum(0) if array.ndim == 3 else array)[None]
+
+
+KINDS = (
+    Kind(
+        lambda info: info.explains and len(info.row_shape) in (2, 3),
+        _measure_explanation,
+        _cut_explanation,
+        "overlay",
+    ),
+    Kind(
+        lambda info: info.columns is not None and len(info.row_shape) == 1,
+        lambda info: (1, 1, info.row_shape[0]),
+        lambda info, array: array.reshape(1, 1, -1),
+        "statistics",
+    ),
+    Kind(
+        lambda info: prod(info.row_shape) == max(info.row_shape, default=1),
+        lambda info: (1, 1, prod(info.row_shape)),
+        lambda info, array: array.reshape(1, 1, -1),
+        "bars",
+    ),
+    Kind(_is_map, _measure_map, _cut_map, noun="channels"),
+    Kind(_is_grid, _measure_grid, _cut_grid, noun="channels"),
+    Kind(_is_attention, _measure_attention, _cut_attention, noun="heads"),
+    Kind(
+        lambda info: True, _measure_matrix, lambda info, array: array.reshape(_measure_matrix(info))
+    ),  # whatever else has several axes: the last one from left to right
+)

@@ -1,0 +1,62 @@
+// The server's public API: requests with the tab's key, problems in words, arrays out of base64.
+
+const KEY = "layertap-key";
+
+export class ProblemError extends Error {
+  // What a reply of application/problem+json says; status 0 where there was no reply.
+  constructor(status, detail, hint, seconds) {
+    super(detail);
+    this.status = status;
+    this.hint = hint;
+    this.seconds = seconds;
+  }
+}
+
+export function keepKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+export async function ask(path, body, signal) {
+  const headers = { accept: "application/json" };
+  const key = sessionStorage.getItem(KEY);
+  if (key) headers.authorization = `Bearer ${key}`;
+  if (body) headers["content-type"] = "application/json";
+  const request = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal };
+  let reply;
+  try {
+    reply = await fetch(path, request);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ProblemError(0, "The server does not answer.", "It may have ended, or the way to it is broken.");
+  }
+  if (reply.ok) return reply.json();
+  throw await readProblem(reply);
+}
+
+async function readProblem(reply) {
+  const seconds = Number(reply.headers.get("retry-after")) || 0;
+  try {
+    const problem = await reply.json();
+    const faults = (problem.errors || []).filter((each) => each.detail !== problem.detail).map((each) => each.detail);
+    const hint = (problem.errors || []).map((each) => each.hint).filter(Boolean);
+    return new ProblemError(reply.status, [problem.detail, ...faults].join("; "), hint.join("; "), seconds);
+  } catch {
+    return new ProblemError(reply.status, `The server answered with status ${reply.status}.`, "", seconds);
+  }
+}
+
+export function decode(feature) {
+  // A result of `encoding: "base64"`: its shape, and its values in C order.
+  const text = atob(feature.data);
+  const bytes = new Uint8Array(text.length);
+  for (let at = 0; at < text.length; at += 1) bytes[at] = text.charCodeAt(at);
+  const kinds = { float32: Float32Array, float64: Float64Array, int64: BigInt64Array, int32: Int32Array, uint8: Uint8Array, bool: Uint8Array };
+  const values = new (kinds[feature.dtype] || Float32Array)(bytes.buffer);
+  return { shape: feature.shape, values: values instanceof Float32Array ? values : Float32Array.from(values, Number) };
+}
+
+export function encode(bytes) {
+  let text = "";
+  for (let at = 0; at < bytes.length; at += 32768) text += String.fromCharCode(...bytes.subarray(at, at + 32768));
+  return btoa(text);
+}

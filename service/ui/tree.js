@@ -1,0 +1,75 @@
+// The list of a model's layers: found by name, glob and type; arrow keys go through it.
+
+import { element, find } from "./maps.js";
+
+function matches(pattern, name) {
+  // As the server's globs: * any characters, ? one; words without either are looked for anywhere in the name.
+  const escaped = pattern.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
+  return /[*?]/.test(pattern) ? new RegExp(`^${escaped}$`, "s").test(name) : name.toLowerCase().includes(pattern.toLowerCase());
+}
+
+export function writeShape(layer) {
+  const last = layer.outputs.at(-1);
+  return last ? last.shape.slice(1).join("×") : "never runs";
+}
+
+function writeName(layer, whole) {
+  // Beneath its parent a layer goes by the last part of its name; among some that were found by all of it.
+  if (layer.name === ".") return ". (the whole model)";
+  return whole ? layer.name : layer.name.slice(layer.name.lastIndexOf(".") + 1);
+}
+
+function makeRow(layer, before, whole, onChoose) {
+  const row = element("li");
+  const button = element("button", undefined, { type: "button", "data-layer": layer.name, title: layer.name });
+  const name = element("span", writeName(layer, whole), { class: "name" });
+  const facts = element("span", `${layer.type} ${writeShape(layer)}`, { class: "facts" });
+  const cost = element("span", undefined, { class: "cost", "aria-hidden": "true" });
+  cost.style.setProperty("--share", String(Math.max(0, (layer.cost ?? 0) - before)));
+  button.append(name, facts, cost);
+  button.style.setProperty("--depth", String(Math.min(layer.name.split(".").length - 1, 6)));
+  if (layer.hazards.length) button.append(element("span", layer.hazards.join("; "), { class: "hazard" }));
+  button.disabled = !layer.outputs.length;
+  button.addEventListener("click", () => onChoose(layer));
+  row.append(button);
+  return row;
+}
+
+export function showTypes(layers) {
+  const types = [...new Set(layers.map((layer) => layer.type))].sort();
+  const options = types.map((type) => element("option", type, { value: type }));
+  find("type").replaceChildren(element("option", "every type", { value: "" }), ...options);
+}
+
+export function showLayers(layers, chosen, onChoose) {
+  const [pattern, type] = [find("match").value.trim(), find("type").value];
+  const rows = [];
+  let before = 0;
+  for (const layer of layers) {
+    const fits = (!pattern || matches(pattern, layer.name)) && (!type || layer.type === type);
+    if (fits) rows.push(makeRow(layer, layer.leaf ? before : layer.cost ?? 0, Boolean(pattern || type), onChoose));
+    if (layer.leaf && layer.cost !== null) before = layer.cost;
+  }
+  find("tree").replaceChildren(...rows);
+  find("layer-count").textContent = `${rows.length} of ${layers.length} layers`;
+  mark(chosen);
+}
+
+export function mark(chosen) {
+  for (const button of find("tree").querySelectorAll("button")) {
+    if (button.dataset.layer === chosen) {
+      button.setAttribute("aria-current", "true");
+      button.parentElement.parentElement.scrollTop = button.offsetTop - 80;
+    } else button.removeAttribute("aria-current");
+  }
+}
+
+export function installTree() {
+  find("tree").addEventListener("keydown", (event) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const buttons = [...find("tree").querySelectorAll("button:not(:disabled)")];
+    buttons[Math.min(Math.max(buttons.indexOf(document.activeElement) + step, 0), buttons.length - 1)]?.focus();
+  });
+}

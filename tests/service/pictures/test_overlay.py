@@ -1,0 +1,76 @@
+"""Maps over the pictures that they explain."""
+
+from __future__ import annotations
+
+from io import BytesIO
+
+import numpy as np
+from PIL import ExifTags, Image
+
+from layertap.models.spec import PreprocessSpec
+from layertap.service.pictures.colormaps import Scale
+from layertap.service.pictures.overlay import Original, lay_over
+from layertap.service.pictures.sent import SentPicture
+
+SCALE = Scale(0.0, 1.0, diverging=False)
+
+
+def sent(image: Image.Image, spec: PreprocessSpec, **options: object) -> SentPicture:
+    stream = BytesIO()
+    image.save(stream, **{"format": "PNG"} | options)  # type: ignore[arg-type]
+    return SentPicture(stream.getvalue(), spec, 10**6)
+
+
+def test_upright() -> None:
+    """A picture that is stored on its side is shown upright."""
+    image = Image.new("RGB", (60, 30), (0, 0, 255))
+    image.paste((255, 0, 0), (0, 0, 30, 30))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees, clockwise: its left side is above then
+    original = sent(image, PreprocessSpec(), format="JPEG", exif=exif, quality=95).decode(60)
+    assert original.image.size == (30, 60)
+    red, _, blue = original.image.getpixel((15, 5))  # type: ignore[misc]
+    assert red > 200 > 50 > blue
+
+
+def test_the_part_that_is_seen() -> None:
+    """A map covers what a centre crop leaves of a picture; what the model does not see is dark."""
+    image = Image.new("RGB", (200, 100), (200, 200, 200))
+    original = sent(image, PreprocessSpec(resize=50, crop=50)).decode(200)
+    assert original.seen == (50.0, 0.0, 150.0, 100.0)
+    drawn = np.asarray(lay_over(original, np.ones((7, 7), np.float32), SCALE)).astype(int)
+    assert (drawn[:, :50] == drawn[0, 0]).all()
+    assert (drawn[:, 150:] == drawn[0, 0]).all()
+    assert (drawn[:, 50:150] == drawn[50, 100]).all()
+    assert drawn[50, 100].sum() > drawn[0, 0].sum() + 100
+
+
+def test_where_the_map_is_high() -> None:
+    """The place that is coloured most is where the map's maximum is, in the colour of the scale's end."""
+    original = Original(Image.new("RGB", (90, 90), (128, 128, 128)), (0.0, 0.0, 90.0, 90.0))
+    values = np.zeros((3, 3), np.float32)
+    values[0, 2] = 1.0
+    drawn = np.asarray(lay_over(original, values, SCALE)).astype(int)
+    covered = np.abs(drawn - 128).sum(-1)
+    row, column = np.unravel_index(covered.argmax(), covered.shape)
+    assert row < 30
+    assert column >= 60
+    assert (drawn[80, 5] == 128).all()
+
+
+def test_zeros_show_the_picture() -> None:
+    """Where a map is zero everywhere nothing is coloured: it explains nothing, and does not look so."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
+    original = Original(Image.fromarray(pixels), (0.0, 0.0, 40.0, 40.0))
+    drawn = np.asarray(lay_over(original, np.zeros((4, 4), np.float32), Scale(0.0, 0.0, diverging=False)))
+    assert (drawn == np.asarray(Image.fromarray(pixels).convert("L").convert("RGB"))).all()
+
+
+def test_crop_beyond_the_picture() -> None:
+    """Where the crop is larger than the picture all of it is seen, and the map is laid where it belongs."""
+    original = sent(Image.new("RGB", (20, 20), (90, 90, 90)), PreprocessSpec(crop=40)).decode(20)
+    assert original.seen == (-10.0, -10.0, 30.0, 30.0)
+    values = np.zeros((2, 2), np.float32)
+    values[1, 1] = 1.0
+    drawn = np.asarray(lay_over(original, values, SCALE)).astype(int)
+    assert np.abs(drawn[19, 19] - 90).sum() > np.abs(drawn[0, 0] - 90).sum()

@@ -1,0 +1,200 @@
+"""Sheets compared with the arrays that they are of: every number is a square of its own colour, in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from layertap.models.errors import TooLargeError
+from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
+from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.panels import ResultInfo
+from layertap.service.pictures.sheet import check_size, draw_sheet
+
+Array = np.ndarray[Any, Any]
+RANDOM = np.random.default_rng(5)
+
+
+def info(array: Array, **changes: Any) -> ResultInfo:
+    return ResultInfo(**{"name": "x", "module": "Conv2d", "site": "output", "shape": array.shape} | changes)
+
+
+def draw(array: Array, options: PictureOptions | None = None, **changes: Any) -> Array:
+    return np.asarray(draw_sheet([info(array, **changes)], {"x": array}, options or PictureOptions()))
+
+
+def look_up(values: Array, table: Array, low: float, high: float) -> Array:
+    """The colours of numbers, by arithmetic of its own."""
+    places = (values - low) / (high - low) * (len(table) - 1)
+    return table[np.floor(places + 0.5).astype(int)]
+
+
+def find_tile(sheet: Array, colors: Array) -> tuple[int, int, int]:
+    """Where a tile of these colours stands, row and column, and how many pixels a side a number has; fails for none."""
+    height, width = colors.shape[:2]
+    corners = np.argwhere((sheet == colors[0, 0]).all(-1))
+    for zoom in range(min(96, sheet.shape[0] // height, sheet.shape[1] // width), 0, -1):
+        inside = (corners <= [sheet.shape[0] - height * zoom, sheet.shape[1] - width * zoom]).all(1)
+        places = corners[inside]
+        for row, column in np.ndindex(height, width):
+            pixels = sheet[places[:, 0] + row * zoom, places[:, 1] + column * zoom]
+            places = places[(pixels == colors[row, column]).all(-1)]
+        for top, left in places:
+            tile = sheet[top : top + height * zoom, left : left + width * zoom]
+            if (tile == colors.repeat(zoom, 0).repeat(zoom, 1)).all():
+                return int(top), int(left), zoom
+    raise AssertionError("no such tile is on the sheet")
+
+
+def test_maps() -> None:
+    """Each channel of a map is a tile, from left to right; of all of them one scale."""
+    array = RANDOM.random((1, 3, 4, 5)).astype(np.float32)
+    sheet = draw(array, layout="NCHW")
+    places = [find_tile(sheet, look_up(tile, SEQUENTIAL, array.min(), array.max())) for tile in array[0]]
+    assert len({top for top, _, _ in places}) == 1
+    assert [left for _, left, _ in places] == sorted({left for _, left, _ in places})
+    assert len({zoom for *_, zoom in places}) == 1
+
+
+def test_brightest_is_the_maximum() -> None:
+    """The lightest square of a tile is where the array's maximum is."""
+    array = RANDOM.random((1, 1, 6, 6)).astype(np.float32)
+    sheet = draw(array, layout="NCHW")
+    top, left, zoom = find_tile(sheet, look_up(array[0, 0], SEQUENTIAL, array.min(), array.max()))
+    tile = sheet[top : top + 6 * zoom : zoom, left : left + 6 * zoom : zoom].astype(int).sum(-1)
+    assert np.unravel_index(tile.argmax(), tile.shape) == np.unravel_index(array.argmax(), array.shape)[2:]
+
+
+def test_channels_last() -> None:
+    """Channels are found on the last axis where the layout says so."""
+    array = RANDOM.standard_normal((1, 4, 5, 2)).astype(np.float32)
+    sheet = draw(array, layout="NHWC")
+    bound = float(np.abs(array).max())
+    for channel in range(2):
+        find_tile(sheet, look_up(array[0, :, :, channel], DIVERGING, -bound, bound))
+
+
+def test_gradients_are_around_zero() -> None:
+    """Gradients have the scale around zero, though all of them lie on one side."""
+    array = 1 + RANDOM.random((1, 1, 3, 3)).astype(np.float32)
+    find_tile(
+        draw(array, layout="NCHW", site="grad_output"), look_up(array[0, 0], DIVERGING, -array.max(), array.max())
+    )
+
+
+def test_tokens() -> None:
+    """Tokens of a picture are a grid for each channel, without those that stand before the patches."""
+    array = RANDOM.random((1, 2 + 9, 4)).astype(np.float32)
+    sheet = draw(array, layout="NTC", prefix_tokens=2)
+    patches = array[0, 2:]
+    for channel in range(4):
+        find_tile(sheet, look_up(patches[:, channel].reshape(3, 3), SEQUENTIAL, patches.min(), patches.max()))
+
+
+def test_tokens_of_a_text() -> None:
+    """Tokens that make no square are one tile: a row for each token, a column for each channel."""
+    array = RANDOM.random((1, 5, 3)).astype(np.float32)
+    find_tile(draw(array, layout="NTC"), look_up(array[0], SEQUENTIAL, array.min(), array.max()))
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_attention(prefix: int) -> None:
+    """Attention is a grid for each head: what the first token looks at, or without one all tokens on average."""
+    array = RANDOM.random((1, 2, prefix + 4, prefix + 4)).astype(np.float32)
+    sheet = draw(array, layout="NAQK", site="attention", prefix_tokens=prefix)
+    weights = array[0, :, 0, 1:] if prefix else array[0].mean(1, dtype=np.float32)
+    for head in range(2):
+        find_tile(sheet, look_up(weights[head].reshape(2, 2), SEQUENTIAL, weights.min(), weights.max()))
+
+
+def test_chosen_attention() -> None:
+    """Where queries or keys were chosen, no grid can be made of them: the weights are drawn as they are."""
+    array = RANDOM.random((1, 1, 4, 4)).astype(np.float32)
+    sheet = draw(array, layout="NAQK", site="attention", whole=False)
+    find_tile(sheet, look_up(array[0, 0], SEQUENTIAL, array.min(), array.max()))
+
+
+def test_strongest_first() -> None:
+    """The strongest channels are those with the largest absolute values on average."""
+    array = RANDOM.random((1, 5, 3, 3)).astype(np.float32)
+    array[0, 3] += 2
+    array[0, 1] -= 3
+    sheet = draw(array, PictureOptions(2, "strongest"), layout="NCHW")
+    bound = float(np.abs(array[0, [1, 3]]).max())
+    (top, left, _), (other, right, _) = (
+        find_tile(sheet, look_up(array[0, k], DIVERGING, -bound, bound)) for k in (1, 3)
+    )
+    assert (top, left < right) == (other, np.abs(array[0, 1]).mean() > np.abs(array[0, 3]).mean())
+
+
+def test_inputs_beside_each_other() -> None:
+    """Inputs stand beside each other, and share one scale."""
+    array = RANDOM.random((3, 1, 4, 4)).astype(np.float32)
+    sheet = draw(array, layout="NCHW")
+    places = [find_tile(sheet, look_up(each[0], SEQUENTIAL, array.min(), array.max())) for each in array]
+    assert len({top for top, *_ in places}) == 1
+    assert [left for _, left, _ in places] == sorted(left for _, left, _ in places)
+
+
+def test_rows_on_another_axis() -> None:
+    """Rows are found on the axis where they are."""
+    array = RANDOM.random((5, 2, 3)).astype(np.float32)
+    sheet = draw(array, row_axis=1)
+    for row in range(2):
+        find_tile(sheet, look_up(array[:, row], SEQUENTIAL, array.min(), array.max()))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((1, 4), np.float32),
+        np.full((2, 3), np.nan),
+        np.zeros((0, 3, 4, 4), np.float32),
+        np.zeros((1, 0), np.float32),
+        np.array([[True, False]]),
+        np.array([7], np.int64),
+        np.array(0.5, np.float32),
+        np.arange(5000, dtype=np.float16)[None],
+        np.full((1, 2, 3, 4, 5, 6), np.inf),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+def test_whatever_a_result_is(array: Array) -> None:
+    """A sheet is drawn of any array."""
+    assert draw(array, row_axis=0 if array.ndim else None).shape[2] == 3
+
+
+def test_bars() -> None:
+    """Numbers above zero stand above the line, those below it below, as high as they are large."""
+    sheet = draw(np.array([[4.0, -2.0, 1.0]], np.float32), layout="NC")
+    painted = (sheet == (70, 124, 184)).all(-1)
+    heights = painted.sum(0)
+    columns = np.flatnonzero(heights)
+    parts = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
+    tall, low, small = (int(heights[part].max()) for part in parts)
+    assert tall / low == pytest.approx(2, abs=0.1)
+    assert tall / small == pytest.approx(4, abs=0.5)
+    first, second = (np.flatnonzero(painted[:, part].any(1)) for part in parts[:2])
+    assert first.max() <= second.min() + 1
+
+
+def test_size_is_known_before() -> None:
+    """What would have too many pixels is refused by its shape alone, and named with the figure and the limit."""
+    check_size([info(np.zeros((1, 16, 8, 8)), layout="NCHW")], PictureOptions())
+    large = np.broadcast_to(np.float32(0), (256, 64, 500, 500))
+    with pytest.raises(TooLargeError, match=r"pixels \(\d+ by \d+\), the limit is 16000000"):
+        check_size([info(large, layout="NCHW")], PictureOptions())
+
+
+def test_names_are_text() -> None:
+    """A name of any characters and any length is drawn within the sheet."""
+    array = np.zeros((1, 1, 2, 2), np.float32)
+    names = dict.fromkeys(("<script>", "x" * 5000, "a\nb\x00c", "ж層", ""), array)
+    infos = [info(array, name=name, layout="NCHW") for name in names]
+    sheet = draw_sheet(infos, names, PictureOptions())
+    assert isinstance(sheet, Image.Image)
+    edge = np.asarray(sheet)[:, -20:]
+    assert (edge == 255).all()

@@ -1,0 +1,171 @@
+"""Pictures by HTTP: what comes back for which request, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from layertap.models.spec import ModelSpec
+from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.pictures.test_sheet import find_tile, look_up
+from tests.service.support import configured, image, picture, problem, raw, tensor
+
+DIGIT = picture(1)
+
+
+def draw(live: Live, path: str = "/extract", media_type: str = "image/png", **query: Any) -> np.ndarray[Any, Any]:
+    """The pixels of a reply."""
+    reply = live.client.post(path, **raw(DIGIT, "image/png", **{"format": media_type[6:]} | query))
+    return read(reply, media_type)
+
+
+def read(reply: httpx.Response, media_type: str = "image/png") -> np.ndarray[Any, Any]:
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == media_type
+    assert reply.headers["x-layertap-fingerprint"]
+    with Image.open(BytesIO(reply.content)) as drawn:
+        assert drawn.format == media_type[6:].upper()
+        return np.asarray(drawn.convert("RGB"))
+
+
+@pytest.mark.parametrize("media_type", ["image/png", "image/webp"])
+def test_tiles_are_the_arrays(live: Live, media_type: str) -> None:
+    """Each channel that is drawn has the colours of the array that JSON has, number by number."""
+    values = live.client.post("/extract", **raw(DIGIT, "image/png", layers="block3")).json()["features"]["block3"]
+    array = np.array(values["data"], np.float32)[0, :4]
+    sheet = draw(live, media_type=media_type, layers="block3", tiles=4)
+    for tile in array:
+        find_tile(sheet, look_up(tile, SEQUENTIAL, array.min(), array.max()))
+
+
+def test_by_accept(live: Live) -> None:
+    """A picture is had by Accept too."""
+    sent = raw(DIGIT, "image/png", layers="pool")
+    sent["headers"] = {**sent["headers"], "Accept": "image/png"}
+    read(live.client.post("/extract", **sent))
+
+
+def test_chosen_channels(live: Live) -> None:
+    """Channels that a layer's entry names are drawn, in their order."""
+    body = {"inputs": [image(DIGIT)], "layers": [{"layer": "block3", "channels": [9, 2]}]}
+    values = live.client.post("/extract", json=body).json()["features"]["block3"]["data"]
+    array = np.array(values, np.float32)[0]
+    sheet = read(live.client.post("/extract?format=png", json=body))
+    places = [find_tile(sheet, look_up(tile, SEQUENTIAL, array.min(), array.max())) for tile in array]
+    assert places[0][1] < places[1][1]
+
+
+def test_gradients(live: Live) -> None:
+    """Gradients are drawn around zero."""
+    query = {"layers": "block3:grad_output", "objective": "logit", "class": "3"}
+    values = live.client.post("/extract", **raw(DIGIT, "image/png", **query)).json()["features"]["block3:grad_output"]
+    array = np.array(values["data"], np.float32)[0, :2]
+    bound = float(np.abs(array).max())
+    find_tile(draw(live, tiles=2, **query), look_up(array[0], DIVERGING, -bound, bound))
+
+
+def test_several(live: Live) -> None:
+    """Several layers and inputs are one picture; statistics and vectors too."""
+    body = {
+        "inputs": [image(DIGIT), image(picture(2, (100, 20)))],
+        "layers": ["block1", "block2:input", "head", {"layer": "block2", "stats": True}],
+        "picture": {"tiles": 8, "order": "strongest"},
+    }
+    alone = {**body, "layers": body["layers"][:1]}
+    assert len(read(live.client.post("/extract?format=png", json=body))) > len(
+        read(live.client.post("/extract?format=png", json=alone))
+    )
+
+
+@pytest.mark.parametrize("method", ["grad_cam", "saliency"])
+def test_explanation(live: Live, method: str) -> None:
+    """An explanation stands over the picture that was sent, and beside it; of an array it stands alone."""
+    sheet = draw(live, "/explain", method=method)
+    whole = np.asarray(Image.open(BytesIO(DIGIT)).convert("RGB"))
+    find_tile(sheet, whole)
+    body = {"inputs": [tensor(np.zeros((3, 32, 32), np.float32))], "method": method}
+    read(live.client.post("/explain?format=png", json=body))
+
+
+def test_left_out(live: Live) -> None:
+    """Inputs that were left out are named in the head, and the others keep their own pictures."""
+    body = {"inputs": [image(b"no picture"), image(DIGIT)], "on_error": "skip", "method": "saliency"}
+    reply = live.client.post("/explain?format=png", json=body)
+    find_tile(read(reply), np.asarray(Image.open(BytesIO(DIGIT)).convert("RGB")))
+    assert reply.headers["x-layertap-skipped"] == "0"
+
+
+def test_attention(serve: Serve) -> None:
+    """Attention of a vision transformer is a grid for each head, and its tokens one for each channel."""
+    vit = ModelSpec(
+        "vit",
+        "timm:vit_tiny_patch16_224",
+        weights="random:0",
+        device="cpu",
+        args={"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 3},
+    )
+    with serve(configured(vit)) as live:
+        query = {"model": "vit", "layers": "blocks.1.attn:attention,blocks.0"}
+        reply = live.client.post("/extract", **raw(DIGIT, "image/png", **query)).json()
+        weights, tokens = (np.array(each["data"], np.float32)[0] for each in reply["features"].values())
+        assert [each["prefix_tokens"] for each in reply["receipts"].values()] == [1, 1]
+        sheet = draw(live, **query, tiles=3)
+        rolled_out = live.client.post(
+            "/explain", **raw(DIGIT, "image/png", model="vit", method="attention_rollout", format="png")
+        )
+        read(rolled_out)
+    heads = weights[:, 0, 1:].reshape(3, 4, 4)
+    for head in heads:
+        find_tile(sheet, look_up(head, SEQUENTIAL, heads.min(), heads.max()))
+    grids = tokens[1:, :3].T.reshape(3, 4, 4)
+    bound = float(np.abs(grids).max())
+    find_tile(sheet, look_up(grids[2], DIVERGING, -bound, bound))
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "detail"),
+    [
+        ({"layers": "block1", "tiles": "4"}, 422, "no picture"),
+        ({"layers": "block1", "format": "npz", "order": "first"}, 422, "no picture"),
+        ({"layers": "block1", "format": "png", "tiles": "0"}, 422, "/picture/tiles"),
+        ({"layers": "block1", "format": "png", "tiles": "257"}, 422, "/picture/tiles"),
+        ({"layers": "block1", "format": "png", "order": "weakest"}, 422, "/picture/order"),
+        ({"layers": "block1", "format": "png", "tiles": "4", "picture": '{"tiles":3}'}, 422, "give it once"),
+        ({"layers": "block1", "format": "png", "picture": "4"}, 422, "picture"),
+        ({"layers": "head", "format": "png", "dtype": "int8"}, 406, "int8"),
+        ({"layers": "block1", "format": "gif"}, 406, "gif"),
+        ({"format": "png", "dry_run": "true", "layers": "blok"}, 422, "blok"),
+    ],
+)
+def test_refused(live: Live, query: dict[str, str], status: int, detail: str) -> None:
+    """What can't be drawn so is refused in words."""
+    reply = live.client.post("/extract", **raw(DIGIT, "image/png", **query))
+    problem(reply, status)
+    assert detail in reply.text
+
+
+def count_forwards(live: Live) -> float:
+    """How many requests have had forwards."""
+    found = re.search(
+        r'^layertap_step_seconds_count{step="forward"} (\S+)$', live.client.get("/metrics").text, re.MULTILINE
+    )
+    assert found is not None
+    return float(found[1])
+
+
+def test_too_large(live: Live) -> None:
+    """A picture of too many pixels is refused before the forward."""
+    body = {"inputs": [image(DIGIT)] * 256, "layers": ["*"], "picture": {"tiles": 256}}
+    forwards = count_forwards(live)
+    reply = live.client.post("/extract?format=png", json=body)
+    problem(reply, 413)
+    assert "pixels" in reply.text
+    assert count_forwards(live) == forwards

@@ -1,0 +1,105 @@
+"""A real Chromium that opens the explorer, and what a page did: requests, and what its console complains of."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from playwright import sync_api
+
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import configured, net
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+WIDE = (1600, 1000)
+DONE_MS = 30_000
+
+
+@dataclass
+class Opened:
+    """A page, the addresses it asked, and its complaints."""
+
+    page: Any
+    addresses: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Until nothing is asked."""
+        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=DONE_MS)
+
+    def show_maps(self) -> None:
+        """Until the layer's maps are there, and nothing is asked."""
+        self.page.wait_for_selector("#maps canvas", timeout=DONE_MS)
+        self.wait()
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """A browser; what needs one is left out where there is none."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip("there is no Chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Open]:
+    """Opens an address in a context of its own; in the end nobody but its server was asked, and nothing complained."""
+    opened: list[Opened] = []
+
+    def open_address(url: str, size: tuple[int, int] = WIDE, scheme: str = "light", **options: Any) -> Opened:
+        viewport = {"width": size[0], "height": size[1]}
+        page = chromium.new_context(viewport=viewport, color_scheme=scheme, **options).new_page()
+        one = Opened(page)
+        page.on("request", lambda request: one.addresses.append(request.url))
+        page.on("pageerror", lambda error: one.complaints.append(str(error)))
+        page.on("console", lambda message: one.complaints.append(message.text) if _is_complaint(message) else None)
+        opened.append(one)
+        page.goto(url)
+        return one
+
+    yield open_address
+    for one in opened:
+        origin = "/".join(one.page.url.split("/")[:3])
+        one.page.context.close()
+        assert [each for each in one.addresses if not each.startswith((origin, f"blob:{origin}", "data:"))] == []
+        assert one.complaints == []
+
+
+def _is_complaint(message: Any) -> bool:
+    return message.type == "error" and "Failed to load resource" not in message.text  # that is a status, and meant
+
+
+@pytest.fixture(scope="module")
+def shown(serve: Serve) -> Iterator[Live]:
+    """A server whose models are good, held up, failed, and of hostile names."""
+    specs = (
+        _make_spec("held", "Held", "startup"),
+        _make_spec("marked", "Marked", "lazy"),
+        net("never", "Never", required=False, load="lazy"),
+    )
+    with serve(configured(*specs), max_body_bytes=200_000, max_queue_rows=4) as live:
+        yield live
+
+
+def _make_spec(name: str, factory: str, load: Literal["startup", "lazy"]) -> ModelSpec:
+    return ModelSpec(
+        name,
+        f"python:tests.service.ui.nets:{factory}",
+        weights="random:0",
+        device="cpu",
+        load=load,
+        inputs=(InputSpec("x", (3, 16, 16)),),
+        preprocess=PreprocessSpec(resize=16, crop=16, mean=(0.5,) * 3, std=(0.5,) * 3),
+    )

@@ -1,0 +1,348 @@
+"""The explorer in a real browser: what is on the screen is what the server computes, and problems stand in words."""
+
+from __future__ import annotations
+
+import re
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from layertap.models.spec import ModelSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.gated_server import wait_until
+from tests.service.proxy import proxied
+from tests.service.support import Array, configured, image, picture
+from tests.service.ui.conftest import Open, Opened
+from tests.service.ui.nets import MARKUP, Held
+
+DIGIT = Path(__file__).parents[3] / "examples" / "digit.png"
+SEQUENTIAL = (
+    (16, 20, 48),
+    (34, 58, 112),
+    (30, 106, 136),
+    (52, 150, 130),
+    (126, 188, 108),
+    (216, 216, 112),
+    (252, 244, 200),
+)
+DIVERGING = (
+    (20, 62, 120),
+    (72, 132, 186),
+    (166, 202, 226),
+    (244, 242, 238),
+    (240, 190, 148),
+    (206, 106, 62),
+    (130, 44, 24),
+)
+PIXELS = """canvas => Array.from(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data)"""
+DROP = """([text, name, type]) => {
+  const transfer = new DataTransfer();
+  transfer.items.add(new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name, {type}));
+  document.getElementById("drop").dispatchEvent(new DragEvent("drop", {dataTransfer: transfer, bubbles: true}));
+}"""
+
+
+def drop(opened: Opened, data: bytes, name: str = "digit.png", kind: str = "image/png") -> None:
+    opened.page.evaluate(DROP, [b64encode(data).decode(), name, kind])
+
+
+def captured(live: Live, data: bytes, layer: object, **body: object) -> Array:
+    """One layer of one picture, by the API."""
+    reply = live.client.post("/extract", json={"inputs": [image(data)], "layers": [layer], **body}).json()
+    (feature,) = reply["features"].values()
+    return np.array(feature["data"], np.float32)[0]
+
+
+def colours(values: Array) -> Array:
+    """The colours of maps on one scale, computed anew."""
+    low, high = float(values.min()), float(values.max())
+    anchors = np.array(SEQUENTIAL if low >= 0 else DIVERGING, float)
+    if low < 0:
+        high = max(-low, high)
+        low = -high
+    places = np.rint((values.astype(float) - low) / (high - low) * 255) / 255
+    at = np.linspace(0, 1, len(anchors))
+    return np.stack([np.interp(places, at, anchors[:, part]) for part in range(3)], -1)
+
+
+def check_tiles(opened: Opened, maps: Array) -> None:
+    tiles = opened.page.locator(".tile canvas")
+    expect(tiles).to_have_count(len(maps))
+    wanted = colours(maps)
+    for number, expected in enumerate(wanted):
+        pixels = np.array(tiles.nth(number).evaluate(PIXELS), float).reshape(*maps.shape[1:], 4)
+        assert np.abs(pixels[..., :3] - expected).max() <= 4  # a step of the scale
+        assert (pixels[..., 3] == 255).all()
+
+
+def test_drop(shown: Live, open_page: Open) -> None:
+    """A dropped picture shows the first maps of the model at once; each tile's pixels are colours of the array."""
+    opened = open_page(shown.url)
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    started = time.perf_counter()
+    drop(opened, DIGIT.read_bytes())
+    opened.page.wait_for_selector(".tile canvas")
+    print(f"digits: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
+    opened.wait()
+    check_tiles(opened, captured(shown, DIGIT.read_bytes(), "block1.2"))
+    expect(opened.page.locator("#class-list li").first).to_contain_text("2")
+    assert opened.page.locator("#class-list li").count() == 5
+
+
+def test_layers(shown: Live, open_page: Open) -> None:
+    """Layers are found by glob and type; one of signed values diverges around 0, more channels come by a button."""
+    opened = open_page(f"{shown.url}/#sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.fill("#match", "*.conv1")
+    names = page.locator("#tree button").evaluate_all("all => all.map(each => each.dataset.layer)")
+    assert names
+    assert all(name.endswith(".conv1") for name in names)
+    page.select_option("#type", "ReLU")
+    expect(page.locator("#tree button")).to_have_count(0)
+    page.fill("#match", "")
+    page.select_option("#type", "")
+    page.click("[data-layer='block2.conv1']")
+    expect(page.locator("#view-title")).to_have_text("block2.conv1")
+    opened.wait()
+    maps = captured(shown, DIGIT.read_bytes(), "block2.conv1")
+    check_tiles(opened, maps[:16])
+    page.click("#more")
+    opened.wait()
+    check_tiles(opened, maps)
+    expect(page.locator("#more")).to_be_hidden()
+
+
+def test_link(shown: Live, open_page: Open) -> None:
+    """The address restores the view: layer, site and class."""
+    link = f"{shown.url}/#model=digits&layer=block3&site=grad_output&class=3&sample=digit-2"
+    opened = open_page(link)
+    opened.show_maps()
+    again = open_page(opened.page.url)
+    again.show_maps()
+    expect(again.page.locator("#view-title")).to_have_text("block3")
+    objective = {"kind": "logit", "class": 3}
+    maps = captured(shown, DIGIT.read_bytes(), {"layer": "block3", "site": "grad_output"}, objective=objective)
+    check_tiles(again, maps[:16])
+
+
+def test_vector(shown: Live, open_page: Open) -> None:
+    """A vector is drawn as bars; its statistics are those of the array."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=head&sample=digit-2")
+    opened.show_maps()
+    scores = captured(shown, DIGIT.read_bytes(), "head")
+    expect(opened.page.locator("canvas.bars")).to_have_attribute("aria-label", re.compile(f"^{len(scores)} values"))
+    shown_max = opened.page.locator("#stats div", has_text="max").locator("dd").inner_text()
+    assert float(shown_max) == pytest.approx(scores.max(), rel=1e-3)
+
+
+def test_explanation(shown: Live, open_page: Open) -> None:
+    """A map lies over the picture, most opaque where it is largest."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened.show_maps()
+    overlay = opened.page.locator("#overlay")
+    expect(overlay).to_be_visible()
+    reply = shown.client.post("/explain", json={"inputs": [image(DIGIT.read_bytes())], "method": "grad_cam"}).json()
+    wanted = np.array(reply["features"]["grad_cam"]["data"])[0]
+    alpha = np.array(overlay.evaluate(PIXELS)).reshape(*wanted.shape, 4)[..., 3]
+    assert alpha.argmax() == wanted.argmax()
+    expect(opened.page.locator("#method-note")).to_contain_text("class 2")
+
+
+def test_change(shown: Live, open_page: Open) -> None:
+    """A layer that is set to zero changes the shares of classes as it does by the API."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-2")
+    opened.show_maps()
+    opened.page.click("text=See what changes")
+    opened.page.wait_for_selector("#change-result:not([hidden])")
+    opened.wait()
+    after = captured(shown, DIGIT.read_bytes(), "head", interventions=[{"layer": "block3", "op": "zero"}])
+    shares = np.exp(after - after.max()) / np.exp(after - after.max()).sum()
+    row = opened.page.locator("#change-result tbody tr", has=opened.page.locator("th", has_text=re.compile("^2$")))
+    assert row.locator("td").nth(1).inner_text() == f"{shares[2] * 100:.1f} %"
+
+
+def test_snippets(shown: Live, open_page: Open) -> None:
+    """What is shown to copy is a request for what is on the screen."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1&sample=digit-2")
+    opened.show_maps()
+    snippet = opened.page.locator("#snippet")
+    (address,) = re.findall(r"'(http://[^']*)'", snippet.inner_text())
+    reply = shown.client.post(address, content=DIGIT.read_bytes(), headers={"content-type": "image/png"})
+    assert reply.status_code == 200
+    opened.page.click("text=Python")
+    compile(snippet.inner_text(), "snippet", "exec")
+    opened.page.click("text=JSON")
+    expect(snippet).to_contain_text('"as": "maps"')
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [(b"no picture at all", "picture"), (b"\x89PNG\r\n\x1a\n" + bytes(40), "picture"), (bytes(300_000), "MiB")],
+    ids=["unknown", "broken", "too large"],
+)
+def test_bad_files(shown: Live, open_page: Open, data: bytes, words: str) -> None:
+    """What is no picture, or too large, is refused in words; the next good one is shown."""
+    opened = open_page(shown.url)
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    drop(opened, data, "x.bin", "application/octet-stream")
+    expect(opened.page.locator("#problem")).to_be_visible()
+    assert words in opened.page.locator("#problem").inner_text()
+    drop(opened, DIGIT.read_bytes())
+    opened.show_maps()
+    expect(opened.page.locator("#problem")).to_be_hidden()
+
+
+def test_failed_model(shown: Live, open_page: Open) -> None:
+    """A model that failed says why, and is not asked again and again."""
+    opened = open_page(f"{shown.url}/#model=never&sample=digit-2")
+    expect(opened.page.locator("#model-note")).to_contain_text("failed", timeout=30_000)
+    expect(opened.page.locator("#retry")).to_be_hidden()
+    opened.page.select_option("#model", "digits")
+    opened.show_maps()
+
+
+def test_busy(shown: Live, open_page: Open) -> None:
+    """A server that is busy is told of with a button to try again, which shows the maps."""
+    module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]
+    assert isinstance(module, Held)
+    opened = open_page(f"{shown.url}/#model=held")
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    module.gate.clear()
+    try:
+        with ThreadPoolExecutor() as pool:
+            body = {"model": "held", "layers": ["linear"], "inputs": [image(picture(1))] * 4}
+            others = [pool.submit(shown.client.post, "/extract", json=body) for _ in range(3)]
+            wait_until(lambda: any(each.done() for each in others))  # one was refused: the queue is full
+            drop(opened, DIGIT.read_bytes())
+            expect(opened.page.locator("#retry")).to_be_visible()
+            module.gate.set()
+    finally:
+        module.gate.set()
+    opened.page.click("#retry")
+    opened.show_maps()
+
+
+@pytest.fixture(scope="module")
+def guarded(serve: Serve) -> Iterator[Live]:
+    """A server that asks for a key."""
+    with serve(api_keys="a-key") as live:
+        yield live
+
+
+def test_key(guarded: Live, open_page: Open) -> None:
+    """A key is asked for, kept for the tab alone, and sent; a wrong one is asked for again."""
+    opened = open_page(f"{guarded.url}/#sample=digit-2")
+    page = opened.page
+    page.fill("#key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#problem-text")).to_contain_text("not known")
+    page.fill("#key", "a-key")
+    page.keyboard.press("Enter")
+    opened.show_maps()
+    expect(page.locator("#key-form")).to_be_hidden()
+    assert page.evaluate("localStorage.length + document.cookie.length") == 0
+    assert "a-key" not in "".join(opened.addresses) + page.url + page.locator("#snippet").inner_text()
+
+
+def test_documentation_with_keys(guarded: Live, open_page: Open) -> None:
+    """The page of the API opens in a browser though there are keys, and takes one."""
+    opened = open_page(f"{guarded.url}/docs")
+    opened.page.wait_for_selector(".opblock", timeout=30_000)
+    expect(opened.page.locator("button.authorize")).to_be_visible()
+
+
+def test_hostile_names(shown: Live, open_page: Open) -> None:
+    """Names of layers and files that are markup are text."""
+    opened = open_page(f"{shown.url}/#model=marked")
+    opened.page.wait_for_selector("#tree button", timeout=30_000)
+    opened.wait()
+    drop(opened, DIGIT.read_bytes(), "<img src=x onerror=alert(1)>.png")
+    opened.show_maps()
+    expect(opened.page.locator("#view-title")).to_have_text(f"layers.{MARKUP}")
+    expect(opened.page.locator("#picture-name")).to_have_text("<img src=x onerror=alert(1)>.png")
+    assert opened.page.title() == "layertap explorer"
+    assert opened.page.locator("#view-title *, #picture-name *, #tree script, #tree img").count() == 0
+
+
+def test_keyboard(shown: Live, open_page: Open) -> None:
+    """By keys alone: a sample, a layer, a channel enlarged, its values read, and closed again."""
+    opened = open_page(shown.url)
+    page = opened.page
+    page.wait_for_selector("#tree button")
+    opened.wait()
+    tab_to(page, "document.activeElement.dataset.sample === 'digit-2'")
+    page.keyboard.press("Enter")
+    opened.show_maps()
+    tab_to(page, "document.activeElement.dataset.layer === '.'")
+    for _ in range(3):
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    opened.wait()
+    tab_to(page, "document.activeElement.className === 'tile'")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    expect(page.locator("#zoom")).to_be_visible()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#zoom-reading")).to_contain_text("row 1, column 1")
+    page.keyboard.press("Escape")
+    expect(page.locator("#zoom")).to_be_hidden()
+
+
+def tab_to(page: Any, condition: str) -> None:
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        if page.evaluate(condition):
+            return
+    raise AssertionError(f"no way by keys to {condition}")
+
+
+@pytest.mark.parametrize("strip", [True, False])
+def test_behind_a_prefix(serve: Serve, open_page: Open, strip: bool) -> None:
+    """The page works beneath a prefix, whether a proxy takes that off or not."""
+    with serve(root_path="/features") as live, proxied(live.url, "/features", strip=strip) as url:
+        opened = open_page(f"{url}/features/#sample=digit-2")
+        opened.show_maps()
+
+
+@pytest.mark.slow
+def test_attention(serve: Serve, open_page: Open) -> None:
+    """Of a layer with attention each head is a tile: what the patch under the pointer looks at."""
+    spec = ModelSpec("vit", "torchvision:vit_b_16", weights="random:0", device="cpu")
+    layer = "encoder.layers.encoder_layer_2.self_attention"
+    with serve(configured(spec)) as live:
+        opened = open_page(f"{live.url}/#model=vit&layer={layer}&site=attention&sample=shapes")
+        opened.show_maps()
+        opened.page.hover("#overlay", position={"x": 1, "y": 1})
+        expect(opened.page.locator("#reading")).to_contain_text("token 1 ")
+        data = (Path(__file__).parents[3] / "service" / "ui" / "shapes.png").read_bytes()
+        weights = captured(live, data, f"{layer}:attention", model="vit")
+        check_tiles(opened, weights[:, 1, 1:].reshape(12, 14, 14))
+
+
+@pytest.mark.slow
+def test_time_to_maps(serve: Serve, open_page: Open) -> None:
+    """A dropped picture of usual size is shown with the first maps of a ResNet-18; the time is printed."""
+    with serve(configured(ModelSpec("resnet18", "torchvision:resnet18", weights="random:0", device="cpu"))) as live:
+        opened = open_page(f"{live.url}/#model=resnet18")
+        opened.page.wait_for_selector("#tree button", timeout=30_000)
+        opened.wait()
+        data = picture(3, (640, 480), "JPEG")
+        started = time.perf_counter()
+        drop(opened, data, "noise.jpg", "image/jpeg")
+        opened.page.wait_for_selector(".tile canvas")
+        print(f"resnet18: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
+        opened.wait()
+        check_tiles(opened, captured(live, data, "relu", model="resnet18")[:16])
