@@ -46,7 +46,8 @@ def extract(
     from layertap.service.formats.reply_format import EncodeOptions
 
     reserved = reply_format.reserved | reply_format.reserved_for_files
-    features = asyncio.run(extract_files(engine, images, _parse_selectors(layers, pool, normalize), model, reserved))
+    selectors = parse_selectors(layers, _make_reduction(pool, normalize))
+    features = asyncio.run(extract_files(engine, images, selectors, model, reserved))
     if file is None:
         stdout.print(_summarize(features))
     else:
@@ -69,12 +70,16 @@ def choose_format(file: Path | None) -> ReplyFormat:
     return FORMATS[name]
 
 
-def _parse_selectors(layers: str, pool: str, normalize: bool) -> tuple[Selector, ...]:
-    from layertap.models.selection.selectors import parse_selector
-
+def _make_reduction(pool: str, normalize: bool) -> Reduction:
     if pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
-    reduction = Reduction(pool=pool, normalize=normalize)
+    return Reduction(pool=pool, normalize=normalize)
+
+
+def parse_selectors(layers: str, reduction: Reduction) -> tuple[Selector, ...]:
+    """Selectors that are separated by commas, all reduced in the same way; SelectorError."""
+    from layertap.models.selection.selectors import parse_selector
+
     return tuple(replace(parse_selector(name), reduction=reduction) for name in layers.split(",") if name)
 
 

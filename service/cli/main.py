@@ -17,9 +17,10 @@ from layertap.service.cli.inspect import inspect
 from layertap.service.cli.models import layers, models
 from layertap.service.cli.plan import plan
 from layertap.service.cli.serve import serve
+from layertap.service.cli.show import show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
-for command in (serve, check, inspect, models, layers, plan, extract, explain, bulk):
+for command in (serve, check, inspect, models, layers, plan, extract, show, explain, bulk):
     app.command()(command)
 
 

@@ -26,6 +26,15 @@ def test_explain(command: Command, live: Live, pictures: list[Path], tmp_path: P
     assert done.notes.count("class ") == 5
 
 
+def test_drawn(command: Command, live: Live, pictures: list[Path], tmp_path: Path) -> None:
+    """A .png is the map over the picture, as the server draws it."""
+    file = tmp_path / "out.png"
+    assert command("explain", pictures[0], "--method", "saliency,integrated_gradients", "--out", file).status == 0
+    query = {"method": "saliency,integrated_gradients", "format": "png"}
+    reply = live.client.post("/explain", files=[("images", pictures[0].read_bytes())], params=query)
+    assert file.read_bytes() == reply.content
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
