@@ -43,7 +43,7 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
     chosen = (receipt.tokens, receipt.heads, receipt.queries, receipt.keys)
     return ResultInfo(
         name=key,
-        module=f"{receipt.layer} ({receipt.module})" if receipt.layer not in key else receipt.module,
+        module=receipt.module if receipt.layer in (".", key) else f"{receipt.layer} ({receipt.module})",
         site="" if receipt.method else receipt.site,
         shape=shape,
         row_axis=receipt.row_axis,

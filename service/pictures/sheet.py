@@ -45,6 +45,7 @@ COLUMNS, COLUMNS_OF_SEVERAL = 8, 4
 SEPARATOR = "   \N{MIDDLE DOT}   "
 WIDTH = 900  # of a sheet, where an input alone does not need more
 CHARTS = ("bars", "statistics")
+COMMON = 0.99  # the share of a map's numbers that its scale is made for
 OVERLAY = 288  # pixels a side of a picture with a map over it, and of the picture beside it
 _HINT = "ask for fewer layers, tiles or inputs, or use application/x-npz (format=npz)"
 
@@ -148,8 +149,9 @@ def _draw_section(
     chosen = [choose_tiles(tiles, options) for tiles in rows]
     drawn = [tiles[numbers] for tiles, numbers in zip(rows, chosen, strict=True)]
     shown = np.concatenate([each.reshape(-1) for each in drawn]) if drawn else np.zeros(0)
-    zero = [0.0] if kind.drawing == "overlay" else []  # where nothing matters, however little the rest does
-    scale = find_scale(np.append(shown, zero), info.is_signed)
+    if kind.drawing == "overlay":
+        shown = _clip_extremes(shown)
+    scale = find_scale(shown, info.is_signed)
     _draw_head(draw, section, array, scale, sheet.width, top, options)
     for place, (tiles, numbers) in enumerate(zip(drawn, chosen, strict=True)):
         down, across = divmod(place, section.across)
@@ -161,6 +163,14 @@ def _draw_section(
             write(draw, (left, upper), cut_text(text, SMALL, section.block[0]), SMALL, GREY)
         original = originals[place] if len(originals) == info.rows else None
         _draw_block(sheet, draw, section, tiles, numbers, scale, (left, upper + section.head), original)
+
+
+def _clip_extremes(values: Array) -> Array:
+    """Numbers of a map, and zero, which stands for nothing; a few far from all others do not set the scale."""
+    finite = values[np.isfinite(values)].astype(np.float64)
+    bound = np.quantile(np.abs(finite), COMMON) if finite.size else 0.0
+    clipped: Array = np.append(finite.clip(-bound, bound) if bound > 0 else finite, 0.0)
+    return clipped
 
 
 def _draw_head(
