@@ -45,8 +45,9 @@ def explain(
     features, pictures = asyncio.run(_explain(create_configured_engine(config), request))
     from layertap.service.formats.reply_format import EncodeOptions
 
+    buffers = reply_format.encode(features, EncodeOptions(sent=pictures))
     with file.open("wb") as stream:
-        stream.writelines(reply_format.encode(features, EncodeOptions(sent=pictures)))
+        stream.writelines(buffers)
     for best in features.top[0] if features.top else ():
         name = f" {best.label}" if best.label is not None else ""
         stderr.print(f"class {best.number}{name}: {best.score:.4g}, {best.probability:.1%}", markup=False)

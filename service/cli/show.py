@@ -45,8 +45,9 @@ def show(
 
     order: Order = "strongest" if strongest else "first"
     features = asyncio.run(extract_files(engine, [image], selectors, model, reply_format.reserved))
+    buffers = reply_format.encode(features, EncodeOptions(picture=PictureOptions(tiles, order)))
     with out.open("wb") as stream:
-        stream.writelines(reply_format.encode(features, EncodeOptions(picture=PictureOptions(tiles, order))))
+        stream.writelines(buffers)
     if file is None and (os.name == "nt" or any(map(os.environ.get, SCREENS))):
         typer.launch(str(out))
     stdout.print(str(out), markup=False, soft_wrap=True, highlight=False)

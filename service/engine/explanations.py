@@ -11,6 +11,7 @@ from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
 from layertap.models.gradients.resolve_objective import resolve_objective
+from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, Method, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
@@ -32,6 +33,7 @@ from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.top_classes import find_scores, make_selector, take_top_classes
 from layertap.service.features import Array, Features, merge_results
 from layertap.service.formats.table import FORMATS
+from layertap.service.pictures.panels import ResultInfo
 
 MAX_SHOWN = 16  # rows in a warning
 # The fields of an explanation that some methods take, as a body calls them, and what they are for.
@@ -74,9 +76,9 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     if explanation is None:
         raise ValueError("the request asks for no explanation")
     worker = await engine.manager.get_worker(request.model, admission.deadline)
+    _check(request, explanation, worker.model)
     if request.reply.format.is_picture:  # nothing that is captured is drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
-    _check(explanation, worker.model)
     await engine.run_in_thread(partial(_check_classes, request, explanation, worker.model), admission.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
     request = await engine.fetch(request, admission) if several else request
@@ -108,7 +110,8 @@ def _set_class(request: ExtractRequest, klass: Class) -> ExtractRequest:
     return replace(request, objective=replace(request.objective or Objective(), klass=klass))
 
 
-def _check(explanation: Explanation, model: ModelInfo) -> None:
+def _check(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> None:
+    """SelectorError, TooLargeError for what makes no sense for these methods, or would be too much."""
     if model.text is not None:
         raise SelectorError(
             "explanations are maps of pictures, and this model takes text",
@@ -121,6 +124,26 @@ def _check(explanation: Explanation, model: ModelInfo) -> None:
             raise SelectorError(f"{name!r} is for {purpose}", hint=f"leave it out, or use {others}")
     if explanation.classes and not any(METHODS[method].has_objective for method in explanation.methods):
         raise SelectorError("a rollout of attention alone is of no class", hint="leave 'classes' out")
+    _check_objectives(request, explanation)
+    keys = [asked.key for asked in _list_asked(request, explanation)]
+    reply = request.reply
+    infos = [ResultInfo(name=key, module="", site="", shape=(len(request.items), 1, 1), explains=True) for key in keys]
+    reply.format.check_results(infos, reply.picture)
+
+
+def _check_objectives(request: ExtractRequest, explanation: Explanation) -> None:
+    """SelectorError where an input has an objective of its own, which is more than a class, for a method of one."""
+    methods = [method for method in explanation.methods if METHODS[method].guided or METHODS[method].perturbation]
+    base = request.objective or Objective()
+    for place, options in request.input_options.items():
+        own = options.objective or base
+        if methods and replace(own, klass=base.klass, target=base.target) != base:
+            detail = (
+                f"method {escape(methods[0])} takes one objective for all inputs, of which each may have its own class"
+            )
+            raise SelectorError.from_faults(
+                [Fault(detail, "send them in requests of their own", f"/inputs/{place}", place)]
+            )
 
 
 def _check_classes(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> None:
@@ -166,7 +189,9 @@ async def _explain_one(engine: Engine, asked: _Asked, worker: ModelWorker, admis
         interventions=interventions,
         objective=objective,
     )
-    parts = [take_top_classes(part, top, model.labels) for part in await engine.extract_parts(wanted, admission)]
+    captured = await engine.extract_parts(wanted, admission)
+    take = partial(_take_top_classes, captured, top, model.labels)
+    parts = await engine.run_in_thread(take, admission.deadline)
     if perturbed is not None:
         made = [await perturb(engine, wanted, admission, perturbed, part) for part in parts]
         return await engine.run_in_thread(partial(_join_features, made, asked, points), admission.deadline)
@@ -187,6 +212,10 @@ async def _find_default_layer(engine: Engine, worker: ModelWorker, objective: Ob
     trial = make_trial_objective(await _resolve(engine, objective, worker.model, deadline))
     cached = worker.model.catalogs.get_grad_cam_layer(trial)
     return cached or await worker.find_grad_cam_layer(trial, deadline)
+
+
+def _take_top_classes(parts: Sequence[Features], top: int, labels: Labels | None) -> list[Features]:
+    return [take_top_classes(part, top, labels) for part in parts]
 
 
 def _make_all(parts: Sequence[Features], asked: _Asked, points: Sequence[PointInfo], prefix_tokens: int) -> Features:
@@ -234,7 +263,9 @@ def _warn(rows: Sequence[int], asked: _Asked, points: Sequence[PointInfo]) -> It
         shown = ", ".join(map(str, rows[:MAX_SHOWN])) + (" and others" if len(rows) > MAX_SHOWN else "")
         which = f"the maps of rows {shown} are" if len(rows) > 1 else f"the map of row {shown} is"
         where = f"does layer {escape(points[0][0].layer)}" if asked.spec.takes_layer else "does anything"
-        yield f"{which} all zeros: at no position {where} speak for the objective"
+        several = len(asked.explanation.methods) > 1 or asked.explanation.classes
+        of_key = f"{asked.key}: " if several else ""
+        yield f"{of_key}{which} all zeros: at no position {where} speak for the objective"
 
 
 def _make_selectors(points: Sequence[PointInfo], method: MethodSpec) -> list[Selector]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from typing import Any
 
+from layertap.models.errors import TooLargeError
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
 from layertap.service.formats.buffers import Buffers
@@ -65,8 +67,19 @@ def _list_captions(receipt: Receipt) -> tuple[str, ...]:
 
 
 def _decode(sent: Sequence[SentPicture | None]) -> list[Original | None]:
-    return [None if picture is None else picture.decode(OVERLAY) for picture in sent]
+    """What the rows are pictures of; None for what is none, and for what goes beyond all pixels that are decoded."""
+    originals: list[Original | None] = []
+    left = MAX_DECODED_PIXELS
+    for picture in sent:
+        original = None
+        if picture is not None:
+            with suppress(TooLargeError):
+                original, pixels = picture.decode(OVERLAY, left)
+                left -= pixels
+        originals.append(original)
+    return originals
 
 
+MAX_DECODED_PIXELS = 100 * 10**6  # of all originals of a reply: about a second
 encode_png = partial(encode, writer=PNG)
 encode_webp = partial(encode, writer=WEBP)

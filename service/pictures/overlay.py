@@ -48,8 +48,14 @@ def lay_over(original: Original, values: Array, scale: Scale) -> Image.Image:
     inside = (max(left, 0), max(upper, 0), min(right, base.width), min(lower, base.height))
     if inside[2] <= inside[0] or inside[3] <= inside[1]:
         return base
-    stretched = stretch(values, (max(right - left, 1), max(lower - upper, 1)))
-    part = stretched[inside[1] - upper : inside[3] - upper, inside[0] - left : inside[2] - left]
+    across, down = values.shape[1] / max(right - left, 1), values.shape[0] / max(lower - upper, 1)
+    box = (
+        (inside[0] - left) * across,
+        (inside[1] - upper) * down,
+        (inside[2] - left) * across,
+        (inside[3] - upper) * down,
+    )
+    part = stretch(values, (inside[2] - inside[0], inside[3] - inside[1]), box)  # however far the crop goes beyond
     grey = np.asarray(original.image.crop(inside).convert("L"), np.float64)[..., None]
     places = scale.to_places(part)
     strength = np.abs(places * 2 - 1) if scale.diverging else places
@@ -59,9 +65,9 @@ def lay_over(original: Original, values: Array, scale: Scale) -> Image.Image:
     return base
 
 
-def stretch(values: Array, size: tuple[int, int]) -> Array:
-    """A map in so many columns and rows, smooth between its numbers and never beyond them; NaN and infinity are 0."""
+def stretch(values: Array, size: tuple[int, int], box: Box | None = None) -> Array:
+    """A map, or a ``box`` of it, in so many columns and rows, smooth and never beyond its numbers; NaN is 0."""
     finite = np.where(np.isfinite(values), values, 0.0).astype(np.float32)
-    image = Image.fromarray(finite).resize(size, Image.Resampling.BICUBIC)
+    image = Image.fromarray(finite).resize(size, Image.Resampling.BICUBIC, box)
     smooth: Array = np.asarray(image).clip(finite.min(), finite.max())
     return smooth

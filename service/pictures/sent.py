@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 
 from layertap.models.inputs.geometry import find_seen_box
 from layertap.models.spec import PreprocessSpec
@@ -18,9 +19,12 @@ class SentPicture:
     spec: PreprocessSpec
     max_pixels: int
 
-    def decode(self, side: int) -> Original:
-        """The picture, upright, in a square of so many pixels a side; InputError, TooLargeError."""
-        picture = decode_reduced(self.data, self.max_pixels, lambda width, height: (side, side))
+    def decode(self, side: int, max_pixels: int) -> tuple[Original, int]:
+        """The picture, upright, in a square of so many pixels a side, and how many it has in full.
+
+        InputError; TooLargeError, before it is decoded, where these are more than ``max_pixels``.
+        """
+        picture = decode_reduced(self.data, min(max_pixels, self.max_pixels), lambda width, height: (side, side))
         image = picture.image
         if picture.box is not None:
             left, upper, right, lower = picture.box
@@ -28,4 +32,4 @@ class SentPicture:
         seen = find_seen_box(self.spec, *picture.size)
         across, down = image.width / picture.size[0], image.height / picture.size[1]
         box = (seen[0] * across, seen[1] * down, seen[2] * across, seen[3] * down)
-        return fit_original(Original(image, box), side)
+        return fit_original(Original(image, box), side), prod(picture.size)

@@ -39,6 +39,7 @@ Array = NDArray[Any]
 Size = tuple[int, int]
 
 MAX_PIXELS = 16 * 10**6
+MAX_SIDE = 16_383  # of WebP; none of PNG, but who would look at it
 MARGIN, GAP, CAPTION = 28, 6, 16
 HEAD = TITLE + TEXT + 22  # above the tiles of a result: its title, and what it is
 COLUMNS, COLUMNS_OF_SEVERAL = 8, 4
@@ -79,6 +80,9 @@ def check_size(infos: Sequence[ResultInfo], options: PictureOptions) -> None:
     width, height = _measure(_arrange(infos, options))
     if width * height > MAX_PIXELS:
         detail = f"the picture would have {width * height} pixels ({width} by {height}), the limit is {MAX_PIXELS}"
+        raise TooLargeError(detail, hint=_HINT)
+    if max(width, height) > MAX_SIDE:
+        detail = f"the picture would have a side of {max(width, height)} pixels, the limit is {MAX_SIDE}"
         raise TooLargeError(detail, hint=_HINT)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from io import BytesIO
 
 import numpy as np
+import pytest
 from PIL import ExifTags, Image
 
+from layertap.models.errors import TooLargeError
 from layertap.models.spec import PreprocessSpec
 from layertap.service.pictures.colormaps import Scale
 from layertap.service.pictures.overlay import Original, lay_over
@@ -27,7 +30,7 @@ def test_upright() -> None:
     image.paste((255, 0, 0), (0, 0, 30, 30))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees, clockwise: its left side is above then
-    original = sent(image, PreprocessSpec(), format="JPEG", exif=exif, quality=95).decode(60)
+    original = sent(image, PreprocessSpec(), format="JPEG", exif=exif, quality=95).decode(60, 10**6)[0]
     assert original.image.size == (30, 60)
     red, _, blue = original.image.getpixel((15, 5))  # type: ignore[misc]
     assert red > 200 > 50 > blue
@@ -36,7 +39,7 @@ def test_upright() -> None:
 def test_the_part_that_is_seen() -> None:
     """A map covers what a centre crop leaves of a picture; what the model does not see is dark."""
     image = Image.new("RGB", (200, 100), (200, 200, 200))
-    original = sent(image, PreprocessSpec(resize=50, crop=50)).decode(200)
+    original = sent(image, PreprocessSpec(resize=50, crop=50)).decode(200, 10**6)[0]
     assert original.seen == (50.0, 0.0, 150.0, 100.0)
     drawn = np.asarray(lay_over(original, np.ones((7, 7), np.float32), SCALE)).astype(int)
     assert (drawn[:, :50] == drawn[0, 0]).all()
@@ -68,9 +71,28 @@ def test_zeros_show_the_picture() -> None:
 
 def test_crop_beyond_the_picture() -> None:
     """Where the crop is larger than the picture all of it is seen, and the map is laid where it belongs."""
-    original = sent(Image.new("RGB", (20, 20), (90, 90, 90)), PreprocessSpec(crop=40)).decode(20)
+    original = sent(Image.new("RGB", (20, 20), (90, 90, 90)), PreprocessSpec(crop=40)).decode(20, 10**6)[0]
     assert original.seen == (-10.0, -10.0, 30.0, 30.0)
     values = np.zeros((2, 2), np.float32)
     values[1, 1] = 1.0
     drawn = np.asarray(lay_over(original, values, SCALE)).astype(int)
     assert np.abs(drawn[19, 19] - 90).sum() > np.abs(drawn[0, 0] - 90).sum()
+
+
+def test_crop_far_beyond_the_picture() -> None:
+    """A picture of one pixel under a large crop takes no memory beyond what is drawn."""
+    original = sent(Image.new("RGB", (1, 1), (90, 90, 90)), PreprocessSpec(crop=224)).decode(288, 10**6)[0]
+    tracemalloc.start()
+    drawn = lay_over(original, np.random.default_rng(0).random((14, 14)).astype(np.float32), SCALE)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawn.size == (288, 288)
+    assert peak < 50 * 2**20
+
+
+def test_too_many_pixels() -> None:
+    """What has more pixels than may be decoded is refused by its head."""
+    picture = sent(Image.new("RGB", (100, 100)), PreprocessSpec())
+    assert picture.decode(50, 10_000)[1] == 10_000
+    with pytest.raises(TooLargeError):
+        picture.decode(50, 9_999)

@@ -189,6 +189,13 @@ def test_size_is_known_before() -> None:
         check_size([info(large, layout="NCHW")], PictureOptions())
 
 
+def test_no_side_is_too_long() -> None:
+    """Many results below each other are refused where the picture would be too high for a format."""
+    infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(73)]
+    with pytest.raises(TooLargeError, match=r"a side of \d+ pixels, the limit is 16383"):
+        check_size(infos, PictureOptions())
+
+
 def test_names_are_text() -> None:
     """A name of any characters and any length is drawn within the sheet."""
     array = np.zeros((1, 1, 2, 2), np.float32)

@@ -41,9 +41,12 @@ class Opened:
 Open = Callable[..., Opened]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A browser; what needs one is left out where there is none."""
+    """A browser; what needs one is left out where there is none.
+
+    Of one module: while Playwright runs, its event loop does, and no other test of this thread could run its own.
+    """
     path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if path is None:
         pytest.skip("there is no Chromium")
