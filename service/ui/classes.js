@@ -5,6 +5,7 @@ import { element, find } from "./maps.js";
 import { makeSelector } from "./view.js";
 
 const TOP = 5;
+const NAMED = 100; // of the best classes, which have names
 
 function findScores(state) {
   // The selector of the model's scores, null where its output is no row of classes.
@@ -30,13 +31,12 @@ function rank(shares) {
 }
 
 async function askLabels(state, classes, signal) {
-  // Names of classes are told with gradients of them: of the scores themselves, one input for each class.
+  // The names of classes, which an explanation tells of a picture's best ones; of others their numbers.
   const model = state.models.find((each) => each.name === state.model);
   if (!model?.labels) return classes.map(String);
-  const inputs = classes.map((each) => ({ image: state.picture.data, class: each }));
-  const layers = [{ ...findScores(state), site: "grad_output", as: "scores" }];
-  const reply = await ask("extract", { model: state.model, inputs, layers, objective: { kind: "logit" }, encoding: "base64" }, signal);
-  return reply.receipts.scores.labels ?? classes.map(String);
+  const reply = await ask("explain", { model: state.model, inputs: [{ image: state.picture.data }], method: "saliency", top: NAMED, encoding: "base64" }, signal);
+  const names = new Map((reply.top?.[0] ?? []).map((each) => [each.class, each.label]));
+  return classes.map((each) => names.get(each) ?? String(each));
 }
 
 function percent(share) {
@@ -93,6 +93,6 @@ export function installClasses(state, run) {
   find("change-form").addEventListener("submit", (event) => {
     event.preventDefault();
     if (!state.picture || !findScores(state)) return;
-    run((signal) => showChange(state, signal));
+    run((signal) => showChange(state, signal), "change");
   });
 }

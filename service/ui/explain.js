@@ -45,13 +45,14 @@ export function fit(canvas, state) {
   canvas.style.top = `${((1 - shareY) / 2) * 100}%`;
 }
 
-export function installExplain(state, run) {
+export function installExplain(state, explain, showGradient) {
   find("method").addEventListener("change", (event) => {
     state.method = event.target.value;
-    run((signal) => showExplanation(state, signal));
+    explain();
   });
   find("class").addEventListener("change", (event) => {
     state.class = event.target.value;
-    run((signal) => showExplanation(state, signal));
+    explain();
+    showGradient();
   });
 }

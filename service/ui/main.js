@@ -14,8 +14,9 @@ const ACTIVATIONS = new Set(["ReLU", "ReLU6", "GELU", "SiLU", "Hardswish"]);
 const RETRIES = 40;
 
 export const state = { models: [], limits: {}, model: "", layers: [], layer: "", picture: null, site: "output", each: false, class: "", method: "", shown: 16 };
-let waiting = null; // what a retry does again
-let current = new AbortController(); // of what is asked now; a newer choice ends it
+const waiting = new Map(); // what a retry does again, by parts of the page
+const asking = {}; // by parts of the page, what is asked now; a newer choice ends it
+let pending = 0;
 
 function say(text) {
   find("status").textContent = text;
@@ -26,12 +27,11 @@ function clearProblem() {
   find("key-form").hidden = true;
 }
 
-async function showProblem(error, again, tries) {
-  // A problem in words, and what helps: a key, a wait, a button.
-  say("");
-  if (error.name === "AbortError") return;
+async function showProblem(error, again, part, tries) {
+  // A problem in words, and what helps: a key, a wait, a button. Returns what is to be said meanwhile.
+  if (error.name === "AbortError") return "";
   if (!(error instanceof ProblemError)) throw error;
-  waiting = again;
+  waiting.set(part, again);
   if (error.status === 401) {
     find("key-form").hidden = false;
     find("key").focus();
@@ -42,11 +42,10 @@ async function showProblem(error, again, tries) {
   find("problem-hint").textContent = error.hint;
   find("problem").hidden = error.status === 401 && !sessionStorage.getItem("layertap-key");
   find("retry").hidden = ![0, 429, 503, 504].includes(error.status) || failed;
-  if (error.status === 503 && !failed && tries < RETRIES) {
-    const signal = current.signal;
-    say("The model is loading …");
-    setTimeout(() => !signal.aborted && run(again, tries + 1), Math.max(error.seconds, 0.5) * 1000);
-  }
+  if (error.status !== 503 || failed || tries >= RETRIES) return "";
+  const { signal } = asking[part];
+  setTimeout(() => !signal.aborted && run(again, part, tries + 1), Math.max(error.seconds, 0.5) * 1000);
+  return "The model is loading …";
 }
 
 async function findModel() {
@@ -58,20 +57,30 @@ async function findModel() {
   return state.models.find((each) => each.name === state.model);
 }
 
-async function run(action, tries = 0) {
-  // One thing at a time: what was asked before is given up.
-  current.abort();
-  current = new AbortController();
-  const signal = current.signal;
+async function run(action, part = "all", tries = 0) {
+  // In each part of the page one thing at a time: what was asked before is given up, of all parts by what is of all.
+  for (const each of part === "all" ? Object.keys(asking) : [part]) {
+    asking[each]?.abort();
+    waiting.delete(each);
+  }
+  asking[part] = new AbortController();
+  const { signal } = asking[part];
+  let text = "";
+  pending += 1;
   say("Asking …");
   try {
-    await action(signal);
-    if (signal.aborted) return;
-    clearProblem();
-    say("");
+    text = (await action(signal)) ?? "";
+    if (waiting.size === 0) clearProblem();
   } catch (error) {
-    if (!signal.aborted) await showProblem(error, action, tries);
+    if (!signal.aborted) text = await showProblem(error, action, part, tries);
+  } finally {
+    pending -= 1;
+    if (pending === 0) say(text);
   }
+}
+
+function retry() {
+  for (const [part, again] of [...waiting]) run(again, part);
 }
 
 async function listModels(signal) {
@@ -98,7 +107,7 @@ async function openModel(signal) {
   if (!state.layers.some((layer) => layer.name === state.layer)) state.layer = chooseLayer();
   list();
   await listModels(signal);
-  await refresh(signal);
+  refresh();
 }
 
 function chooseLayer() {
@@ -112,25 +121,35 @@ function list() {
   showLayers(state.layers, state.layer, (layer) => {
     Object.assign(state, { layer: layer.name, shown: 16 });
     mark(state.layer);
-    run(showLayer);
+    if (!state.method) find("overlay").hidden = true; // of the attention of another layer
+    showMaps();
   });
 }
 
-async function refresh(signal) {
+function refresh() {
   // All that depends on the picture: the layer's maps first.
+  if (!state.picture || !state.layer) return writeHash(state);
+  showMaps();
+  run((signal) => showClasses(state, signal), "classes");
+  explain();
+}
+
+function showMaps() {
+  if (state.site !== "attention" && !state.method) find("overlay").hidden = true;
   writeHash(state);
-  if (!state.picture || !state.layer) return;
-  await showView(state, signal);
-  showSnippet(state);
-  await showClasses(state, signal);
-  await showExplanation(state, signal);
+  run(showLayer, "maps");
+}
+
+function explain() {
+  writeHash(state);
+  run((signal) => showExplanation(state, signal), "explanation");
 }
 
 async function showLayer(signal) {
-  writeHash(state);
-  if (!state.picture) return say("Choose a picture first.");
+  if (!state.picture) return "Choose a picture first.";
   await showView(state, signal);
   showSnippet(state);
+  return "";
 }
 
 function refuseLarge(size) {
@@ -153,7 +172,7 @@ function takePicture(blob, name, sample = "") {
     find("overlay").hidden = true;
     find("picture-name").textContent = name;
     forgetView();
-    await (state.layers.length ? refresh(signal) : openModel(signal));
+    await (state.layers.length ? refresh() : openModel(signal));
   });
 }
 
@@ -209,19 +228,24 @@ function installChoices() {
   for (const id of ["match", "type"]) find(id).addEventListener("input", list);
   find("site").addEventListener("change", (event) => {
     state.site = event.target.value;
-    run(showLayer);
+    showMaps();
+    explain();
   });
   find("each").addEventListener("change", (event) => {
     state.each = event.target.checked;
-    run(showLayer);
+    showMaps();
   });
-  find("more").addEventListener("click", () => run((signal) => loadMore(state, signal)));
-  find("retry").addEventListener("click", () => waiting && run(waiting));
+  find("more").addEventListener("click", () => {
+    run((signal) => loadMore(state, signal), "maps");
+    writeHash(state);
+  });
+  find("retry").addEventListener("click", retry);
   find("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     keepKey(find("key").value.trim());
     find("key").value = "";
-    run(waiting || openModel);
+    if (waiting.size) retry();
+    else run(openModel);
   });
 }
 
@@ -239,6 +263,6 @@ installChoices();
 installTree();
 installZoom();
 installClasses(state, run);
-installExplain(state, run);
+installExplain(state, explain, () => state.site === "grad_output" && showMaps());
 installAttention();
 restore();

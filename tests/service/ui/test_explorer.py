@@ -212,6 +212,14 @@ def test_failed_model(shown: Live, open_page: Open) -> None:
     opened.show_maps()
 
 
+def test_a_layer_chosen_early(shown: Live, open_page: Open) -> None:
+    """A layer that is chosen while all is still asked changes the maps, and nothing else is given up."""
+    opened = open_page(f"{shown.url}/#sample=digit-2")
+    opened.page.locator("#tree button", has_text="block3").first.click()
+    expect(opened.page.locator("#classes")).to_be_visible(timeout=30_000)
+    expect(opened.page.locator("#layer-name, h2", has_text="block3").first).to_be_visible()
+
+
 def test_busy(shown: Live, open_page: Open) -> None:
     """A server that is busy is told of with a button to try again, which shows the maps."""
     module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]
