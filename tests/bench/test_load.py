@@ -330,6 +330,7 @@ def test_a_hundred_requests(live: Live, caplog: pytest.LogCaptureFixture, loop: 
     options = Options(live.url, requests=100, seconds=240.0, seed=4, **loop)
     with caplog.at_level(logging.INFO, "layertap.access"):
         report = run(chosen, options)
+        wait_until(lambda: served(caplog).total() >= options.requests)  # a request is logged after its reply
     total = report.total
     sent = Counter(chosen[number].name for _, number in schedule(weights(chosen), options))
     assert {name: each.requests for name, each in report.scenarios.items()} == sent
