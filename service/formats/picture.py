@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -31,7 +32,12 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
     """
     if features.scales:
         raise NotAcceptableError("pictures are not drawn of int8 results", hint='leave "dtype": "int8" out')
-    infos = [describe_result(key, features.receipts[key], array.shape) for key, array in features.arrays.items()]
+    skipped = set(features.skipped)
+    places = tuple(place for place in range(features.rows + len(skipped)) if place not in skipped)
+    infos = [
+        replace(describe_result(key, features.receipts[key], array.shape), places=places)
+        for key, array in features.arrays.items()
+    ]
     check_size(infos, options.picture)
     needed = any(find_kind(info).drawing == "overlay" for info in infos)
     originals = _decode(options.sent) if needed else []

@@ -27,7 +27,9 @@ class ResultInfo:
 
     ``prefix_tokens`` stand before the patches of tokens or of attention. ``whole``: no tokens, queries, keys or heads
     were chosen, and nothing is pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels;
-    ``captions`` say something of each row. ``explains``: the result is the map of an explanation.
+    ``captions`` say something of each row, ``places``
+    are those of the inputs in the request, of each of which there may be several rows, such as windows.
+    ``explains``: the result is the map of an explanation.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ResultInfo:
     columns: tuple[str, ...] | None = None
     channels: tuple[int, ...] | None = None
     captions: tuple[str, ...] = ()
+    places: tuple[int, ...] = ()
     explains: bool = False
 
     @property
@@ -57,6 +60,15 @@ class ResultInfo:
     def is_signed(self) -> bool:
         """Whether its numbers lie on both sides of zero by nature."""
         return self.site in GRADIENTS
+
+    def name_row(self, row: int) -> str:
+        """Which input a row is of, and which part of it; nothing where there is one alone."""
+        if self.rows == 1:
+            return ""
+        parts = max(self.rows // len(self.places), 1) if self.places else 1
+        place = self.places[row // parts] if row // parts < len(self.places) else row
+        of_part = f", part {row % parts}" if parts > 1 else ""
+        return f"input {place}{of_part}"
 
     def split(self, array: Array) -> list[Array]:
         """What each input has of the result's array; views."""

@@ -156,13 +156,14 @@ def _draw_section(
     if kind.drawing == "overlay":
         shown = _clip_extremes(shown)
     scale = find_scale(shown, info.is_signed)
-    _draw_head(draw, section, array, scale, sheet.width, top, options)
+    whole = np.concatenate([each.reshape(-1) for each in rows]) if rows else np.zeros(0)
+    _draw_head(draw, section, whole, scale, sheet.width, top, options)
     for place, (tiles, numbers) in enumerate(zip(drawn, chosen, strict=True)):
         down, across = divmod(place, section.across)
         left = MARGIN + across * (section.block[0] + MARGIN)
         upper = top + HEAD + down * (section.block[1] + section.head + GAP)
         if section.head:
-            words = [f"input {place}" if info.rows > 1 else "", *info.captions[place : place + 1]]
+            words = [info.name_row(place), *info.captions[place : place + 1]]
             text = SEPARATOR.join(filter(None, words))
             write(draw, (left, upper), cut_text(text, SMALL, section.block[0]), SMALL, GREY)
         original = originals[place] if len(originals) == info.rows else None
@@ -191,6 +192,7 @@ def _draw_head(
     write(draw, (MARGIN, top), cut_text(info.name, TITLE, room), TITLE)
     finite = array[np.isfinite(array)]
     values = f"{format_number(finite.min())} to {format_number(finite.max())}" if finite.size else "no finite number"
+    values = "" if kind.drawing == "statistics" else values  # each is of another kind
     total = kind.measure(info)[0]
     parts = [info.module, info.site, " x ".join(map(str, info.shape)), values]
     if finite.size < array.size:

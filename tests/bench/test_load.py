@@ -418,6 +418,7 @@ def test_key(clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_warmup_is_not_counted(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "layertap.access"):
         report = run(of(VECTOR), Options(live.url, requests=10, warmup=7))
+        wait_until(lambda: served(caplog).total() >= 17)
     assert report.total.statuses == {200: 10}
     assert served(caplog) == {200: 17}
 

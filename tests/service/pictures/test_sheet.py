@@ -205,3 +205,18 @@ def test_names_are_text() -> None:
     assert isinstance(sheet, Image.Image)
     edge = np.asarray(sheet)[:, -20:]
     assert (edge == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "places", "names"),
+    [
+        (1, (3,), [""]),
+        (2, (1, 3), ["input 1", "input 3"]),
+        (4, (0, 2), ["input 0, part 0", "input 0, part 1", "input 2, part 0", "input 2, part 1"]),
+        (2, (), ["input 0", "input 1"]),
+    ],
+)
+def test_names_of_rows(rows: int, places: tuple[int, ...], names: list[str]) -> None:
+    """Rows are named by the places of their inputs in the request; windows of one input by their numbers too."""
+    one = info(np.zeros((rows, 2)), places=places)
+    assert [one.name_row(row) for row in range(rows)] == names
