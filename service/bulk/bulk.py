@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits, cut_batches
-from layertap.service.bulk.job import Extractor, Question, Rows
+from layertap.service.bulk.job import Extractor, Outline, Question, Rows
 from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, lock_folder
 from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts
 from layertap.service.bulk.pipeline import run_batches
@@ -124,9 +124,17 @@ def remove(destination: Destination) -> None:
         file.unlink(missing_ok=True)
 
 
+def check_replacement(job: Job, outline: Outline) -> None:
+    """LayertapError where a job could not be written in the place of what is there."""
+    LAYOUTS[job.destination.layout].check(outline)
+    if job.destination.folder.exists():
+        check_folder(job.destination.folder)
+
+
 def check_folder(folder: Path) -> None:
     """LayertapError where a folder has something in it and is none of a job's."""
-    if not (folder / NAME).exists() and any(path.name != LOCK for path in folder.iterdir()):
+    begun = {LOCK, f"{NAME}.tmp"}  # what is there where a job was killed before all else
+    if not (folder / NAME).exists() and any(path.name not in begun for path in folder.iterdir()):
         raise LayertapError(f"{folder} has other files in it", hint="choose another --out")
 
 

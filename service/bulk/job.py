@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from layertap.models.errors import LayertapError, RequestError
 from layertap.service.bulk.entries import Entry
 from layertap.service.features import Array
 
@@ -114,11 +115,24 @@ class Extractor(Protocol):
         """Let go of everything."""
 
 
+def check_rows(name: str, row_axis: int | None, rows: int) -> None:
+    """RequestError where a result has not one row for each picture; ``rows`` are those of one picture."""
+    if row_axis != 0:
+        raise RequestError(f"{name} has no row for each picture", hint="add --pool mean, or name another layer")
+    if rows != 1:
+        detail = f"{name} has {rows} rows for each picture: windows are folded into the batch there"
+        raise RequestError(detail, hint="name another layer, such as the block that it is in")
+
+
 def make_rows(entries: Sequence[Entry], answer: Answer, outline: Outline, places: Sequence[int]) -> Rows:
     """The rows of a batch; ``places`` are those of the entries that were asked for."""
     errors: list[str | None] = [entry.error or None for entry in entries]
     for place, reason in answer.errors.items():
         errors[places[place]] = reason
+    good = sum(error is None for error in errors)
+    for name, array in answer.arrays.items():
+        if len(array) != good:  # whatever has answered: rows are never given to other pictures
+            raise LayertapError(f"{name} has {len(array)} rows for {good} pictures", hint="name another layer")
     arrays = answer.arrays or {
         name: np.zeros((0, *column.shape), column.dtype) for name, column in outline.columns.items()
     }

@@ -10,7 +10,7 @@ from layertap.models.errors import Fault, RequestError
 from layertap.models.selection.hook_points import Embedding, Reduction, Selector
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, Column, Outline, Question
+from layertap.service.bulk.job import Answer, Column, Outline, Question, check_rows
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.picture_rows import get_preprocessing
 from layertap.service.engine.prober import Prober
@@ -82,8 +82,7 @@ def _read_question(question: Question) -> tuple[tuple[Selector, ...], Embedding 
 
 
 def _drop_rows(shape: tuple[int, ...], row_axis: int | None, key: str) -> tuple[int, ...]:
-    if row_axis != 0:
-        raise RequestError(f"{key} has no row for each picture", hint="add --pool mean, or name another layer")
+    check_rows(key, row_axis, shape[0] if shape else 0)
     return shape[1:]
 
 

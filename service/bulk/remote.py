@@ -13,7 +13,7 @@ from safetensors.numpy import load
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, Column, Outline, Question
+from layertap.service.bulk.job import Answer, Column, Outline, Question, check_rows
 
 PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
 FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
@@ -153,8 +153,8 @@ def _write(value: object) -> str:
 
 
 def _drop_rows(key: str, shape: Sequence[int], receipt: Mapping[str, Any]) -> tuple[int, ...]:
-    if receipt.get("row_axis", 0) != 0:
-        raise RequestError(f"{key} has no row for each picture", hint="add --pool mean, or name another layer")
+    captured = receipt["captured"]  # of the one picture of a probe
+    check_rows(key, receipt.get("row_axis", 0), captured[0] if captured else 0)
     return tuple(shape[1:])
 
 

@@ -68,7 +68,7 @@ def bulk(
 
 
 async def _run(job: Job, url: str | None, config: Path | None, *, restart: bool) -> Summary:
-    from layertap.service.bulk.bulk import remove, run
+    from layertap.service.bulk.bulk import check_replacement, remove, run
     from layertap.service.bulk.sources import open_source
 
     # Before a model is loaded.
@@ -77,7 +77,7 @@ async def _run(job: Job, url: str | None, config: Path | None, *, restart: bool)
     extractor = _create_extractor(url, config)
     try:
         if restart:  # once it is sure that the question has an answer: what is there may have taken a night
-            await extractor.outline(job.question)
+            check_replacement(job, await extractor.outline(job.question))
             remove(job.destination)
         with _Reporter() as reporter:
             return await run(job, extractor, partial(open_source, job.source, column=job.column), reporter)

@@ -12,17 +12,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from layertap.models.errors import RequestError, TooLargeError
+from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows
+from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, make_rows
 from layertap.service.bulk.parts import PartWriter
 from layertap.service.bulk.pipeline import run_batches
 from layertap.service.bulk.shards import LAYOUTS
-from tests.service.bulk.conftest import read, write_pictures
+from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.cli.commands import Command
 from tests.service.cli.test_extract import FILING
 from tests.service.support import picture
 
+WINDOWED = {"inputs": [{"name": "x", "shape": [3, 32, 32]}], "preprocess": {"resize": 32, "crop": 32}}
 OUTLINE = Outline("net", "f", {"x": Column((2,), "float32")}, {})
 
 
@@ -42,7 +43,9 @@ def test_restart_keeps_what_is_of_others(command: Command, folder: Path, tmp_pat
     assert file.read_bytes() == kept
 
 
-@pytest.mark.parametrize("words", [("nowhere",), ("{empty}",), ("{folder}", "--layers", "block9")])
+@pytest.mark.parametrize(
+    "words", [("nowhere",), ("{empty}",), ("{folder}", "--layers", "block9"), ("{folder}", "--layers", "block1")]
+)
 def test_restart_of_what_cannot_be(command: Command, folder: Path, tmp_path: Path, words: Sequence[str]) -> None:
     """``--restart`` with a mistake beside it takes nothing away: what is there took a night, perhaps."""
     (tmp_path / "empty").mkdir()
@@ -192,3 +195,33 @@ def test_broken_pictures_with_workers(command: Command, tmp_path: Path, monkeypa
     threads, processes = (read(tmp_path / workers / "part-000000000000.parquet") for workers in ("0", "2"))
     assert threads == processes
     assert sum(error is not None for error in threads["error"]) == 3
+
+
+@pytest.mark.parametrize("layout", ["parquet", "npy"])
+def test_windows_are_no_rows(command: Command, folder: Path, tmp_path: Path, layout: str) -> None:
+    """A layer that folds windows of a picture into the batch is refused: its rows would be given to other pictures."""
+    config = {"models": [{"name": "swin", "source": "python:tests.nets:swin", "weights": "random:0", **WINDOWED}]}
+    (tmp_path / "m.yaml").write_text(json.dumps(config))
+    words = ("--config", tmp_path / "m.yaml", "--format", layout, "--out", tmp_path / "out")
+    done = command("bulk", folder, "--layers", "features.1.0.attn:attention", *words)
+    assert done.status == 2
+    assert "for each picture" in done.notes
+    assert command("bulk", folder, "--layers", "features.1.0", "--pool", "mean", *words).status == 0
+
+
+def test_killed_before_all_else(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A job that was killed while it wrote its first file goes on."""
+    parts = tmp_path / "out.parquet.parts"
+    parts.mkdir()
+    (parts / "manifest.json.tmp").write_bytes(b'{"form')
+    assert command("bulk", folder, "--out", tmp_path / "out.parquet").status == 0
+    assert len(read(tmp_path / "out.parquet")["key"]) == COUNT
+
+
+def test_rows_of_others() -> None:
+    """An answer that has not one row for each picture is refused, whoever gave it."""
+    entry = Entry("a", "0" * 64, b"")
+    outline = Outline("m", "f", {"x": Column((2,), "float32")}, {})
+    answer = Answer("f", {"x": np.zeros((4, 2), np.float32)}, {})
+    with pytest.raises(LayertapError, match="x has 4 rows for 1 pictures"):
+        make_rows([entry], answer, outline, [0])
