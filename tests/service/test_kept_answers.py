@@ -380,6 +380,8 @@ def test_unloaded_while_it_answers(serve: Serve, tmp_path: Path) -> None:
             used = live.engine.admission.used_bytes
             early.append(pool.submit(ask))
             wait_until(lambda: live.engine.admission.used_bytes > used)
+            for _ in range(5):  # rounds of the event loop, in which what has arrived comes to wait for the first
+                live.client.get("/livez")
             unloading = pool.submit(live.client.post, "/models/file/unload")
             wait_until(lambda: live.engine.manager.workers["file"].stopping)
             save(1.0)
