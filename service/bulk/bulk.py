@@ -92,6 +92,7 @@ def find_complete(job: Job, source: Source) -> Summary | None:
     The pictures' names are compared with those of ``source``, not what is in them.
     """
     target = job.destination
+    _finish_cleaning(target)
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
         question = _read_question(target.file)
         for name, value in job.describe().items():
@@ -185,16 +186,37 @@ def _finish(job: Job, manifest: Manifest) -> Summary:
     metadata = make_metadata(outline, job.describe())
     if target.file is not None:
         merge_parts(parts, target.file, metadata, outline.row_bytes)
-        shutil.rmtree(target.folder)
+        manifest.finish(target.folder)
+        _clean(target)
         return _summarize([target.file])
     if LAYOUTS[target.layout].write_shard is not None:
         merge_parts(parts, target.folder / INDEX, metadata, ROW_BYTES)
     manifest.finish(target.folder)
-    summary = _summarize(_list_tables(target))
-    if LAYOUTS[target.layout].write_shard is not None:
-        for part in parts:
-            part.path.unlink()
-    return summary
+    _clean(target)
+    return _summarize(_list_tables(target))
+
+
+def _clean(target: Destination) -> None:
+    """Remove what a complete job needs no more; its manifest says so until the last, whenever it is killed."""
+    if target.file is None and LAYOUTS[target.layout].write_shard is None:
+        return  # parts are what was asked for
+    for path in target.folder.glob("part-*.parquet"):
+        path.unlink()
+    if target.file is not None:
+        (target.folder / NAME).unlink()
+        shutil.rmtree(target.folder)
+
+
+def _finish_cleaning(target: Destination) -> None:
+    """Remove what a job that was killed while it cleaned has left."""
+    manifest = Manifest.read(target.folder)
+    final = target.file or target.folder / INDEX
+    if manifest is not None and manifest.complete and manifest.layout == target.layout and final.exists():
+        with lock_folder(target.folder):
+            _clean(target)
+    elif manifest is None and target.file is not None and target.file.exists() and target.folder.is_dir():
+        if all(path.name == LOCK for path in target.folder.iterdir()):
+            shutil.rmtree(target.folder)
 
 
 def _list_tables(target: Destination) -> list[Path]:
