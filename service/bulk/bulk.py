@@ -214,9 +214,13 @@ def _finish_cleaning(target: Destination) -> None:
     if manifest is not None and manifest.complete and manifest.layout == target.layout and final.exists():
         with lock_folder(target.folder):
             _clean(target)
-    elif manifest is None and target.file is not None and target.file.exists() and target.folder.is_dir():
-        if all(path.name == LOCK for path in target.folder.iterdir()):
-            shutil.rmtree(target.folder)
+    elif manifest is None and target.file is not None and target.file.exists() and _is_emptied(target.folder):
+        shutil.rmtree(target.folder)
+
+
+def _is_emptied(folder: Path) -> bool:
+    """Whether nothing is left of a job but the file that locks its folder."""
+    return folder.is_dir() and all(path.name == LOCK for path in folder.iterdir())
 
 
 def _list_tables(target: Destination) -> list[Path]:
