@@ -67,7 +67,7 @@ class SimulatedServer:
         self._model = model
         self._rule = rule
         self._batcher = Batcher({CPU: DeviceSlots(cores)}, lambda: self.now)
-        self._queue = BatchQueue(MODEL, CPU, model.costs, MAX_ROWS)
+        self._queue = BatchQueue(MODEL, (CPU,), model.costs, MAX_ROWS)
         self._cores = cores
         self._processor = Processor(cores)
         self._idle_replicas = cores
@@ -153,7 +153,7 @@ class SimulatedServer:
         waiting, self._waiting_batches = self._waiting_batches, []
         for running in waiting:
             self._continue(running)
-        while (task := self._batcher.start_next({MODEL: self._idle_replicas})) is not None:
+        while (task := self._batcher.start_next({MODEL: {CPU: self._idle_replicas}})) is not None:
             if isinstance(task, Batch):
                 self._start(task)
             elif isinstance(task, Picture):

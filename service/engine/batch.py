@@ -21,12 +21,13 @@ class BatchQueue:
 
     ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
     forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
-    ``slots``: what a batch of several rows takes of its device; ``replicas``: how many batches the model runs at once.
+    ``devices``: where the model is, each once; a forward runs on one of them. ``slots``: what a batch of several rows
+    takes of it; ``replicas``: how many batches the model runs at once on one device.
     ``decode_seconds``: what decoding a row's picture took of late, where batches decode theirs themselves.
     """
 
     model: str
-    device: str
+    devices: tuple[str, ...]
     costs: Costs
     max_rows: int
     max_bytes: int = 2**62
@@ -112,10 +113,11 @@ class RowSlice:
 class Batch:
     """Rows that share a forward, whose they are, how long it should take, and why just these.
 
-    ``slots`` is what it takes of its device, and ``slots_alone`` what a forward of just one of its rows would.
+    ``slots`` is what it takes of its ``device``, and ``slots_alone`` what a forward of just one of its rows would.
     """
 
     queue: BatchQueue
+    device: str
     slices: tuple[RowSlice, ...]
     slots: int
     slots_alone: int
@@ -148,3 +150,17 @@ class DeviceSlots:
 
     slots: int
     parallel: bool = True
+
+
+@dataclass(frozen=True)
+class DeviceState:
+    """A device on which a batch of a model may start now: its slots that are free, the model's replicas that are idle.
+
+    ``idle_devices``: how many of the model's devices, itself included, could start one.
+    """
+
+    name: str
+    device: DeviceSlots
+    free_slots: int
+    idle_replicas: int
+    idle_devices: int = 1

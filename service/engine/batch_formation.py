@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from layertap.service.engine.batch import Batch, BatchQueue, DeviceSlots, QueuedRequest, RowSlice
+from layertap.service.engine.batch import Batch, BatchQueue, DeviceSlots, DeviceState, QueuedRequest, RowSlice
 from layertap.service.types import BatchReason
 
 MIN_SPLIT_SPEEDUP = 1.3  # rows are split: seconds of one forward of all, divided by seconds of the forwards in parallel
 MIN_PARALLEL_ROWS = 2  # of each forward in parallel, where one of a single row would take all slots
 
 
-def form_batch(
-    candidates: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int, short: bool = False
-) -> Batch | None:
-    """The next batch of a queue, None where it needs more slots than are free.
+def form_batch(candidates: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> Batch | None:
+    """The next batch of a queue on a device, None where it needs more slots than are free.
 
     ``candidates``: requests of one queue with rows that wait, at least one; the first one is in the batch. ``short``:
     somebody may come soon who should not wait for it long.
     """
-    queue = candidates[0].queue
+    queue, device = candidates[0].queue, state.device
     shareable = [request for request in candidates if not request.runs_alone]
     if candidates[0].runs_alone:
         shareable = [candidates[0]]
     companions = choose_companions(shareable)
-    rows = choose_rows(companions, device, free_slots, idle_replicas, short)
+    rows = choose_rows(companions, state, short)
     slices = tuple(slice_rows(companions, rows))
     rows = sum(row_slice.rows for row_slice in slices)
     slots = count_slots(queue, rows, device)
-    if slots > free_slots:
+    if slots > state.free_slots:
         return None
     depth = max(row_slice.request.depth for row_slice in slices)
     seconds = queue.estimate_seconds(rows, depth)
     if slots > 1 and is_single_row(queue, rows):
         seconds /= queue.costs.speedup
     reason = find_batch_reason(slices, left_out=len(shareable) - len(companions))
-    return Batch(queue, slices, slots, count_slots(queue, 1, device), depth, seconds, reason)
+    return Batch(queue, state.name, slices, slots, count_slots(queue, 1, device), depth, seconds, reason)
 
 
 def extend_batch(
@@ -73,7 +72,7 @@ def extend_batch(
     reason = find_batch_reason(slices, left_out=0)
     seconds = queue.estimate_seconds(rows, batch.depth)
     slots = count_slots(queue, rows, device)
-    return Batch(queue, slices, slots, batch.slots_alone, batch.depth, seconds, reason)
+    return replace(batch, slices=slices, slots=slots, seconds=seconds, reason=reason)
 
 
 def choose_companions(shareable: Sequence[QueuedRequest]) -> list[QueuedRequest]:
@@ -109,20 +108,18 @@ def find_depth_range(shareable: Sequence[QueuedRequest]) -> tuple[float, float]:
     return depths[cuts[stop][1]], depths[stop - 1]
 
 
-def choose_rows(
-    companions: Sequence[QueuedRequest], device: DeviceSlots, free_slots: int, idle_replicas: int, short: bool = False
-) -> int:
+def choose_rows(companions: Sequence[QueuedRequest], state: DeviceState, short: bool = False) -> int:
     """How many rows the next forward should have, as far as memory allows."""
-    queue = companions[0].queue
+    queue, device = companions[0].queue, state.device
     waiting_rows = sum(request.waiting_rows for request in companions)
     if companions[0].runs_alone:
         return min(waiting_rows, queue.padded_rows or queue.max_rows, queue.max_rows)
     single_row = is_single_row(queue, 1)
-    all_free = free_slots == device.slots > 1
+    all_free = state.free_slots == device.slots > 1
     if all_free and are_few_rows(queue, waiting_rows):
         return 1  # one after the other on all slots ends sooner than in parallel
-    parallel = min(free_slots // queue.slots, idle_replicas) if device.parallel else 1
-    rows = max(split_rows(queue, waiting_rows, parallel), MIN_PARALLEL_ROWS if single_row else 1)
+    parallel = min(state.free_slots // queue.slots, state.idle_replicas) if device.parallel else 1
+    rows = max(split_rows(queue, waiting_rows, parallel * state.idle_devices), MIN_PARALLEL_ROWS if single_row else 1)
     return min(rows, limit_rows(companions, device, short))
 
 
@@ -145,8 +142,9 @@ def limit_rows(requests: Sequence[QueuedRequest], device: DeviceSlots, short: bo
 
 
 def count_parallel(queue: BatchQueue, device: DeviceSlots) -> int:
-    """How many forwards of a queue a device runs side by side."""
-    return min(max(device.slots // queue.slots, 1), queue.replicas) if device.parallel else 1
+    """How many forwards of a queue run side by side on all of its devices, which are alike."""
+    on_each = min(max(device.slots // queue.slots, 1), queue.replicas) if device.parallel else 1
+    return on_each * len(queue.devices)
 
 
 def split_rows(queue: BatchQueue, rows: int, parallel: int) -> int:

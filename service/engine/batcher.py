@@ -10,14 +10,15 @@ together. Pictures are decoded on the CPU's slots as well, ahead of forwards but
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
+from layertap.service.engine.batch import CPU, Batch, BatchQueue, DecodeTask, DeviceSlots, DeviceState, QueuedRequest
 from layertap.service.engine.batch_formation import extend_batch, form_batch
 from layertap.service.engine.fair_share import FairShare
 from layertap.service.engine.waiting import WaitingEntries, WaitingRequests, get_urgency
 
 Clock = Callable[[], float]
+IdleReplicas = Mapping[str, Mapping[str, int]]  # by model, then by device
 MAX_WAIT_IN_FORWARDS = 2.0  # from then on a request is ready: seconds it waited, divided by an efficient forward's
 
 
@@ -49,10 +50,10 @@ class Batcher:
         if name not in self._devices:
             self._devices[name], self._free_slots[name] = device, device.slots
 
-    def count_parallel_batches(self, device: str, slots: int) -> int:
-        """How many batches of so many slots a device computes at the same time."""
-        device_slots = self._devices[device]
-        return device_slots.slots // slots if device_slots.parallel else 1
+    def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
+        """How many batches of so many slots some devices compute at the same time."""
+        known = [self._devices[name] for name in devices]
+        return sum(device.slots // slots if device.parallel else 1 for device in known)
 
     @staticmethod
     def reduce_max_rows(queue: BatchQueue, rows: int) -> None:
@@ -66,10 +67,10 @@ class Batcher:
         """Let a request wait for its forward."""
         queue = request.queue
         if not self._wants_device(queue.model):
-            self._fair_share.join(queue.model, queue.device)
+            self._fair_share.join(queue.model, queue.devices)
         self._set_arrival(request)
         if request.priority == "interactive":
-            self._interactive_at[queue.device] = request.enqueued_at
+            self._interactive_at.update(dict.fromkeys(queue.devices, request.enqueued_at))
         self._waiting.setdefault(queue, WaitingRequests()).add(request)
 
     def remove(self, request: QueuedRequest) -> None:
@@ -100,24 +101,25 @@ class Batcher:
 
     # What starts
 
-    def start_next(self, idle_replicas: Mapping[str, int]) -> Batch | DecodeTask | None:
-        """What starts now, None where nothing may; ``idle_replicas``: by model, those that could run a batch."""
+    def start_next(self, idle_replicas: IdleReplicas) -> Batch | DecodeTask | None:
+        """What starts now, None where nothing may; ``idle_replicas`` are those that could run a batch."""
         now = self._clock()
         requests, task = self._list_first_requests(idle_replicas, now), self._find_first_decode(now)
         if task is not None and not any(self._precedes(request, task, now) for request in requests):
-            requests = [request for request in requests if request.queue.device != CPU]
+            requests = [request for request in requests if CPU not in request.queue.devices]
         reserved: set[str] = set()  # devices whose slots are kept free for a row that needs all of them
         for request in requests:
             queue = request.queue
-            if queue.device in reserved or not self._may_start_on_device(request, now):
+            state = self._find_device(request, idle_replicas[queue.model], reserved, now)
+            if state is None:
                 continue
-            batch = self._form_batch(queue, idle_replicas[queue.model], now)
+            batch = self._form_batch(queue, state, now)
             if batch is not None:
                 return self._start_batch(batch)
             if now - request.enqueued_at > queue.costs.estimate_seconds(
                 1
             ):  # overdue: others have passed it for long enough
-                reserved.add(queue.device)
+                reserved.add(state.name)
         if task is not None and CPU not in reserved:
             return self._start_decode(task)
         return None
@@ -127,7 +129,7 @@ class Batcher:
         waiting = self._waiting.get(batch.queue)
         if waiting is None:
             return batch
-        now, device = self._clock(), self._devices[batch.queue.device]
+        now, device = self._clock(), self._devices[batch.device]
         candidates = waiting.list_candidates(now)
         short = self._should_be_short([each.request for each in batch.slices] + candidates, now)
         extended = extend_batch(batch, candidates, device, self._running_rows[batch.queue], short)
@@ -135,7 +137,7 @@ class Batcher:
             waiting.take(row_slice)
         self._forget_if_empty(batch.queue)
         self._running_rows[batch.queue] += extended.rows - batch.rows
-        self._free_slots[batch.queue.device] += batch.slots - extended.slots
+        self._free_slots[batch.device] += batch.slots - extended.slots
         self._fair_share.recharge(batch, extended)
         return extended
 
@@ -148,7 +150,7 @@ class Batcher:
             self._free_slots[CPU] += 1
             self._running_decodes -= 1
         else:
-            self._free_slots[task.queue.device] += task.slots
+            self._free_slots[task.device] += task.slots
             self._running_batches[task.queue.model] -= 1
             self._running_rows[task.queue] -= task.rows
             if not self._running_rows[task.queue]:
@@ -158,14 +160,14 @@ class Batcher:
 
     # In which order
 
-    def _list_first_requests(self, idle_replicas: Mapping[str, int], now: float) -> list[QueuedRequest]:
+    def _list_first_requests(self, idle_replicas: IdleReplicas, now: float) -> list[QueuedRequest]:
         """The first request of each queue that could start something.
 
         Interactive ones are before bulk, then those of the model that has used least time, then the oldest.
         """
         requests = []
         for queue, waiting in list(self._waiting.items()):
-            if self._free_slots[queue.device] > 0 and idle_replicas.get(queue.model, 0) > 0:
+            if self._list_free_devices(queue, idle_replicas.get(queue.model, {})):
                 request = waiting.find_first(now)
                 self._forget_if_empty(queue)
                 if request is not None:
@@ -189,7 +191,7 @@ class Batcher:
 
     def _precedes(self, request: QueuedRequest, task: DecodeTask, now: float) -> bool:
         """Whether a request on the CPU goes before a picture: more urgent, or as urgent, ready and not much newer."""
-        if request.queue.device != CPU:
+        if CPU not in request.queue.devices:
             return False
         urgency_of_request, urgency_of_task = get_urgency(request, now), get_urgency(task, now)
         if urgency_of_request.deferred != urgency_of_task.deferred:
@@ -198,9 +200,23 @@ class Batcher:
 
     # What may start
 
-    def _may_start_on_device(self, request: QueuedRequest, now: float) -> bool:
-        """Whether a batch may start beside what runs on its device: where these only overlap, only what is ready."""
-        name = request.queue.device
+    def _find_device(
+        self, request: QueuedRequest, idle_replicas: Mapping[str, int], reserved: Collection[str], now: float
+    ) -> DeviceState | None:
+        """Where a batch of a request's queue may start: of several devices that with most free slots."""
+        free = self._list_free_devices(request.queue, idle_replicas)
+        may_start = [name for name in free if name not in reserved and self._may_start_on_device(name, request, now)]
+        if not may_start:
+            return None
+        name = max(may_start, key=self._free_slots.__getitem__)  # of equals the first
+        return DeviceState(name, self._devices[name], self._free_slots[name], idle_replicas[name], len(may_start))
+
+    def _list_free_devices(self, queue: BatchQueue, idle_replicas: Mapping[str, int]) -> list[str]:
+        """The devices of a queue that have a free slot and an idle replica of its model."""
+        return [name for name in queue.devices if self._free_slots[name] > 0 and idle_replicas.get(name, 0) > 0]
+
+    def _may_start_on_device(self, name: str, request: QueuedRequest, now: float) -> bool:
+        """Whether a batch may start beside what runs on a device: where these only overlap, only what is ready."""
         device = self._devices[name]
         return device.parallel or self._free_slots[name] == device.slots or self._is_ready(request, now)
 
@@ -212,16 +228,16 @@ class Batcher:
             return True
         return now - request.enqueued_at >= MAX_WAIT_IN_FORWARDS * queue.estimate_seconds(rows, request.depth)
 
-    def _form_batch(self, queue: BatchQueue, idle_replicas: int, now: float) -> Batch | None:
-        candidates, device = self._waiting[queue].list_candidates(now), self._devices[queue.device]
-        short = self._should_be_short(candidates, now)
-        return form_batch(candidates, device, self._free_slots[queue.device], idle_replicas, short)
+    def _form_batch(self, queue: BatchQueue, state: DeviceState, now: float) -> Batch | None:
+        candidates = self._waiting[queue].list_candidates(now)
+        return form_batch(candidates, state, self._should_be_short(candidates, now))
 
     def _should_be_short(self, requests: Sequence[QueuedRequest], now: float) -> bool:
         """Whether a batch of such requests must not take long: all are bulk, and interactive ones come now and then."""
         if any(request.priority == "interactive" for request in requests):
             return False
-        return now - self._interactive_at.get(requests[0].queue.device, -math.inf) < self._bulk_delay
+        came_at = max(self._interactive_at.get(name, -math.inf) for name in requests[0].queue.devices)
+        return now - came_at < self._bulk_delay
 
     # Starting it
 
@@ -230,7 +246,7 @@ class Batcher:
         for row_slice in batch.slices:
             waiting.take(row_slice)
         self._forget_if_empty(batch.queue)
-        self._free_slots[batch.queue.device] -= batch.slots
+        self._free_slots[batch.device] -= batch.slots
         self._running_batches[model] = self._running_batches.get(model, 0) + 1
         self._running_rows[batch.queue] = self._running_rows.get(batch.queue, 0) + batch.rows
         self._fair_share.charge(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layertap.service.engine.batch import Batch
 
 
@@ -18,14 +20,14 @@ class FairShare:
         self.used_seconds: dict[str, float] = {}
         self._device_seconds: dict[str, float] = {}  # the most that a model had used when a batch of it started there
 
-    def join(self, model: str, device: str) -> None:
-        """Let a model of which nothing waits or runs begin on a device."""
-        device_seconds = self._device_seconds.get(device, 0.0)
+    def join(self, model: str, devices: Sequence[str]) -> None:
+        """Let a model of which nothing waits or runs begin on its devices: where the least busy one stands."""
+        device_seconds = min(self._device_seconds.get(device, 0.0) for device in devices)
         self.used_seconds[model] = max(self.used_seconds.get(model, 0.0), device_seconds)
 
     def charge(self, batch: Batch) -> None:
         """Count the seconds that a batch should take on its slots."""
-        model, device = batch.queue.model, batch.queue.device
+        model, device = batch.queue.model, batch.device
         self._device_seconds[device] = max(self._device_seconds.get(device, 0.0), self.used_seconds[model])
         self.used_seconds[model] += batch.seconds * batch.slots
 

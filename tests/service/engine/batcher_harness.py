@@ -24,8 +24,8 @@ class BatcherHarness:
 
     def __init__(self, **devices: DeviceSlots) -> None:
         self.now = 0.0
-        default_devices = {"cpu": DeviceSlots(CORES), "gpu": DeviceSlots(1, parallel=False)}
-        self.batcher = Batcher(devices or default_devices, lambda: self.now, BULK_DELAY)
+        self.devices = devices or {"cpu": DeviceSlots(CORES), "gpu": DeviceSlots(1, parallel=False)}
+        self.batcher = Batcher(self.devices, lambda: self.now, BULK_DELAY)
         self.names: dict[QueuedRequest, str] = {}
         self.running: list[RunningTask] = []
 
@@ -41,8 +41,9 @@ class BatcherHarness:
         return task
 
     def start(self, **idle_replicas: int) -> RunningTask | None:
-        """Start what is next; every model has idle replicas where nothing else is said."""
-        task = self.batcher.start_next(idle_replicas or dict.fromkeys("abcd", 99))
+        """Start what is next; every model has idle replicas where nothing else is said, so many on each device."""
+        counts = idle_replicas or dict.fromkeys("abcd", 99)
+        task = self.batcher.start_next({model: dict.fromkeys(self.devices, count) for model, count in counts.items()})
         if task is not None:
             self.running.append(task)
         return task
@@ -77,7 +78,7 @@ class BatcherHarness:
 def make_queue(
     device: str = "gpu", costs: Costs = CPU_LIKE, max_rows: int = 4, model: str = "a", **fields: Any
 ) -> BatchQueue:
-    return BatchQueue(model, device, costs, max_rows, **fields)
+    return BatchQueue(model, tuple(device.split()), costs, max_rows, **fields)
 
 
 def sum_slot_seconds(batches: Sequence[Batch]) -> dict[str, float]:

@@ -11,19 +11,22 @@ from layertap.models.catalog.catalog import Costs
 from layertap.service.engine.batch import Batch, BatchQueue, DecodeTask, DeviceSlots, QueuedRequest
 from tests.service.engine.batcher_harness import BULK_DELAY, RunningTask
 
-DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False)}
-REPLICAS = {"a": 3, "b": 2, "c": 1, "d": 2}
+DEVICES = {"cpu": DeviceSlots(3), "gpu": DeviceSlots(2, parallel=False), "gpu1": DeviceSlots(1, parallel=False)}
+REPLICAS = {"a": {"cpu": 3}, "b": {"cpu": 2}, "c": {"gpu": 1}, "d": {"gpu": 2}, "e": {"gpu": 1, "gpu1": 1}}
+IdleReplicas = Mapping[str, Mapping[str, int]]
+CPU, GPU, GPUS = ("cpu",), ("gpu",), ("gpu", "gpu1")
 
 
 def make_queues() -> list[BatchQueue]:
     return [
-        BatchQueue("a", "cpu", Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
-        BatchQueue("a", "cpu", Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
-        BatchQueue("b", "cpu", Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
-        BatchQueue("b", "cpu", Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
-        BatchQueue("c", "gpu", Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
-        BatchQueue("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
-        BatchQueue("d", "gpu", Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
+        BatchQueue("a", CPU, Costs(base=0.0, per_row=1.0, row_bytes=2), 6, max_bytes=20),
+        BatchQueue("a", CPU, Costs(base=0.5, per_row=0.25, row_bytes=1), 5, padded_rows=3),
+        BatchQueue("b", CPU, Costs(base=0.5, per_row=1.0, row_bytes=3, speedup=2.0), 8, max_bytes=24),
+        BatchQueue("b", CPU, Costs(base=0.0, per_row=0.5, row_bytes=1, speedup=2.5), 1),
+        BatchQueue("c", GPU, Costs(base=4.0, per_row=0.5, row_bytes=4), 12, max_bytes=40),
+        BatchQueue("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7),
+        BatchQueue("d", GPU, Costs(base=1.0, per_row=1.0, row_bytes=1), 7, padded_rows=4),
+        BatchQueue("e", GPUS, Costs(base=1.0, per_row=0.5, row_bytes=1), 9),
     ]
 
 
@@ -112,16 +115,19 @@ class BatcherReference:
 
     # What is there
 
-    def idle_replicas(self) -> dict[str, int]:
-        busy = [batch.queue.model for batch in self.running if isinstance(batch, Batch)]
-        return {model: count - busy.count(model) for model, count in REPLICAS.items()}
+    def idle_replicas(self) -> dict[str, dict[str, int]]:
+        busy = [(batch.queue.model, batch.device) for batch in self.running if isinstance(batch, Batch)]
+        return {
+            model: {device: count - busy.count((model, device)) for device, count in counts.items()}
+            for model, counts in REPLICAS.items()
+        }
 
     def decoding(self) -> int:
         """How many pictures are decoded now."""
         return sum(isinstance(task, DecodeTask) for task in self.running)
 
     def free_slots(self, device: str) -> int:
-        batches = [batch for batch in self.running if isinstance(batch, Batch) and batch.queue.device == device]
+        batches = [batch for batch in self.running if isinstance(batch, Batch) and batch.device == device]
         decoding = self.decoding() if device == "cpu" else 0
         return DEVICES[device].slots - sum(batch.slots for batch in batches) - decoding
 
@@ -166,10 +172,10 @@ class BatcherReference:
 
     def lacks_slots(self, queue: BatchQueue) -> bool:
         """Whether the queue's next forward is one of a single row that needs all slots, and some are busy."""
-        limits, device = self.limits[queue], DEVICES[queue.device]
+        limits, device = self.limits[queue], queue.devices[0]  # none of such a model on several
         if queue.costs.speedup == 1 or limits.padded_rows not in (None, 1):
             return False
-        if self.free_slots(queue.device) == device.slots:
+        if self.free_slots(device) == DEVICES[device].slots:
             return False
         sizes = []
         for companions, _ in self.sharing(queue):
@@ -183,28 +189,28 @@ class BatcherReference:
             sizes.append(first.rows if first.request.unsplittable else 1 + two_fit)
         return min(sizes) == 1
 
-    def is_reserved(self, device: str, idle_replicas: Mapping[str, int]) -> bool:
+    def is_reserved(self, device: str, idle_replicas: IdleReplicas) -> bool:
         """Whether a row that could have all slots of a device, had it waited for nothing else, is overdue."""
         return any(
             self.lacks_slots(queue)
             and self.now - self.waiting(queue)[0].enqueued_at > queue.costs.base + queue.costs.per_row
             for queue in self.queues
-            if queue.device == device and idle_replicas[queue.model] > 0 and self.waiting(queue)
+            if idle_replicas[queue.model].get(device, 0) > 0 and self.waiting(queue)
         )
 
-    def startable_queues(self, idle_replicas: Mapping[str, int]) -> list[BatchQueue]:
-        """Queues of which something can start now, whatever it is."""
+    def startable_queues(self, idle_replicas: IdleReplicas) -> list[tuple[BatchQueue, str]]:
+        """Queues of which something can start now, whatever it is, and on which device."""
         return [
-            queue
+            (queue, device)
             for queue in self.queues
-            if idle_replicas[queue.model] > 0 and self.free_slots(queue.device) > 0 and self.waiting(queue)
-            if not self.lacks_slots(queue) and (not self.would_overlap(queue) or self.is_surely_ready(queue))
+            for device in queue.devices
+            if idle_replicas[queue.model][device] > 0 and self.free_slots(device) > 0 and self.waiting(queue)
+            if not self.lacks_slots(queue) and (not self.would_overlap(device) or self.is_surely_ready(queue))
         ]
 
-    def would_overlap(self, queue: BatchQueue) -> bool:
-        """Whether a forward of a queue would begin beside others, on a device where they only overlap."""
-        device = DEVICES[queue.device]
-        return not device.parallel and self.free_slots(queue.device) < device.slots
+    def would_overlap(self, device: str) -> bool:
+        """Whether a forward would begin beside others, on a device where they only overlap."""
+        return not DEVICES[device].parallel and self.free_slots(device) < DEVICES[device].slots
 
     def is_surely_ready(self, queue: BatchQueue) -> bool:
         """As ``is_ready``, whether or not what is past its deadline still counts."""
@@ -229,7 +235,7 @@ class BatcherReference:
     def is_interactive_device(self, device: str) -> bool:
         """Whether an interactive request has come lately for any queue of a device."""
         return any(
-            not request.bulk and request.queue.device == device and self.now - request.enqueued_at < BULK_DELAY
+            not request.bulk and device in request.queue.devices and self.now - request.enqueued_at < BULK_DELAY
             for request in self.requests
         )
 
@@ -240,7 +246,7 @@ class BatcherReference:
         deferred = task.priority == "bulk" and self.now < due_at
         for queue in self.queues:
             first = next(iter(self.waiting(queue)), None)
-            if queue.device != "cpu" or first is None:
+            if "cpu" not in queue.devices or first is None:
                 continue
             if first.deferred(self.now) < deferred:
                 return True

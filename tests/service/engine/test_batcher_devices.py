@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from layertap.service.engine.batch import Batch, DecodeTask, DeviceSlots
 from layertap.service.engine.batcher import Batcher
-from tests.service.engine.batcher_harness import CORES, CPU_LIKE, FASTER_ON_ALL_CORES, BatcherHarness, make_queue
+from tests.service.engine.batcher_harness import (
+    CORES,
+    CPU_LIKE,
+    FASTER_ON_ALL_CORES,
+    GPU_LIKE,
+    BatcherHarness,
+    make_queue,
+)
 
 
 def test_slots_of_a_batch() -> None:
@@ -23,8 +30,9 @@ def test_parallel_batches_are_counted() -> None:
     harness = BatcherHarness(cpu=DeviceSlots(CORES), gpu=DeviceSlots(2, parallel=False))
     harness.batcher.add_device("cpu", DeviceSlots(1))
     harness.batcher.add_device("gpu:1", DeviceSlots(3))
-    counts = [harness.batcher.count_parallel_batches(device, 1) for device in ("cpu", "gpu", "gpu:1")]
-    assert (counts, harness.batcher.count_parallel_batches("cpu", 3)) == ([CORES, 1, 3], 1)
+    counts = [harness.batcher.count_parallel_batches((device,), 1) for device in ("cpu", "gpu", "gpu:1")]
+    assert (counts, harness.batcher.count_parallel_batches(("cpu",), 3)) == ([CORES, 1, 3], 1)
+    assert harness.batcher.count_parallel_batches(("gpu", "gpu:1"), 1) == 4
 
 
 def test_slots_are_free_again() -> None:
@@ -76,6 +84,52 @@ def test_beside_another_after_long() -> None:
     assert harness.start() is None
     harness.now = 8.0
     assert harness.start_batch().rows == 1
+
+
+# A model on several devices
+
+
+def test_several_devices_take_turns() -> None:
+    """Batches of a model on two devices start on both, each on the one with most free slots, and share one queue."""
+    harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(2, parallel=False))
+    harness.add(make_queue("one two", max_rows=4), 20)
+    batches = harness.start_batches()
+    assert [(batch.device, batch.rows) for batch in batches] == [("two", 4), ("one", 4), ("two", 4)]
+    harness.finish(batches[1])
+    assert harness.start_batch().device == "one"
+
+
+def test_rows_are_shared_by_idle_devices() -> None:
+    """Rows that one forward could hold are split where two devices end sooner, and not where they would not."""
+    for costs, rows in ((CPU_LIKE, [4, 4]), (GPU_LIKE, [8])):
+        harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(1, parallel=False))
+        harness.add(make_queue("one two", costs, max_rows=64), 8)
+        assert [batch.rows for batch in harness.start_batches()] == rows
+
+
+def test_busy_replica_is_no_place() -> None:
+    """A device whose replica is busy takes no batch, however many slots are free on it."""
+    harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(2, parallel=False))
+    harness.add(make_queue("one two"), 8)
+    batch = harness.batcher.start_next({"a": {"one": 1, "two": 0}})
+    assert isinstance(batch, Batch)
+    assert batch.device == "one"
+    assert harness.batcher.start_next({"a": {"one": 0, "two": 0}}) is None
+
+
+def test_neighbour_of_one_device() -> None:
+    """A model on two devices leaves a neighbour on one of them as much time as it takes itself."""
+    harness = BatcherHarness(one=DeviceSlots(1, parallel=False), two=DeviceSlots(1, parallel=False))
+    harness.add(make_queue("one two", max_rows=1), 60)
+    harness.add(make_queue("one", max_rows=1, model="b"), 20)
+    counts = {"a": 0, "b": 0}
+    for _ in range(20):
+        for batch in harness.start_batches():
+            counts[batch.queue.model] += 1
+        for task in list(harness.running):
+            harness.finish(task)
+        harness.now += 1.0
+    assert counts == {"a": 21, "b": 19}  # the first batch of all took the device that both want
 
 
 # A single row on all cores

@@ -109,7 +109,7 @@ def test_slots_of_a_single_row() -> None:
     assert sum(each.slots for each in harness.start_batches()) == 3
     for each in list(harness.running):
         harness.finish(each)
-    assert harness.batcher.count_parallel_batches("cpu", 1) == 4
+    assert harness.batcher.count_parallel_batches(("cpu",), 1) == 4
 
 
 @settings(max_examples=100)

@@ -13,7 +13,7 @@ from layertap.service.engine.batch import Batch, BatchQueue, DecodeTask, QueuedR
 from layertap.service.engine.batcher import Batcher
 from layertap.service.types import Priority
 from tests.service.engine.batcher_harness import BULK_DELAY, CPU_LIKE
-from tests.service.engine.batcher_reference import DEVICES, REPLICAS, BatcherReference, ExpectedRequest
+from tests.service.engine.batcher_reference import DEVICES, REPLICAS, BatcherReference, ExpectedRequest, IdleReplicas
 
 
 class BatcherEvents(RuleBasedStateMachine):
@@ -28,7 +28,7 @@ class BatcherEvents(RuleBasedStateMachine):
     # What can happen
 
     @rule(
-        number=st.integers(0, 6),
+        number=st.integers(0, 7),
         rows=st.integers(1, 3) | st.integers(1, 14),
         depth=st.sampled_from([0.1, 0.4, 0.5, 0.9, 1.0]),
         row_bytes=st.sampled_from([0, 0, 1, 4, 30]),
@@ -63,17 +63,15 @@ class BatcherEvents(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.reference.now += seconds
 
-    @rule(busy_models=st.sets(st.sampled_from("abcd"), max_size=2), most=st.integers(1, 6))
+    @rule(busy_models=st.sets(st.sampled_from("abcde"), max_size=2), most=st.integers(1, 6))
     def start_some(self, busy_models: set[str], most: int) -> None:
-        idle_replicas = {
-            model: 0 if model in busy_models else count for model, count in self.reference.idle_replicas().items()
-        }
         for _ in range(most):
+            idle_replicas = {
+                model: dict.fromkeys(counts, 0) if model in busy_models else counts
+                for model, counts in self.reference.idle_replicas().items()
+            }
             if not self.start_next(idle_replicas):
                 break
-            idle_replicas = {
-                model: min(count, idle_replicas[model]) for model, count in self.reference.idle_replicas().items()
-            }
 
     @precondition(lambda self: self.reference.running)
     @rule(data=st.data(), seconds=st.sampled_from([0.0, 0.5, 3.0, 30.0]))
@@ -82,7 +80,7 @@ class BatcherEvents(RuleBasedStateMachine):
         self.reference.running.remove(task)
         self.batcher.finish(task, seconds)
 
-    @rule(number=st.integers(0, 6), rows=st.integers(1, 20))
+    @rule(number=st.integers(0, 7), rows=st.integers(1, 20))
     def reduce_max_rows(self, number: int, rows: int) -> None:
         queue = self.reference.queues[number]
         limits = self.reference.limits[queue]
@@ -104,7 +102,7 @@ class BatcherEvents(RuleBasedStateMachine):
             most = sum(request.waiting_rows for request in waiting)
             assert can_run <= self.batcher.count_waiting_rows(model) <= most
 
-    def start_next(self, idle_replicas: dict[str, int]) -> bool:
+    def start_next(self, idle_replicas: IdleReplicas) -> bool:
         """Start once and judge what came; whether anything did."""
         reference = self.reference
         task = self.batcher.start_next(idle_replicas)
@@ -117,7 +115,7 @@ class BatcherEvents(RuleBasedStateMachine):
             self.check_picture(task, idle_replicas)
         else:
             startable = reference.startable_queues(idle_replicas)
-            assert all(reference.is_reserved(queue.device, idle_replicas) for queue in startable)
+            assert all(reference.is_reserved(device, idle_replicas) for _, device in startable)
             assert not (reference.pictures and reference.can_decode()) or reference.is_reserved("cpu", idle_replicas)
         if task is not None:
             reference.running.append(task)
@@ -125,17 +123,23 @@ class BatcherEvents(RuleBasedStateMachine):
         assert all(reference.free_slots(device) >= -lent_slots.get(device, 0) for device in DEVICES)
         return task is not None
 
-    def check_queue(self, batch: Batch, idle_replicas: dict[str, int]) -> None:
+    def check_queue(self, batch: Batch, idle_replicas: IdleReplicas) -> None:
         """The queue was allowed to run, had an idle replica, and nothing more urgent of its device could have run."""
         reference, queue = self.reference, batch.queue
         first = reference.waiting(queue)[0]
-        assert not reference.would_overlap(queue) or reference.is_ready(queue, first)
-        assert idle_replicas[queue.model] > 0
+        assert not reference.would_overlap(batch.device) or reference.is_ready(queue, first)
+        assert idle_replicas[queue.model][batch.device] > 0
+        assert reference.free_slots(batch.device) == max(
+            reference.free_slots(device)
+            for device in queue.devices
+            if device == batch.device
+            or (idle_replicas[queue.model][device] > 0 and not reference.would_overlap(device))
+        )
         assert not reference.lacks_slots(queue)
         if first.deferred(reference.now):
-            rivals = [rival for rival in reference.startable_queues(idle_replicas) if rival.device == queue.device]
+            rivals = [rival for rival, device in reference.startable_queues(idle_replicas) if device == batch.device]
             assert all(reference.waiting(rival)[0].deferred(reference.now) for rival in rivals)
-        if queue.device == "cpu" and reference.pictures:
+        if batch.device == "cpu" and reference.pictures:
             assert reference.may_precede_picture(*reference.next_picture())
 
     def check_slices(self, batch: Batch) -> None:
@@ -154,10 +158,10 @@ class BatcherEvents(RuleBasedStateMachine):
         if first.priority == "bulk" and not limits.padded_rows and not first.runs_alone:
             others = any(row_slice.request.priority == "interactive" for row_slice in batch.slices)
             short = costs.base + batch.rows * costs.per_row <= 3 * (costs.base + costs.per_row) + 1e-9
-            assert short or others or not self.reference.is_interactive_device(queue.device)
+            assert short or others or not any(map(self.reference.is_interactive_device, queue.devices))
         assert batch.depth == max(row_slice.request.depth for row_slice in batch.slices)
         single_row = (limits.padded_rows or batch.rows) == 1 and queue.costs.speedup > 1
-        assert batch.slots == (DEVICES[queue.device].slots if single_row else 1)
+        assert batch.slots == (DEVICES[batch.device].slots if single_row else 1)
         assert self.slots_by_size.setdefault((queue, limits.padded_rows, batch.rows), batch.slots) == batch.slots
 
     def expected(
@@ -177,13 +181,13 @@ class BatcherEvents(RuleBasedStateMachine):
             reason = "single" if len(slices) == 1 else "sharing_pays" if several_depths else "same_depth"
         return slices, reason
 
-    def check_picture(self, task: DecodeTask, idle_replicas: dict[str, int]) -> None:
+    def check_picture(self, task: DecodeTask, idle_replicas: IdleReplicas) -> None:
         """It is the next one, and no forward had to go first that could."""
         reference = self.reference
         picture = reference.next_picture()
         assert task is picture[0]
         assert reference.can_decode()
-        queues = [queue for queue in reference.startable_queues(idle_replicas) if queue.device == "cpu"]
+        queues = [queue for queue, device in reference.startable_queues(idle_replicas) if device == "cpu"]
         assert not reference.must_precede_picture(queues, *picture)
         reference.pictures.remove(picture)
 
@@ -216,13 +220,14 @@ class BatcherEvents(RuleBasedStateMachine):
 
     def all_slots_are_free(self) -> bool:
         """Whether every device has all its slots again: as many batches start as there are, and not one more."""
-        for device, model in (("cpu", "x"), ("gpu", "y")):
-            for _ in range(DEVICES[device].slots + 1):
-                queue = BatchQueue(model, device, CPU_LIKE, 1)
+        for device, slots in DEVICES.items():
+            for _ in range(slots.slots + 1):
+                queue = BatchQueue(f"x-{device}", (device,), CPU_LIKE, 1)
                 self.batcher.add(QueuedRequest(queue, 1, requires_isolation=True))
-        tasks = [self.batcher.start_next({"x": 9, "y": 9}) for _ in range(6)]
+        idle_replicas = {f"x-{device}": {device: 9} for device in DEVICES}
+        tasks = [self.batcher.start_next(idle_replicas) for _ in range(9)]
         models = [task.queue.model for task in tasks if isinstance(task, Batch)]
-        return (models.count("x"), models.count("y")) == (3, 2)
+        return all(models.count(f"x-{device}") == slots.slots for device, slots in DEVICES.items())
 
 
 TestBatcherEvents = BatcherEvents.TestCase
