@@ -81,6 +81,11 @@ class ModelInfo:
         return self.embedding_selector.text if self.embedding_selector is not None else None
 
     @property
+    def device_name(self) -> str:
+        """Where it is, as people read it."""
+        return str(self.device)
+
+    @property
     def hooks(self) -> int:
         """Hooks of ours on the model now, wherever it runs: 0 when idle."""
         return 0

@@ -127,13 +127,16 @@ class ModelSpec:
     ``labels`` are the names of all classes in their order, or the path of a file with them; None: those that the source
     knows. ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one
     switch for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions'
-    weights, and so of what they compute with.
+    weights, and so of what they compute with. ``devices``, in place of ``device``: the model is loaded on each of them,
+    and their forwards take rows from one queue; of ``all`` they are all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
+    where there are none: a copy of the model for each, which runs one forward at a time.
     """
 
     name: str
     source: str
     weights: str = "DEFAULT"
     device: Device = "auto"
+    devices: tuple[Device, ...] = ()
     dtype: DType = "float32"
     tf32: bool = False
     memory_format: MemoryFormat = "contiguous"
@@ -157,6 +160,11 @@ class ModelSpec:
             raise ValueError(
                 "args are values as JSON has them: numbers, texts, true, false, null, lists, mappings"
             ) from error
+
+    @property
+    def is_for_cpu(self) -> bool:
+        """Whether no GPU may run it."""
+        return all(device.partition(":")[0] == "cpu" for device in self.devices or (self.device,))
 
     @property
     def precision(self) -> str:

@@ -17,7 +17,13 @@ from pathlib import Path
 from layertap.models.errors import LayertapError, LoadError, escape
 from layertap.models.labels import read_labels
 from layertap.models.selection.selectors import parse_selector
-from layertap.models.sources.grammar import not_installed_error, parse_device, parse_factory, parse_weights
+from layertap.models.sources.grammar import (
+    not_installed_error,
+    parse_device,
+    parse_devices,
+    parse_factory,
+    parse_weights,
+)
 from layertap.models.sources.source_checks import AbsentError, CheckContext, is_importable
 from layertap.models.sources.table import parse_source
 from layertap.models.spec import ModelSpec
@@ -48,6 +54,8 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
     yield ("weights",), partial(_check_weights, spec)
     yield ("prefix",), partial(_check_prefix, spec)
     yield ("device",), partial(_check_device, spec)
+    if spec.devices:
+        yield ("devices",), partial(_check_devices, spec)
     if spec.labels is not None:
         yield ("labels",), partial(read_labels, spec.labels)
     if spec.embedding is not None:
@@ -89,6 +97,12 @@ def _check_device(spec: ModelSpec) -> None:
     kind, _ = parse_device(spec.device)
     if kind == "cuda" and not _may_have_gpu():
         raise AbsentError(f"there is no device {escape(spec.device)} on this machine", hint="use auto or cpu")
+
+
+def _check_devices(spec: ModelSpec) -> None:
+    devices = parse_devices(spec.devices)
+    if (not devices or devices[0][0] == "cuda") and not _may_have_gpu():
+        raise AbsentError("there is no GPU on this machine", hint="use device: auto or cpu")
 
 
 def _may_have_gpu() -> bool:

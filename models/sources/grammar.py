@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
 
@@ -54,6 +54,18 @@ def parse_device(name: str) -> tuple[str, int]:
     if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
         raise LoadError(f"{escape(name)} is no device", hint="use auto, cpu, cuda or cuda:1")
     return kind, int(index or 0)
+
+
+def parse_devices(names: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """The kinds and numbers of several devices; nothing for ``all``, every GPU. LoadError where they make no sense."""
+    if tuple(names) == ("all",):
+        return ()
+    devices = tuple(parse_device(name) for name in names)
+    if len({kind for kind, _ in devices}) > 1 or devices[0][0] == "auto":
+        raise LoadError("devices are GPUs by their numbers, or all", hint="write devices: [cuda:0, cuda:1]")
+    if len(set(devices)) < len(devices):
+        raise LoadError("a device is there twice", hint="name each of devices once")
+    return devices
 
 
 def parse_factory(ident: str) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def _load(registry: Registry, name: str) -> str:
     model = registry.load(name)
     for warm in model.spec.warm:
         make_warm_plan(model, warm)
-    return f"ready on {model.device}, {model.spec.precision}, {len(model.catalog.layers)} layers"
+    return f"ready on {model.device_name}, {model.spec.precision}, {len(model.catalog.layers)} layers"
 
 
 def _print_state(name: str, state: str) -> None:

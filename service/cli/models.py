@@ -20,7 +20,14 @@ def models(config: ConfigOption = None) -> None:
     for entry in manager.registry:
         spec = entry.spec
         name = f"{spec.name} (default)" if spec.name == manager.default else spec.name
-        table.add_row(name, spec.shown_source, Path(spec.weights).name, spec.device, spec.dtype, spec.load)
+        table.add_row(
+            name,
+            spec.shown_source,
+            Path(spec.weights).name,
+            ", ".join(spec.devices) or spec.device,
+            spec.dtype,
+            spec.load,
+        )
     stdout.print(table)
 
 

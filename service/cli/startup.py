@@ -105,7 +105,7 @@ def _describe_models(manager: ModelManager) -> Iterable[str]:
 
 def _describe_state(entry: ModelEntry, default: bool) -> str:
     colour = COLOURS.get(entry.state, "yellow")
-    facts = [str(entry.model.device)] if entry.model else [entry.reason] if entry.reason else []
+    facts = [entry.model.device_name] if entry.model else [entry.reason] if entry.reason else []
     facts += ["the default"] if default else []
     return f"[{colour}]{entry.state}[/]  {_escape(', '.join(facts))}"
 

@@ -65,7 +65,7 @@ def _check_precision(specs: Specs) -> Iterator[Mistake]:
         if spec.tf32 and spec.dtype != "float32":
             text = f"model {spec.name!r}: tf32 is a way to compute in float32, not in {spec.dtype}"
             yield ("models", number, "tf32"), text
-    concerned = {number: spec for number, spec in specs.items() if spec.dtype == "float32" and spec.device != "cpu"}
+    concerned = {number: spec for number, spec in specs.items() if spec.dtype == "float32" and not spec.is_for_cpu}
     if len({spec.tf32 for spec in concerned.values()}) > 1:
         others = {number: spec.name for number, spec in concerned.items() if not spec.tf32}
         text = f"tf32 holds for all models in float32 that a GPU may run: set it for {', '.join(others.values())} too"
@@ -75,8 +75,10 @@ def _check_precision(specs: Specs) -> Iterator[Mistake]:
 def _check_devices(specs: Specs) -> Iterator[Mistake]:
     """Where a model asks for what only a GPU does, and none may run it or none can do it so."""
     for number, spec in specs.items():
+        if spec.devices and spec.device != "auto":
+            yield ("models", number, "device"), f"model {spec.name!r}: give device, or devices, not both"
         options = {"decode: device": spec.decode == "device", "cuda_graphs": any(w.cuda_graphs for w in spec.warm)}
-        for name in (name for name, chosen in options.items() if chosen and spec.device == "cpu"):
+        for name in (name for name, chosen in options.items() if chosen and spec.is_for_cpu):
             text = f"model {spec.name!r}: {name} is for models on a GPU, and this one is on the CPU"
             yield ("models", number, "device"), text
         preprocess = spec.preprocess

@@ -42,7 +42,8 @@ class AdmissionControl:
     def estimate_wait(self, worker: ModelWorker, rows: int) -> float:
         """Seconds until so many rows of a model are done: others on its device get as much time if they want it."""
         seconds = rows * worker.seconds_per_row
-        others = [each for each in self._workers.values() if each is not worker and each.device == worker.device]
+        devices = set(worker.devices)
+        others = [each for each in self._workers.values() if each is not worker and devices & set(each.devices)]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
 
     def check_bytes(self, size: int, reserved_bytes: int) -> None:

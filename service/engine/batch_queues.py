@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from layertap.models.catalog.catalog import Catalog, Costs
 from layertap.models.catalog_cache import MAX_CATALOGS
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.devices import memory
+from layertap.models.devices.devices import resolve_device
 from layertap.models.lru_cache import LRUCache
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import Shapes
-from layertap.service.engine.batch import CPU, BatchQueue
+from layertap.service.engine.batch import BatchQueue
 from layertap.service.settings import Settings
 
 MAX_QUEUES = 4 * MAX_CATALOGS  # with a graph and without, from the beginning and from a layer, compiled
@@ -20,11 +23,13 @@ QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 class BatchQueues:
     """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
 
-    def __init__(self, model: ModelInfo, replicas: int, settings: Settings) -> None:
+    def __init__(self, model: ModelInfo, devices: Sequence[str], settings: Settings) -> None:
+        """``devices`` has one for each replica."""
         self._model = model
-        self._replicas = replicas
+        self._devices = tuple(dict.fromkeys(devices))
+        self._replicas = len(devices) // len(self._devices)
         self._settings = settings
-        self._max_bytes = _measure_max_bytes(model, replicas, settings)
+        self._max_bytes = _measure_max_bytes(self._devices, self._replicas, settings)
         self._queues = LRUCache[QueueKey, tuple[Catalog, BatchQueue]](MAX_QUEUES)
 
     def get(
@@ -58,7 +63,7 @@ class BatchQueues:
         max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
         return BatchQueue(
             model=model.spec.name,
-            device=CPU if model.device.type == "cpu" else str(model.device),
+            devices=self._devices,
             costs=costs,
             max_rows=max_rows if catalog.rowwise or together else 1,
             max_bytes=self._max_bytes,
@@ -68,9 +73,11 @@ class BatchQueues:
         )
 
 
-def _measure_max_bytes(model: ModelInfo, replicas: int, settings: Settings) -> int:
-    """Bytes that one forward may take."""
+def _measure_max_bytes(devices: Sequence[str], replicas: int, settings: Settings) -> int:
+    """Bytes that one forward may take, of several on each device; where one of them has least, that is the limit."""
     if settings.batch_memory_bytes is not None:
         return settings.batch_memory_bytes
-    free = memory.measure_available_bytes(model.device) * MEMORY_SHARE[model.device.type]
-    return int(free / replicas)
+    known = [resolve_device(name) for name in devices]
+    free = [memory.measure_available_bytes(device) * MEMORY_SHARE[device.type] for device in known]
+    on_host = sum(device.type == "cpu" for device in known)  # they share its memory
+    return int(min(free) / replicas / max(on_host, 1))

@@ -47,6 +47,10 @@ class Executor(Protocol):
         """How many batches it runs at once."""
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Where each replica runs, by name."""
+
+    @property
     def decodes_batches(self) -> bool:
         """Whether a batch may have pictures that are still encoded."""
 
@@ -54,7 +58,7 @@ class Executor(Protocol):
     def max_decode_items(self) -> int:
         """How many items it is given to decode at a time, at most."""
 
-    def start_thread(self) -> None:
+    def start_thread(self, replica: int) -> None:
         """Prepare a thread that will use a replica; called in it."""
 
     def run_batch(self, replica: int, batch: ForwardBatch, extend: Extend) -> BatchOutcome:
@@ -82,15 +86,18 @@ class Executor(Protocol):
 class InProcessExecutor:
     """Forwards and decoding in the threads that ask for them."""
 
-    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+    def __init__(self, model: LoadedModel, settings: Settings, device: str | None = None) -> None:
+        """``device`` is the name of the model's device, where that is not what torch calls it."""
         self.model = model
         self.replicas = len(model.replicas)
+        self.devices = (device or str(model.device),) * self.replicas
         self.decodes_batches = False  # decoding here takes turns with other models' forwards
         self.max_decode_items = 1
         self._settings = settings
 
-    def start_thread(self) -> None:
+    def start_thread(self, replica: int) -> None:
         """Prepare a thread that will use a replica: torch's operations in it use no other thread."""
+        del replica  # all are on one device
         start_single_threaded()
         if self.model.device.type == "cuda":
             transfer.use_own_stream(self.model.device)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -109,9 +109,9 @@ class ModelWorker:
         return self.loaded.done() and self.loaded.exception() is not None
 
     @property
-    def device(self) -> str | None:
-        """Where its model is, None where it is not loaded."""
-        return str(self.model.device) if self.is_active else None
+    def devices(self) -> tuple[str, ...]:
+        """Where its model is, each device once; none where it is not loaded."""
+        return tuple(dict.fromkeys(self.executor.devices)) if self.is_active else ()
 
     @property
     def seconds_per_row(self) -> float:
@@ -127,6 +127,16 @@ class ModelWorker:
     def is_idle(self) -> bool:
         """Whether none of its threads has anything to do; under the scheduler's lock."""
         return len(self.idle_replicas) == len(self._threads) and not self.calls
+
+    def count_idle_replicas(self) -> dict[str, int]:
+        """Its idle replicas by device; under the scheduler's lock."""
+        return Counter(self.executor.devices[replica] for replica in self.idle_replicas)
+
+    def take_idle_replica(self, device: str) -> int:
+        """The first idle replica on a device, which is idle no more; under the scheduler's lock."""
+        replica = min(each for each in self.idle_replicas if self.executor.devices[each] == device)
+        self.idle_replicas.remove(replica)
+        return replica
 
     async def survey(self, shapes: Shapes, deadline: float, *, functions: bool = False) -> Catalog:
         """What the model does with rows of a shape; InputError where it does not take them, DeadlineError.
@@ -233,7 +243,7 @@ class ModelWorker:
         try:
             executor = load()
             model = executor.model
-            self.queues = BatchQueues(model, executor.replicas, self._settings)
+            self.queues = BatchQueues(model, executor.devices, self._settings)
             padded_rows = self.queues.create(model.catalog, model.catalog.costs).padded_rows
             if padded_rows is not None:
                 stage = f"a forward of {padded_rows} rows"
@@ -257,9 +267,10 @@ class ModelWorker:
         if self.requires_isolation:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
         self._start_replicas(executor)
-        self._scheduler.add_model(self, str(model.device))
+        devices = tuple(dict.fromkeys(executor.devices))
+        self._scheduler.add_model(self, devices)
         self.loaded.set_result(executor)
-        fields = {"model": self.name, "device": str(model.device), "seconds": round(time.monotonic() - started, 1)}
+        fields = {"model": self.name, "device": ", ".join(devices), "seconds": round(time.monotonic() - started, 1)}
         log.info("a model is loaded", extra={"fields": fields})
 
     def _end_loading(self, executor: Executor | None) -> None:
@@ -273,9 +284,10 @@ class ModelWorker:
         # these than cores, which makes every other model's rows on all cores slower.
         self.end_threads()
         self._threads = [
-            WorkerThread(f"model-{number}-{self.name}", executor.start_thread) for number in range(executor.replicas)
+            WorkerThread(f"model-{number}-{self.name}", partial(executor.start_thread, number))
+            for number in range(executor.replicas)
         ]
         self.idle_replicas = list(range(executor.replicas))
         # On a GPU forwards only overlap.
-        parallel = executor.replicas if executor.model.device.type == CPU else 1
+        parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
         self._batch_seconds_per_row = executor.model.catalog.seconds / parallel

@@ -58,11 +58,11 @@ class Scheduler:
         self._in_flight: dict[QueuedRequest, InFlight] = {}
         self._pool = ThreadPoolExecutor(slots, "decode", initializer=start_single_threaded)
 
-    def add_model(self, worker: ModelWorker, device: str) -> None:
-        """A model is loaded on a device: its replicas take batches from now on."""
+    def add_model(self, worker: ModelWorker, devices: Sequence[str]) -> None:
+        """A model is loaded on some devices: its replicas take batches from now on."""
         with self._lock:
             self._workers[worker.name] = worker
-            if device != CPU:
+            for device in set(devices) - {CPU}:
                 self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
 
     def remove_model(self, worker: ModelWorker) -> Future[None]:
@@ -185,8 +185,9 @@ class Scheduler:
                 worker.idle_replicas.remove(0)
                 worker.submit(0, partial(self._call, worker, *worker.calls.popleft()))
         handed_back: PendingDecode | None = None
-        workers = self._workers.items()
-        while starting := self._batcher.start_next({name: len(each.idle_replicas) for name, each in workers}):
+        while starting := self._batcher.start_next(
+            {name: each.count_idle_replicas() for name, each in self._workers.items()}
+        ):
             if isinstance(starting, Batch):
                 self._start(starting)
             elif decoder and handed_back is None:
@@ -241,8 +242,7 @@ class Scheduler:
 
     def _start(self, batch: Batch) -> None:
         worker = self._workers[batch.queue.model]
-        worker.idle_replicas.sort()
-        replica = worker.idle_replicas.pop(0)
+        replica = worker.take_idle_replica(batch.device)
         running = RunningBatch(batch, start_jobs(batch.slices, self._in_flight))
         worker.submit(replica, partial(self._run, worker, replica, running))
 
@@ -270,7 +270,7 @@ class Scheduler:
             if outcome.failures.too_many_rows is not None:
                 self._batcher.reduce_max_rows(batch.queue, outcome.failures.too_many_rows)
             self._batcher.finish(batch, seconds, outcome.decode_seconds)
-            parallel = self._batcher.count_parallel_batches(batch.queue.device, batch.slots)
+            parallel = self._batcher.count_parallel_batches(batch.queue.devices, batch.slots)
             if any(not isinstance(result.results, Exception) for result in outcome.results):
                 worker.add_batch_time(batch, seconds, parallel, outcome.decode_seconds > 0)
             worker.idle_replicas.append(replica)

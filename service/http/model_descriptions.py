@@ -26,10 +26,10 @@ def describe_model(entry: ModelEntry) -> Json:
         body["reason"] = entry.reason
     if model is None:
         embedding = {"embedding": spec.embedding} if spec.embedding is not None else {}
-        return body | {"device": spec.device, **embedding, "hooks": 0}
+        return body | {"device": ", ".join(spec.devices) or spec.device, **embedding, "hooks": 0}
     report = model.report.describe() if model.report else {}
     return body | {
-        "device": str(model.device),
+        "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
         "preprocess": asdict(model.preprocess) | {"decode": spec.decode} if model.preprocess else None,
         "weights": model.weights,

@@ -24,9 +24,11 @@ class DecodingExecutor(InProcessExecutor):
     Texts are made into tokens here: a tokenizer can't be sent to another process.
     """
 
-    def __init__(self, model: LoadedModel, settings: Settings, on_restart: OnRestart) -> None:
+    def __init__(
+        self, model: LoadedModel, settings: Settings, on_restart: OnRestart, device: str | None = None
+    ) -> None:
         """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
-        super().__init__(model, settings)
+        super().__init__(model, settings, device)
         pictures = replace(model.model_inputs, text=None, decoder=None)
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
         host = ModelHost(options, on_restart)

@@ -14,6 +14,7 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
 from layertap.models.spec import ModelSpec
+from layertap.service.engine.batch import CPU
 from layertap.service.engine.executor import CallOutcome, Extend, ModelFunction
 from layertap.service.engine.forward_batch import (
     BatchOutcome,
@@ -100,12 +101,13 @@ class ProcessExecutor:
         """Start the workers; LoadError where they can't be started."""
         self.model = model
         self.replicas = settings.workers
+        self.devices = (CPU,) * self.replicas
         self.decodes_batches = True
         self.max_decode_items = MAX_DECODE_ITEMS
         self._settings = settings
         self._pool = WorkerPool(model.host, settings)
 
-    def start_thread(self) -> None:
+    def start_thread(self, replica: int) -> None:
         """Prepare a thread, which waits for workers."""
         publish_name()
 

@@ -42,6 +42,8 @@ BAD = {
     MODEL.format("load: never"): "models.0.load",
     MODEL.format("decode: quick"): "models.0.decode: Input should be 'exact', 'fast' or 'device'",
     MODEL.format("decode: device, device: cpu"): "'a': decode: device is for models on a GPU",
+    MODEL.format("decode: device, devices: ['cpu:0', 'cpu:1']"): "'a': decode: device is for models on a GPU",
+    MODEL.format("device: cpu, devices: ['cpu:0']"): "'a': give device, or devices, not both",
     MODEL.format("decode: device, preprocess: {resize: 8, interpolation: lanczos}"): (
         "decode: device resizes by bicubic, bilinear, not by lanczos"
     ),
@@ -184,6 +186,10 @@ UNLOADABLE = {
     "source: 'python:no_such_package_here.nets:build'": "source: there is no Python module 'no_such_package_here'",
     "source: 'torchvision:resnet50', device: tpu": "device: 'tpu' is no device",
     "source: 'torchvision:resnet50', device: 'cuda:x'": "device: 'cuda:x' is no device",
+    "source: 'torchvision:resnet50', devices: [tpu]": "devices: 'tpu' is no device",
+    "source: 'torchvision:resnet50', devices: [auto]": "devices: devices are GPUs by their numbers, or all",
+    "source: 'torchvision:resnet50', devices: ['cuda:0', cpu]": "devices: devices are GPUs by their numbers, or all",
+    "source: 'torchvision:resnet50', devices: [cuda, 'cuda:0']": "devices: a device is there twice",
     "source: 'torchvision:resnet50', weights: 'random:x'": "weights: weights random:SEED needs a whole number",
     "source: 'torchvision:resnet50', weights: gone.pth": "weights: there is no file",
     "source: 'torchvision:resnet50', load: lazy, weights: gone.pth": "weights: there is no file",

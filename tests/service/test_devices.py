@@ -1,0 +1,169 @@
+"""A model on several devices: ``cpu:0`` and its like stand in for GPUs, each with a copy of the model of its own.
+
+What is tested here depends on no kind of device: one queue, idle replicas, equal answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layertap.models.digits import spec as digits
+from layertap.models.spec import InputSpec, ModelSpec
+from layertap.service.config.configuration import Configuration
+from tests.oracle import seeded
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, arrays_of, npy, picture, problem, raw
+
+DEVICES = ("cpu:0", "cpu:1", "cpu:2")
+ROW = InputSpec("x", (4,))
+MEET = 77.0  # a row that begins with it waits for as many others as there are devices
+BUILDS = count()
+
+
+class Net(nn.Module):
+    """Rows with a mark wait in the forward until one runs on each device."""
+
+    barrier = threading.Barrier(len(DEVICES))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x[:, 0] == MEET).any()):
+            self.barrier.wait(60)
+        return self.head(self.first(x).relu())
+
+
+def make_net() -> Net:
+    return seeded(Net(), 3)
+
+
+def make_another() -> Net:
+    """A net with other weights each time."""
+    return seeded(Net(), next(BUILDS))
+
+
+def describe(name: str, **fields: object) -> ModelSpec:
+    given: dict[str, object] = {"source": f"python:{__name__}:make_net", "weights": "DEFAULT", "inputs": (ROW,)}
+    return ModelSpec(name, devices=DEVICES, **{**given, **fields})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def live(serve: Serve) -> Iterator[Live]:
+    """A server of one model on three devices; workers decode pictures, where there are any."""
+    with serve(Configuration((describe("net"),), "net"), max_batch_rows=4) as server:
+        yield server
+
+
+def ask(live: Live, rows: Array, layers: str = "first,head", **query: object) -> dict[str, Array]:
+    given = {"layers": layers, "format": "npz", **query}
+    return arrays_of(live.client.post("/extract", **raw(npy(rows), "application/x-npy", **given)))
+
+
+def expect(rows: Array) -> dict[str, Array]:
+    """What plain hooks would give."""
+    module = make_net()
+    with torch.no_grad():
+        first = module.first(torch.from_numpy(rows))
+        return {"first": first.numpy(), "head": module.head(first.relu()).numpy()}
+
+
+def test_one_forward_on_each_device(live: Live) -> None:
+    """Requests that wait for each other in their forwards are answered: one runs on each device at a time."""
+    rows = np.full((len(DEVICES), 1, 4), MEET, np.float32)
+    with ThreadPoolExecutor(len(DEVICES)) as pool:
+        answers = list(pool.map(lambda row: ask(live, row, isolated=True), rows))
+    for answer, row in zip(answers, rows, strict=True):
+        np.testing.assert_allclose(answer["head"], expect(row)["head"], rtol=1e-5, atol=1e-6)
+
+
+def test_answers_do_not_depend_on_the_device(live: Live) -> None:
+    """Many requests at once have what an offline forward of their rows gives, wherever each of them ran."""
+    random = np.random.default_rng(0)
+    sent = [random.normal(size=(int(random.integers(1, 9)), 4)).astype(np.float32) for _ in range(90)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda rows: ask(live, rows), sent))
+    for rows, answer in zip(sent, answers, strict=True):
+        for name, expected in expect(rows).items():
+            np.testing.assert_allclose(answer[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_same_bits_for_the_same_batch(live: Live) -> None:
+    """An isolated request has the same bits on each of the devices."""
+    rows = np.random.default_rng(1).normal(size=(3, 4)).astype(np.float32)
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: ask(live, rows, isolated=True)["head"].tobytes(), range(30)))
+    assert len(set(answers)) == 1
+
+
+def test_devices_are_told(live: Live) -> None:
+    """A model says on which devices it is, and its hooks are gone from all of them."""
+    told = live.client.get("/models/net").json()
+    assert (told["state"], told["device"], told["hooks"]) == ("ready", "cpu:0, cpu:1, cpu:2", 0)
+    threads = {thread.name for thread in threading.enumerate()}
+    assert {f"model-{number}-net" for number in range(len(DEVICES))} <= threads
+
+
+def test_fingerprint_is_that_of_one_device(live: Live, serve: Serve) -> None:
+    """Vectors of a model on several devices may be compared with those of the same model on one."""
+    body = {"inputs": [{"tensor": {"dtype": "float32", "shape": [4], "data": "AAAAAAAAAAAAAAAAAAAAAA=="}}]}
+    with serve(Configuration((replace(describe("net"), devices=(), device="cpu"),), "net")) as one:
+        replies = [each.client.post("/extract", json={**body, "layers": ["head"]}).json() for each in (live, one)]
+    assert replies[0]["fingerprint"] == replies[1]["fingerprint"]
+
+
+def test_unloaded_and_loaded_again(live: Live) -> None:
+    """All devices let go of the model, and have it again when it is wanted."""
+    rows = np.ones((2, 4), np.float32)
+    assert live.client.post("/models/net/unload").json()["state"] == "available"
+    assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("-net")]
+    np.testing.assert_allclose(ask(live, rows)["head"], expect(rows)["head"], rtol=1e-5)
+
+
+def test_gradients_on_each_device(live: Live) -> None:
+    """A request with a backward is answered on whichever device takes it."""
+    rows = np.random.default_rng(2).normal(size=(1, 4)).astype(np.float32)
+    module, row = make_net(), torch.from_numpy(rows).requires_grad_()
+    module(row)[0, 1].backward()
+    query = {"objective": "logit", "class": 1}
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: ask(live, rows, ".:grad_input", **query), range(12)))
+    assert row.grad is not None
+    for answer in answers:
+        np.testing.assert_allclose(next(iter(answer.values())), row.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_weights_must_be_the_same(serve: Serve) -> None:
+    """A factory that gives each device other weights fails the model: answers would depend on the device."""
+    spec = describe("other", source=f"python:{__name__}:make_another", required=False)
+    with serve(Configuration((describe("net"), spec), "net")) as live:
+        told = live.client.get("/models/other").json()
+        assert (told["state"], "other weights each time" in told["reason"]) == ("failed", True)
+        sent = raw(npy(np.ones((1, 4), np.float32)), "application/x-npy", model="other")
+        problem(live.client.post("/extract", **sent), 503, seconds=True)
+
+
+def test_pictures_are_decoded_by_workers(serve: Serve) -> None:
+    """Worker processes decode pictures for all devices; the vectors are those of the model in one process."""
+    plain = digits()
+    several = replace(plain, name="several", device="auto", devices=("cpu:0", "cpu:1"))
+    with serve(Configuration((plain, several), plain.name), workers=1) as live:
+        for seed in range(4):
+            data = raw(picture(seed), "image/png", layers="pool", format="npy")
+            answers = []
+            for model in (plain.name, "several"):
+                reply = live.client.post("/extract", **{**data, "params": {**data["params"], "model": model}})
+                answers.append(arrays_of(reply))
+            (one,), (other,) = (answer.values() for answer in answers)
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
