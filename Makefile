@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.layertap-installed
 PYTHON ?= python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom format bench lock clean
+.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom dist format bench lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -53,6 +53,11 @@ sbom: $(STAMP) ## Write dist/layertap.cdx.json: what is in .venv, with versions 
 	@mkdir -p dist
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-reproducible \
 		--output-file dist/layertap.cdx.json $(BIN)/python
+
+dist: $(STAMP) ## Write dist/: sdists of layertap and layertap-client, and the wheels that are built of them
+	@for project in . client; do \
+		$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --out-dir dist $$project || exit 1; done
+	@ls dist
 
 format: $(STAMP) ## Apply ruff's fixes and formatting
 	$(BIN)/python -m ruff check --fix .
