@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Literal
 
 from layertap.models.selection.hook_points import ReplyDType
@@ -127,7 +127,8 @@ class ModelSpec:
     ``labels`` are the names of all classes in their order, or the path of a file with them; None: those that the source
     knows. ``tf32``: on a GPU, products and convolutions of float32 may read 10 bits of each mantissa. torch has one
     switch for a process, so all its models of float32 on GPUs must agree. ``memory_format`` is that of convolutions'
-    weights, and so of what they compute with.
+    weights, and so of what they compute with. ``idle_timeout_s``: seconds without a request after which a server
+    unloads it; None: as its settings say.
     """
 
     name: str
@@ -148,9 +149,12 @@ class ModelSpec:
     prefix: str = ""
     strict: bool = True
     labels: tuple[str, ...] | str | None = None
+    idle_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """ValueError where an argument is nothing that JSON has."""
+        """ValueError where an argument is nothing that JSON has, or a time is none."""
+        if self.idle_timeout_s is not None and not 0 < self.idle_timeout_s < inf:
+            raise ValueError("idle_timeout_s is a number of seconds above 0")
         try:
             json.dumps(self.args, allow_nan=False)
         except (TypeError, ValueError) as error:

@@ -19,6 +19,8 @@ SMOOTHING = 0.2  # the newest batch's part in a mean
 class BatchQueue:
     """Rows of one shape through one model: what may share a forward.
 
+    ``model`` is what one loading of a model has and no other, ``name`` what it is called: two versions of a model may
+    be there at once.
     ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
     forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
     ``slots``: what a batch of several rows takes of its device; ``replicas``: how many batches the model runs at once.
@@ -34,6 +36,7 @@ class BatchQueue:
     slots: int = 1
     replicas: int = 2**62
     decode_seconds: float = 0.0
+    name: str = ""
 
     @property
     def efficient_rows(self) -> int:

@@ -20,8 +20,10 @@ QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 class BatchQueues:
     """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
 
-    def __init__(self, model: ModelInfo, replicas: int, settings: Settings) -> None:
+    def __init__(self, model: ModelInfo, key: str, replicas: int, settings: Settings) -> None:
+        """``key`` is the worker's."""
         self._model = model
+        self._key = key
         self._replicas = replicas
         self._settings = settings
         self._max_bytes = _measure_max_bytes(model, replicas, settings)
@@ -57,7 +59,8 @@ class BatchQueues:
         limit = settings.fixed_batch_rows or settings.max_batch_rows
         max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
         return BatchQueue(
-            model=model.spec.name,
+            model=self._key,
+            name=model.spec.name,
             device=CPU if model.device.type == "cpu" else str(model.device),
             costs=costs,
             max_rows=max_rows if catalog.rowwise or together else 1,

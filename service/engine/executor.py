@@ -47,6 +47,10 @@ class Executor(Protocol):
         """How many batches it runs at once."""
 
     @property
+    def memory_bytes(self) -> int:
+        """What the model takes in memory, with processes that it has."""
+
+    @property
     def decodes_batches(self) -> bool:
         """Whether a batch may have pictures that are still encoded."""
 
@@ -88,6 +92,11 @@ class InProcessExecutor:
         self.decodes_batches = False  # decoding here takes turns with other models' forwards
         self.max_decode_items = 1
         self._settings = settings
+
+    @property
+    def memory_bytes(self) -> int:
+        """The weights and buffers."""
+        return self.model.memory_bytes
 
     def start_thread(self) -> None:
         """Prepare a thread that will use a replica: torch's operations in it use no other thread."""
