@@ -281,6 +281,7 @@ class ModelWorker:
             log.warning("rows move bits in a batch: each request runs alone", extra={"fields": {"model": self.name}})
         self._start_replicas(executor)
         self._scheduler.add_model(self, str(model.device))
+        self.last_used = time.monotonic()
         self.loaded.set_result(executor)
         fields = {"model": self.name, "device": str(model.device), "seconds": round(time.monotonic() - started, 1)}
         log.info("a model is loaded", extra={"fields": fields})

@@ -43,7 +43,7 @@ async def infer(request: Request) -> Response:
     await check_version(request)
     parse = partial(parse_infer, model=request.path_params["name"])
     async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, admission):
-        worker = await engine.manager.get_worker(parsed.model, admission.deadline)
+        worker = await engine.get_worker(parsed.model, admission)
         extract = parsed.fit_to_model(worker.model)
         try:
             features = await engine.extract(extract, admission)
@@ -181,7 +181,8 @@ async def _plan_outputs(engine: Engine, name: str) -> tuple[ModelWorker, list[me
     """A model's worker, and the outputs that its metadata have."""
     deadline = Timeout.from_settings(engine.settings).deadline
     worker = await engine.manager.get_worker(name, deadline)
-    planned = await engine.planner.plan(metadata.make_outputs_request(worker.model), worker, deadline)
+    with worker.hold():
+        planned = await engine.planner.plan(metadata.make_outputs_request(worker.model), worker, deadline)
     return worker, [metadata.describe_output(result) for result in planned.plan.results]
 
 

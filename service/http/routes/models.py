@@ -62,7 +62,8 @@ def list_models(engine: EngineDependency) -> Json:
     """Every configured model and its state, and the limits that requests are to keep within."""
     models = [describe_model(entry) for entry in engine.manager.registry]
     limits = {name: getattr(engine.settings, name) for name in LIMITS}
-    return {"default": engine.manager.default, "models": models, "limits": limits}
+    registry = engine.manager.registry
+    return {"default": engine.manager.default, "aliases": registry.aliases, "models": models, "limits": limits}
 
 
 @router.get("/models/{name}", response_model=None, responses=MODEL_RESPONSES)
@@ -91,12 +92,13 @@ async def list_layers(
     worker = await engine.manager.get_worker(name, timeout.deadline)
     model = worker.model
     try:
-        if functions and not model.catalog.has_functions:
-            await worker.survey(model.shapes, timeout.deadline, functions=True)
-        data = await engine.run_in_thread(
-            lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf), functions),
-            timeout.deadline,
-        )
+        with worker.hold():
+            if functions and not model.catalog.has_functions:
+                await worker.survey(model.shapes, timeout.deadline, functions=True)
+            data = await engine.run_in_thread(
+                lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf), functions),
+                timeout.deadline,
+            )
     except DeadlineError as error:
         timeout.explain(error, otherwise="come again later")
         raise
