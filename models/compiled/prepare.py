@@ -72,8 +72,8 @@ def prepare_warm_plans(
 ) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
-    ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is measured
-    beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
+    ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is
+    measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
     and measured before runs with hooks. LoadError where a plan names what is not there.
     """
     with devices.use_device(model.device):

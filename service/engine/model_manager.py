@@ -248,11 +248,13 @@ class ModelManager:
 
         UnavailableError where that lasts too long, or is given up.
         """
-        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)]
+        events: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)
+        ]
         settled = asyncio.wrap_future(worker.settled)
         try:
             with suppress(DeadlineError), worker.hold():
-                await wait_until(deadline, asyncio.wait((settled, *events), return_when=asyncio.FIRST_COMPLETED))
+                await wait_until(deadline, asyncio.wait([settled, *events], return_when=asyncio.FIRST_COMPLETED))
         finally:
             for event in events:
                 event.cancel()

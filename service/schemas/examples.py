@@ -241,6 +241,9 @@ EXAMPLES: dict[str, list[Any]] = {
     "FeatureSize": [FEATURE_SIZE],
     "ModelsReply": [{"default": "digits", "aliases": {"prod": "digits"}, "models": [MODEL], "limits": LIMITS}],
     "Model": [MODEL],
+    "ReloadReply": [
+        {"added": [], "removed": [], "changed": {"digits": ["weights"]}, "aliases": {"prod": "digits"}, "default": None}
+    ],
     "Replacement": [{"state": "loading"}],
     "ModelInput": [MODEL_INPUT],
     "Preprocessing": [PREPROCESSING],

@@ -212,6 +212,19 @@ class ModelsReply(BaseModel):
     limits: Limits
 
 
+class ReloadReply(BaseModel):
+    """What a configuration that was read anew changes: names of models, of changed ones with the fields.
+
+    ``aliases`` that change have their new model, or null; ``default`` is null where it stays.
+    """
+
+    added: list[str]
+    removed: list[str]
+    changed: dict[str, list[str]]
+    aliases: dict[str, str | None]
+    default: str | None
+
+
 class Tensor(BaseModel):
     """A tensor of one row, by its path into a structured value; ``layout`` names its axes."""
 
