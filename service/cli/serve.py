@@ -98,7 +98,7 @@ def _run(
 
 
 def _choose_reload(settings: Settings, updates: ModelUpdates) -> Callable[[], None] | None:
-    """What SIGHUP does: nothing of ours where a person's terminal sends it when it is closed, or nothing can be read."""
+    """What SIGHUP does: what the system has it do where a terminal sends it as it closes, or nothing can be read."""
     return None if settings.config is None or is_interactive() else updates.reload_beside
 
 

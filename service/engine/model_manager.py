@@ -248,13 +248,11 @@ class ModelManager:
 
         UnavailableError where that lasts too long, or is given up.
         """
-        events: list[asyncio.Future[Any]] = [
-            asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)
-        ]
-        settled = asyncio.wrap_future(worker.settled)
+        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)]
+        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(worker.settled), *events]
         try:
             with suppress(DeadlineError), worker.hold():
-                await wait_until(deadline, asyncio.wait([settled, *events], return_when=asyncio.FIRST_COMPLETED))
+                await wait_until(deadline, asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
         finally:
             for event in events:
                 event.cancel()

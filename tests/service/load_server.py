@@ -113,7 +113,9 @@ def process(
     with (
         log.open("wb") as stream,
         out.open("wb") as printed,
-        subprocess.Popen(words, cwd=folder, env=environment, stderr=stream, stdout=printed) as running,
+        subprocess.Popen(
+            words, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stderr=stream, stdout=printed
+        ) as running,
     ):
         try:
             found = Process(running, log, out)
