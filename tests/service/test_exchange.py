@@ -124,6 +124,20 @@ def test_answered_by_the_version_it_came_to(serve: Serve, versions: Versions) ->
         wait_until(lambda: len(live.engine.manager.list_workers()) == 1)
 
 
+def test_one_version_for_all_parts(serve: Serve, versions: Versions) -> None:
+    """A request of several forwards has all of them from the version that it came to: its probes are of that too."""
+    configuration, rows = versions.write(entry("a"), allow=ALLOW), np.ones((1, 4), np.float32)
+    with serve(configuration, config=versions.file) as live:
+        expected = ask(live.client, rows, probe="true").json()
+    with serve(configuration, config=versions.file) as live, ThreadPoolExecutor(1) as pool:
+        with hold_model(live):
+            asked = pool.submit(ask, live.client, rows, probe="true")
+            wait_until(lambda: live.engine.take_snapshot().queue_rows == 1)
+            assert put(live, "b").status_code == 200
+        assert asked.result().json() == expected
+        assert ask(live.client, rows, probe="true").json()["receipts"] != expected["receipts"]
+
+
 def test_weights_of_the_same_file(serve: Serve, versions: Versions) -> None:
     """The same entry reads its file again: with other weights in it the model is another one."""
     with serve(versions.write(entry("a"), allow={}), config=versions.file) as live:
