@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 from layertap.models import fingerprint
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.same_calls import has_same_calls
-from layertap.models.devices import devices
+from layertap.models.devices import devices, memory
 from layertap.models.devices.cost_history import open_history
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.processor import describe_speed
@@ -33,25 +32,11 @@ from layertap.models.selection.embedding import find_default_embedding, find_emb
 from layertap.models.selection.hook_points import Selector
 from layertap.models.sources import build
 from layertap.models.spec import ModelSpec
+from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.digest import digest_weights
 
-TURN_TIMEOUT_S = 30.0  # a model that is loaded before may have to download its weights
-_turn = Lock()
 RunSurvey = Callable[[Callable[[], Catalog]], Catalog]
-
-
-@contextmanager
-def take_turn() -> Iterator[None]:
-    """Wait for models that are being loaded, but not long.
-
-    Side by side they would take each other's time for their own.
-    """
-    has_turn = _turn.acquire(timeout=TURN_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        if has_turn:
-            _turn.release()
+TakeTurn = Callable[[], AbstractContextManager[None]]
 
 
 def load_model(
@@ -61,22 +46,24 @@ def load_model(
     streams: int = 1,
     costs_folder: Path | None = None,
     run_survey: RunSurvey | None = None,
+    take_turn: TakeTurn = take_turn,
 ) -> LoadedModel:
     """Build a model, place it on its device and survey it; LoadError where that can't be done.
 
     On a CPU it gets so many replicas, or one where its module can't be copied, and surveys use so many threads: all
     cores where nothing is said. On a GPU it gets one for each of so many streams. What forwards take is kept in
     ``costs_folder`` from load to load. ``run_survey`` calls what it is given in a copy of this process, which may be
-    copied again afterwards: its own operations use a single thread.
+    copied again afterwards: its own operations use a single thread. What is measured waits for ``take_turn``.
     """
     threads = count_cores() if threads is None else threads
     device = devices.resolve_device(spec.device)
     if device.type == "cuda" and spec.dtype == "float32":
         devices.allow_tf32(spec.tf32)
-    built = build.build_model(spec)
-    digest, identity = identify_model(built, spec)
-    tree = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
-    module = _place_module(built.module, spec, device)
+    with build_beside():
+        built = build.build_model(spec)
+        digest, identity = identify_model(built, spec)
+        tree = fingerprint.digest_architecture(built.module, built.architecture, built.settings)
+        module = _place_module(built.module, spec, device)
     decoder = create_device_decoder(spec, built.preprocess, device)
     inputs = ModelInputs(
         spec.name, built.inputs, DTYPES[spec.dtype], built.preprocess, built.text, spec.decode, decoder
@@ -93,7 +80,7 @@ def load_model(
         describe_speed(device),
     )
     survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history)
-    with _refuse_unfit_inputs():
+    with take_turn(), _refuse_unfit_inputs():
         configured = survey() if run_survey is None else run_survey(survey)
         if run_survey is not None:
             _run_once(module, inputs, device)
@@ -114,6 +101,7 @@ def load_model(
         embedding_selector=embedding,
         report=built.report,
         labels=labels,
+        memory_bytes=memory.count_module_bytes(module),
     )
 
 

@@ -42,6 +42,5 @@ def join_devices(spec: ModelSpec, models: dict[str, LoadedModel]) -> MultiDevice
     graphs = zip(*(model.compiled for model in models.values()), strict=True)
     compiled = tuple(plans[0] if all(plan is not None for plan in plans) else None for plans in graphs)
     known = {each.name: getattr(first, each.name) for each in fields(ModelInfo)}
-    return MultiDeviceModel(
-        names=tuple(models), models=tuple(models.values()), **{**known, "spec": spec, "compiled": compiled}
-    )
+    known |= {"spec": spec, "compiled": compiled, "memory_bytes": sum(each.memory_bytes for each in models.values())}
+    return MultiDeviceModel(names=tuple(models), models=tuple(models.values()), **known)

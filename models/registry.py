@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -12,7 +12,7 @@ from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.devices import allow_tf32
 from layertap.models.errors import Failure, LoadError, UnknownModelError, escape, find_nearest, make_load_error, suggest
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model, take_turn
+from layertap.models.loading import load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.spec import ModelSpec
 
@@ -21,13 +21,27 @@ State = Literal["available", "loading", "ready", "failed"]
 
 @dataclass
 class ModelEntry:
-    """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready."""
+    """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready.
+
+    ``memory_bytes`` is what it took when it was loaded last, 0 before that. ``replacement`` is its next version while
+    that loads, and where that has failed.
+    """
 
     spec: ModelSpec
     state: State = "available"
     reason: str = ""
     kind: Failure = ""
     model: ModelInfo | None = None
+    memory_bytes: int = 0
+    replacement: ModelEntry | None = None
+
+    def fail(self, reason: str, kind: Failure = "lost") -> None:
+        """Forget a model that could not be loaded, or was and then turned out not to run."""
+        self.model, self.state, self.reason, self.kind = None, "failed", reason, kind
+
+    def unload(self) -> None:
+        """Forget a loaded model; it can be loaded again."""
+        self.model, self.state, self.reason, self.kind = None, "available", "", ""
 
 
 @dataclass(frozen=True)
@@ -45,20 +59,26 @@ class ModelLoader:
 
     def __call__(self, spec: ModelSpec) -> LoadedModel:
         """The model, ready to run; LoadError where it can't be."""
-        with take_turn():
-            model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
+        model = load_model(spec, self.replicas, self.threads, self.streams, self.costs)
         return prepare_warm_plans(model, self.plans) if self.plans and spec.warm else model
 
 
 class Registry:
-    """All configured models by name, loaded by ``load``.
+    """All configured models by name, loaded by ``load``; ``aliases`` are further names of some.
 
-    A model is loaded by the thread that owns it, and unloaded when that thread has ended; anyone may read.
+    A model is loaded by the thread that owns it, and unloaded when that thread has ended. Which models there are is
+    changed by one thread; anyone may read.
     """
 
-    def __init__(self, specs: Iterable[ModelSpec], load: Callable[[ModelSpec], ModelInfo] = ModelLoader()) -> None:
+    def __init__(
+        self,
+        specs: Iterable[ModelSpec],
+        load: Callable[[ModelSpec], ModelInfo] = ModelLoader(),
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         specs = tuple(specs)
         allow_tf32(any(spec.tf32 for spec in specs))  # also where no model is in float32: parts of one may be
+        self.aliases = dict(aliases or {})
         self._load = load
         self._entries: dict[str, ModelEntry] = {}
         for spec in specs:
@@ -69,42 +89,50 @@ class Registry:
     def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._entries.values())
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def get_entry(self, name: str) -> ModelEntry:
-        """The entry of that name; UnknownModelError with near matches where there is none."""
-        entry = self._entries.get(name)
+        """The entry of a name or an alias; UnknownModelError with near matches where there is none."""
+        entry = self._entries.get(self.aliases.get(name, name))
         if entry is None:
-            hint = suggest(find_nearest(name, self._entries, 3))
+            hint = suggest(find_nearest(name, (*self._entries, *self.aliases), 3))
             raise UnknownModelError(f"there is no model {escape(name)}", hint=hint or "GET /models lists every model")
         return entry
 
+    def put_entry(self, entry: ModelEntry) -> None:
+        """Let an entry take the place of the one of its name, or be one more."""
+        self._entries = {**self._entries, entry.spec.name: entry}  # whoever iterates goes on as it was
+
+    def remove_entry(self, name: str) -> None:
+        """Forget an entry."""
+        self._entries = {each: entry for each, entry in self._entries.items() if each != name}
+
     def load(self, name: str) -> ModelInfo:
         """Load a model that is not loaded yet; LoadError, kept as the entry's reason, where it can't be."""
-        entry = self.get_entry(name)
+        return self.load_entry(self.get_entry(name))
+
+    def load_entry(self, entry: ModelEntry) -> ModelInfo:
+        """As ``load``, for an entry that may not be listed yet."""
         if entry.model is not None:
             return entry.model
         entry.state, entry.reason, entry.kind = "loading", "", ""
         try:
             entry.model = self._load(entry.spec)
         except LoadError as error:
-            entry.state, entry.reason = "failed", f"{error.detail}; {error.hint}" if error.hint else error.detail
-            entry.kind = error.kind or "other"
+            entry.fail(f"{error.detail}; {error.hint}" if error.hint else error.detail, error.kind or "other")
             raise
         except BaseException as error:  # a third party's constructor may raise anything; the others serve on
             if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # whoever sits there
-                self.unload(name)
+                entry.unload()
                 raise
             refusal = make_load_error(error)
-            entry.state, entry.reason, entry.kind = "failed", f"{refusal.detail}; {refusal.hint}", refusal.kind
+            entry.fail(f"{refusal.detail}; {refusal.hint}", refusal.kind)
             raise refusal from error
+        entry.memory_bytes = entry.model.memory_bytes
         entry.state = "ready"
         return entry.model
 
-    def fail(self, name: str, reason: str, kind: Failure = "lost") -> None:
-        """Forget a model that was loaded and then turned out not to run."""
-        entry = self.get_entry(name)
-        entry.model, entry.state, entry.reason, entry.kind = None, "failed", reason, kind
-
     def unload(self, name: str) -> None:
         """Forget a loaded model; it can be loaded again."""
-        entry = self.get_entry(name)
-        entry.model, entry.state, entry.reason, entry.kind = None, "available", "", ""
+        self.get_entry(name).unload()

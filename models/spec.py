@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Any, Literal
 
 from layertap.models.selection.hook_points import ReplyDType
@@ -130,6 +130,7 @@ class ModelSpec:
     weights, and so of what they compute with. ``devices``, in place of ``device``: the model is loaded on each of them,
     and their forwards take rows from one queue; of ``all`` they are all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
     where there are none: a copy of the model for each, which runs one forward at a time.
+    ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     """
 
     name: str
@@ -151,9 +152,12 @@ class ModelSpec:
     prefix: str = ""
     strict: bool = True
     labels: tuple[str, ...] | str | None = None
+    idle_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        """ValueError where an argument is nothing that JSON has."""
+        """ValueError where an argument is nothing that JSON has, or a time is none."""
+        if self.idle_timeout_s is not None and not 0 < self.idle_timeout_s < inf:
+            raise ValueError("idle_timeout_s is a number of seconds above 0")
         try:
             json.dumps(self.args, allow_nan=False)
         except (TypeError, ValueError) as error:

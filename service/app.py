@@ -16,6 +16,7 @@ from layertap.models.sources import python
 from layertap.service.config.configuration import Configuration, make_default_configuration, read_configuration
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_manager import ModelManager
+from layertap.service.engine.model_updates import ModelUpdates
 from layertap.service.engine.prober import Prober
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
@@ -46,6 +47,7 @@ def create_app(
     ``on_settled`` is called on the event loop once each of these models is loaded or has failed.
     """
     settings = settings or read_settings()
+    configuration = configuration or load_configuration(settings)
     engine = create_engine(settings, configuration, fetcher)
 
     @asynccontextmanager
@@ -72,6 +74,7 @@ def create_app(
     )
     app.state.engine = engine
     app.state.prober = Prober(engine)
+    app.state.updates = ModelUpdates(engine.manager, configuration, settings.config, engine.run_in_thread)
     for router in ROUTERS:
         app.include_router(router)
     openapi.install(app)
@@ -100,18 +103,21 @@ def create_engine(
 
     ``fetcher`` is one for the same settings; without ``warm`` all models run with hooks.
     """
-    if configuration is None:
-        configuration = read_configuration(settings.config) if settings.config else make_default_configuration()
+    configuration = configuration or load_configuration(settings)
     python.add_search_folders((*([configuration.folder] if configuration.folder else []), Path.cwd()))
     server_metrics = Metrics()
-    registry = Registry(
-        configuration.models, partial(executors.load, settings=settings, metrics=server_metrics, warm=warm)
-    )
+    load = partial(executors.load, settings=settings, metrics=server_metrics, warm=warm)
+    registry = Registry(configuration.models, load, configuration.aliases)
     create_executor = partial(executors.create_executor, settings=settings, metrics=server_metrics)
     manager = ModelManager(registry, configuration.default, settings, server_metrics, create_executor)
     engine = Engine(manager, fetcher or Fetcher(settings), settings, server_metrics)
     server_metrics.register_gauges(engine.take_snapshot)
     return engine
+
+
+def load_configuration(settings: Settings) -> Configuration:
+    """The configuration in the settings' file, or the embedded one."""
+    return read_configuration(settings.config) if settings.config else make_default_configuration()
 
 
 async def _report_settled(manager: ModelManager, on_settled: Callable[[ModelManager], None]) -> None:

@@ -4,6 +4,7 @@ LayertapError
 ├── BadRequestError            not JSON, broken multipart                        400
 ├── KeyMissingError            no key, or an unknown one                         401
 ├── ForbiddenError             a good key that may not do this                   403
+├── ConflictError              not as long as something else goes on            409
 ├── NotAcceptableError         no format on offer suits                          406
 ├── BodyTimeoutError           the body came too slowly                          408
 ├── UnsupportedMediaError      the body's type is not taken                      415
@@ -35,6 +36,10 @@ class KeyMissingError(LayertapError):
 
 class ForbiddenError(LayertapError):
     """A known key that may not do this."""
+
+
+class ConflictError(LayertapError):
+    """It can't be done beside something else that goes on, or in a server of this kind."""
 
 
 class NotAcceptableError(LayertapError):

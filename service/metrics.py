@@ -30,6 +30,7 @@ class Snapshot:
     states: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, int] = field(default_factory=dict)
     max_batch_rows: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
 
 
@@ -183,6 +184,9 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
         ),
         _make_gauge_by_model(
             "layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.max_batch_rows
+        ),
+        _make_gauge_by_model(
+            "layertap_model_memory_bytes", "What a model took in memory when it was loaded.", snapshot.memory_bytes
         ),
     ]
 

@@ -41,7 +41,7 @@ class Server(uvicorn.Server):
 
     When it is asked to end it goes on serving for ``delay`` seconds, or until it is asked again: balancers need time
     to see that it is not ready any more. ``on_drain`` is called on the event loop when that begins, ``on_end`` when it
-    stops accepting. Read against uvicorn 0.32 to 0.54.
+    stops accepting, ``on_hangup`` at each SIGHUP, which is the system's without it. Read against uvicorn 0.32 to 0.54.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class Server(uvicorn.Server):
         on_end: Callable[[], None],
         on_drain: Callable[[], None] = lambda: None,
         delay: float = 0.0,
+        on_hangup: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(config)
+        self._on_hangup = on_hangup
         self._alive = alive
         self._on_end = on_end
         self._on_drain = on_drain
@@ -76,6 +78,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve, and say where."""
         await super().startup(sockets)
+        if self._on_hangup is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         for listener in sockets or ():
             log.info("listening on %s", format_url(listener.getsockname()))
 

@@ -49,6 +49,7 @@ NO_DEFAULT = (
 )
 CommaSeparated = Annotated[tuple[str, ...], NoDecode]
 LogFormat = Literal["auto", "json", "text"]
+ReadyWhen = Literal["all", "required", "any"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -162,6 +163,9 @@ class Settings(BaseSettings):
     batch_memory_bytes: Bytes | None = Field(None, gt=0)
     cache_dir: Path = Field(Path("~/.cache/layertap"), validate_default=True)
     max_loaded_models: int = Field(8, gt=0)
+    model_memory_bytes: Bytes | None = Field(None, gt=0)
+    model_idle_timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    ready_when: ReadyWhen = "required"
     cpu_threads: int = Field(default_factory=_count_cores, gt=0, le=512)
     gpu_streams: int = Field(1, gt=0, le=4)
     workers: int = Field(default_factory=_choose_workers, ge=0, le=512)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context, parent_process
@@ -37,7 +37,7 @@ from layertap.models.devices import costs, devices
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.loading import load_model, take_turn
+from layertap.models.loading import TakeTurn, load_model
 from layertap.models.model_info import ModelInfo
 from layertap.models.planner import make_plan
 from layertap.models.selection.hook_points import Reduction
@@ -45,6 +45,7 @@ from layertap.models.selection.plan import Capture, Plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.sources.python import add_search_folders, list_search_folders
 from layertap.models.spec import ModelSpec, WarmSpec
+from layertap.models.turns import take_turn
 
 T = TypeVar("T")
 log = logging.getLogger("layertap")
@@ -52,7 +53,6 @@ SITES = frozenset({"output", "input"})
 KINDS = ("one", "several")
 REPORT_INTERVAL_S = 15.0  # between two words on a graph that takes long
 CHECKED_ROWS = (1, 2, 3)  # rows of the batches that are compared
-TakeTurn = Callable[[], AbstractContextManager[None]]
 PreparedPlan = tuple[CompiledPlan | None, PlanGraphs | None, PlanBenchmark | None]
 
 
@@ -72,8 +72,8 @@ def prepare_warm_plans(
 ) -> LoadedModel:
     """The model with compiled graphs for its warm plans; of those that have none one line says why.
 
-    ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is loaded
-    or measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
+    ``run_trial`` runs what compares and measures them, on as many threads as the model may use, and no model is
+    measured beside one that has the turn which ``take_turn`` waits for. ``open_only``: a plan that was not compiled
     and measured before runs with hooks. LoadError where a plan names what is not there.
     """
     with devices.use_device(model.device):

@@ -6,7 +6,7 @@ import resource
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ OUT_OF_MEMORY_MESSAGES = (
     *("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
     "CUDA error: out of memory",  # of the driver, where torch's allocator was not asked
 )
+PRIVATE_PAGES = frozenset({"Private_Clean", "Private_Dirty"})
 # Of oneDNN, which does not say why: where a process may not have more memory that is why.
 LIMITED_MESSAGES = ("could not create a primitive", "could not create a memory")
 
@@ -90,6 +91,22 @@ class _PeakMemory(DispatchMode):
 def _has_storage(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a tensor in plain memory; the parts of a sparse one are seen when they are made."""
     return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+def count_module_bytes(module: nn.Module) -> int:
+    """What a module's parameters and buffers take, on whatever device; what they share counts once."""
+    storages = {}
+    for value in (*module.parameters(), *module.buffers()):
+        if _has_storage(value):
+            storage = value.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def measure_private_bytes(pid: int | Literal["self"] = "self") -> int:
+    """Memory of a process that no other process has; 0 where the system does not tell."""
+    lines = (line.partition(":") for line in _read_lines(Path(f"/proc/{pid}/smaps_rollup")))
+    return sum(int(rest.split()[0]) * 1024 for name, _, rest in lines if name in PRIVATE_PAGES)
 
 
 def measure_available_bytes(device: torch.device) -> int:

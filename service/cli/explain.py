@@ -82,6 +82,6 @@ async def _explain(engine: Engine, request: ExtractRequest) -> tuple[Features, P
     try:
         with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
             features = await explain(engine, request, admission)
-        return features, engine.list_pictures(request, features)
+            return features, engine.list_pictures(request, features, admission)
     finally:
         await engine.close()

@@ -59,7 +59,8 @@ async def extract_files(
                 progress.advance(bar, len(places))
         if parts:
             probed = replace(request, items=())
-            parts[0] = await Prober(engine).add_probes(parts[0], probed, time.monotonic() + DEADLINE_S)
+            with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
+                parts[0] = await Prober(engine).add_probes(parts[0], probed, admission)
     finally:
         await engine.close()
     if not parts:

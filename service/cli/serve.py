@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from layertap.service.config.configuration import Configuration
     from layertap.service.engine.model_manager import ModelManager
+    from layertap.service.engine.model_updates import ModelUpdates
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
 
@@ -91,8 +92,14 @@ def _run(
         manager.abort_loading,
         manager.withdraw_readiness,
         _choose_drain_delay(settings),
+        _choose_reload(settings, app.state.updates),
     )
     server.run_until_stopped(listeners)
+
+
+def _choose_reload(settings: Settings, updates: ModelUpdates) -> Callable[[], None] | None:
+    """What SIGHUP does: what the system has it do where a terminal sends it as it closes, or nothing can be read."""
+    return None if settings.config is None or is_interactive() else updates.reload_beside
 
 
 def _choose_drain_delay(settings: Settings) -> float:

@@ -31,6 +31,17 @@ def check_specs(
     yield from _check_devices(complete)
 
 
+def check_aliases(aliases: Mapping[str, str], names: Sequence[str | None]) -> Iterator[Mistake]:
+    """What is wrong with aliases of models, by their names."""
+    for alias, target in aliases.items():
+        if not fullmatch(NAME, alias):
+            yield ("aliases", alias), NAME_RULE
+        elif alias in names:
+            yield ("aliases", alias), f"a model is called {alias!r}"
+        elif target not in names and None not in names:
+            yield ("aliases", alias), f"there is no model {target!r}"
+
+
 def check_loading(specs: Specs, mistakes: Iterable[Mistake], folders: Sequence[Path]) -> Iterator[Mistake]:
     """What can't be had, or read by those who load it, where there is no mistake in the same place yet."""
     places = {place for place, _ in mistakes}

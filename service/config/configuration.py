@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from layertap.models.spec import ModelSpec
+from layertap.service.config.allowed import Allowed
 from layertap.service.config.checks import check_loading
 from layertap.service.config.document import read_document
 from layertap.service.config.parsing import parse_document
@@ -13,11 +15,16 @@ from layertap.service.config.parsing import parse_document
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configured models, the one that a request without ``model`` gets, and the folder that paths begin at."""
+    """The configured models, the one that a request without ``model`` gets, and the folder that paths begin at.
+
+    ``aliases`` are further names of models; ``allowed`` is what may be brought by HTTP, None where nothing may.
+    """
 
     models: tuple[ModelSpec, ...]
     default: str
     folder: Path | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    allowed: Allowed | None = None
 
 
 def read_configuration(path: Path, *, before_loading: bool = False) -> Configuration:
@@ -32,7 +39,9 @@ def read_configuration(path: Path, *, before_loading: bool = False) -> Configura
     if before_loading:
         mistakes = [*mistakes, *check_loading(entries.specs, mistakes, (path.parent.absolute(), Path.cwd()))]
     document.refuse(mistakes)
-    return Configuration(tuple(entries.specs.values()), entries.default, path.parent.absolute())
+    return Configuration(
+        tuple(entries.specs.values()), entries.default, path.parent.absolute(), entries.aliases, entries.allowed
+    )
 
 
 def make_default_configuration() -> Configuration:

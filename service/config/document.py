@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from layertap.models.errors import LayertapError
+from layertap.models.errors import Fault, LayertapError
 from layertap.models.sources.check import Place
 
 Mistake = tuple[Place, str]
@@ -16,7 +16,10 @@ HINT = "LAYERTAP_CONFIG or --config names it"
 
 
 class ConfigError(LayertapError):
-    """The configuration file can't be read or makes no sense; a line for each mistake."""
+    """The configuration file can't be read or makes no sense; a line for each mistake.
+
+    It is for who runs the server. ``faults`` are for anyone: places in the file, without values or paths.
+    """
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Document:
         rows = sorted((self._find_line(place), ".".join(map(str, place)), text) for place, text in mistakes)
         if rows:
             lines = (f"{self.path}:{line}: {': '.join(filter(None, (place, text)))}" for line, place, text in rows)
-            raise ConfigError("\n".join(lines))
+            places = (Fault(f"line {line}{place and ': '}{place}") for line, place, _ in rows)
+            raise ConfigError("\n".join(lines), faults=tuple(places))
 
     def _find_line(self, place: Place) -> int:
         """The line of a place, or of the part of it that is there."""

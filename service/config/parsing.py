@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from layertap.models.errors import Fault, RequestError
 from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
-from layertap.service.config.checks import check_specs
+from layertap.service.config.allowed import Allowed
+from layertap.service.config.checks import check_aliases, check_specs
 from layertap.service.config.document import Document, Mistake
-from layertap.service.config.schema import SPEC_ADAPTER, ConfigFile
+from layertap.service.config.schema import SPEC_ADAPTER, Allow, ConfigFile
 from layertap.service.config.validation_errors import describe_errors
 
 
@@ -23,14 +26,19 @@ class ParsedEntries:
     specs: dict[int, ModelSpec]
     default: str
     mistakes: list[Mistake]
+    aliases: Mapping[str, str]
+    allowed: Allowed | None
 
 
 def parse_document(document: Document) -> ParsedEntries:
     """What shows in the file alone."""
-    default, mistakes = _get_default(document.data), list[Mistake]()
+    default, mistakes, folder = _get_default(document.data), list[Mistake](), document.path.parent
     refused: dict[object, set[object]] = {}
+    aliases, allowed = dict[str, str](), None
     try:
-        default = ConfigFile.model_validate(document.data).defaults.model
+        file = ConfigFile.model_validate(document.data)
+        default, aliases = file.defaults.model, file.aliases
+        allowed = _resolve_allowed(file.allow, folder) if file.allow is not None else None
     except ValidationError as error:
         mistakes += describe_errors(error)
         refused = _list_refused(error)
@@ -38,11 +46,22 @@ def parse_document(document: Document) -> ParsedEntries:
     for number, entry in enumerate(_get_entries(document.data)):
         spec = _parse_entry(entry, refused.get(number, set()))
         if spec is not None:
-            specs[number] = _resolve_paths(spec, document.path.parent)
+            specs[number] = _resolve_paths(spec, folder)
         names.append(_get_text(entry, "name") if spec is None or number in refused else spec.name)
     default = default or next(iter(names), None) or ""
     mistakes += check_specs(specs, refused.keys(), names, default)
-    return ParsedEntries(specs, default, mistakes)
+    mistakes += check_aliases(aliases, names)
+    return ParsedEntries(specs, default, mistakes, aliases, allowed)
+
+
+def parse_entry(data: object, folder: Path) -> ModelSpec:
+    """A model as an entry of a file in a folder describes it; RequestError with what is wrong, and where."""
+    entries = parse_document(Document(folder / "entry", {"models": [data]}, None))
+    if entries.mistakes:
+        raise RequestError.from_faults(
+            [Fault(text, pointer="".join(f"/{part}" for part in place[2:])) for place, text in entries.mistakes]
+        )
+    return entries.specs[0]
 
 
 def _list_refused(error: ValidationError) -> dict[object, set[object]]:
@@ -83,12 +102,23 @@ def _parse_entry(entry: object, refused: set[object]) -> ModelSpec | None:
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with relative paths of its source, weights and labels taken from the file's folder."""
-    kind, _, ident = spec.source.partition(":")
-    if kind in SOURCES and SOURCES[kind].has_path(ident):
-        spec = replace(spec, source=f"{kind}:{_resolve(ident, folder)}")
-    if isinstance(spec.labels, str):
-        spec = replace(spec, labels=_resolve(spec.labels, folder))
-    return replace(spec, weights=_resolve(spec.weights, folder)) if is_checkpoint(spec.weights) else spec
+    labels = _resolve(spec.labels, folder) if isinstance(spec.labels, str) else spec.labels
+    source, weights = _resolve_source(spec.source, folder), _resolve_weights(spec.weights, folder)
+    return replace(spec, source=source, weights=weights, labels=labels)
+
+
+def _resolve_allowed(allow: Allow, folder: Path) -> Allowed:
+    sources = tuple(_resolve_source(source, folder) for source in allow.sources)
+    return Allowed(sources, tuple(_resolve_weights(each, folder) for each in allow.weights), tuple(allow.args))
+
+
+def _resolve_source(source: str, folder: Path) -> str:
+    kind, _, ident = source.partition(":")
+    return f"{kind}:{_resolve(ident, folder)}" if kind in SOURCES and SOURCES[kind].has_path(ident) else source
+
+
+def _resolve_weights(weights: str, folder: Path) -> str:
+    return _resolve(weights, folder) if is_checkpoint(weights) else weights
 
 
 def _resolve(path: str, folder: Path) -> str:

@@ -19,6 +19,16 @@ class Defaults(BaseModel):
     model: str | None = None
 
 
+class Allow(BaseModel):
+    """What may be brought by HTTP."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sources: list[str] = []
+    weights: list[str] = []
+    args: list[str] = []
+
+
 with_config(ConfigDict(extra="forbid"))(ModelSpec)  # marks the class, and so what stands in it
 SPEC_ADAPTER = TypeAdapter(ModelSpec)
 
@@ -30,6 +40,8 @@ class ConfigFile(BaseModel):
 
     models: Annotated[list[ModelSpec], Field(min_length=1)]
     defaults: Defaults = Defaults()
+    aliases: dict[str, str] = {}
+    allow: Allow | None = None
 
 
 def _list_fields(kind: Any) -> list[str]:
@@ -39,6 +51,7 @@ def _list_fields(kind: Any) -> list[str]:
 FIELDS: dict[Place, list[str]] = {
     (): list(ConfigFile.model_fields),
     ("defaults",): list(Defaults.model_fields),
+    ("allow",): list(Allow.model_fields),
     ("models", "*"): _list_fields(ModelSpec),
     ("models", "*", "preprocess"): _list_fields(PreprocessSpec),
     ("models", "*", "inputs", "*"): _list_fields(InputSpec),

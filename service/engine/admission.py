@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.model_worker import ModelWorker
@@ -85,11 +85,16 @@ class AdmissionControl:
 
 
 class Admission:
-    """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline."""
+    """One request's place: the bytes that it holds, the rows that it has in its model's queue, its deadline.
+
+    It also holds the workers that answer it: another version of a model that comes meanwhile is not for it.
+    """
 
     def __init__(self, control: AdmissionControl, deadline: float) -> None:
         self.deadline = deadline
         self._control = control
+        self._held: dict[str | None, ModelWorker] = {}
+        self._holds = ExitStack()
         self._worker: ModelWorker | None = None
         self._bytes = 0
         self._rows = 0
@@ -98,6 +103,16 @@ class Admission:
     def nbytes(self) -> int:
         """The bytes that it holds: at first those of the request's body."""
         return self._bytes
+
+    def find_worker(self, name: str | None) -> ModelWorker | None:
+        """The worker that answers for a model's name in this request, where one does already."""
+        return self._held.get(name)
+
+    def hold(self, name: str | None, worker: ModelWorker) -> ModelWorker:
+        """Have a worker answer for a model's name to the end of this request."""
+        self._held[name] = worker
+        self._holds.enter_context(worker.hold())
+        return worker
 
     def reserve_bytes(self, size: int) -> None:
         """Hold so many bytes more; QueueFullError, TooLargeError."""
@@ -141,6 +156,8 @@ class Admission:
         self._release_rows()
         self._control.used_bytes -= self._bytes
         self._bytes = 0
+        self._held.clear()
+        self._holds.close()
 
     def _release_rows(self) -> None:
         worker, self._worker = self._worker, None

@@ -19,6 +19,8 @@ SMOOTHING = 0.2  # the newest batch's part in a mean
 class BatchQueue:
     """Rows of one shape through one model: what may share a forward.
 
+    ``model`` is what one loading of a model has and no other, ``name`` what it is called: two versions of a model may
+    be there at once.
     ``max_rows``: of one forward, by memory and settings; it sinks where memory runs out. ``max_bytes``: what a
     forward's values and what is kept of them may take. ``padded_rows``: every forward is given so many rows.
     ``devices``: where the model is, each once; a forward runs on one of them. ``slots``: what a batch of several rows
@@ -35,6 +37,7 @@ class BatchQueue:
     slots: int = 1
     replicas: int = 2**62
     decode_seconds: float = 0.0
+    name: str = ""
 
     @property
     def efficient_rows(self) -> int:

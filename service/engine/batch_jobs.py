@@ -41,7 +41,7 @@ def make_forward_batch(batch: Batch, jobs: Jobs, first: int = 0) -> ForwardBatch
 
 def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, seconds: float) -> None:
     """Count a batch, which took so long, and what went wrong in it."""
-    model = batch.queue.model
+    model = batch.queue.name
     requests = len({each.request for each in batch.slices})
     max_rows, depth = max(batch.queue.max_rows, batch.rows), min(batch.depth, 1.0)
     metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
@@ -56,4 +56,4 @@ def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, second
 def record_unserved(metrics: Metrics, queued: QueuedRequest) -> None:
     """Count a request that never came to a forward."""
     late = time.monotonic() >= queued.deadline - EARLY_S
-    (metrics.count_expired if late else metrics.count_cancelled)(queued.queue.model)
+    (metrics.count_expired if late else metrics.count_cancelled)(queued.queue.name)

@@ -23,9 +23,10 @@ QueueKey = tuple[int, Shapes, bool, CompiledPlan | None, bool]
 class BatchQueues:
     """The queues of one model; made in its thread, right after it is loaded. Any thread may ask for one."""
 
-    def __init__(self, model: ModelInfo, devices: Sequence[str], settings: Settings) -> None:
-        """``devices`` has one for each replica."""
+    def __init__(self, model: ModelInfo, key: str, devices: Sequence[str], settings: Settings) -> None:
+        """``key`` is the worker's; ``devices`` has one for each replica."""
         self._model = model
+        self._key = key
         self._devices = tuple(dict.fromkeys(devices))
         self._replicas = len(devices) // len(self._devices)
         self._settings = settings
@@ -62,7 +63,8 @@ class BatchQueues:
         limit = settings.fixed_batch_rows or settings.max_batch_rows
         max_rows = min(limit, max(self._max_bytes // max(costs.row_bytes, 1), 1))
         return BatchQueue(
-            model=model.spec.name,
+            model=self._key,
+            name=model.spec.name,
             devices=self._devices,
             costs=costs,
             max_rows=max_rows if catalog.rowwise or together else 1,

@@ -56,6 +56,11 @@ class Engine:
         self.answers = AnswerCache(settings.cache_bytes, self._pool)
         manager.on_unload = self.answers.forget
 
+    async def get_worker(self, name: str | None, admission: Admission) -> ModelWorker:
+        """The worker that answers a request, the same from first to last; as ``ModelManager.get_worker``."""
+        worker = admission.find_worker(name)
+        return worker or admission.hold(name, await self.manager.get_worker(name, admission.deadline))
+
     async def extract(self, request: ExtractRequest, admission: Admission) -> Features:
         """What layers of a model compute for a request's inputs; any error of the tree."""
         return await self.compute_once(request, admission, partial(self._extract, request, admission))
@@ -69,7 +74,7 @@ class Engine:
         """
         if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
             return await compute()
-        worker = await self.manager.get_worker(request.model, admission.deadline)
+        worker = await self.get_worker(request.model, admission)
         with self.metrics.get_statistics(worker.name).measure_lookup() as lookup:
             content = await self._digest(request, worker, admission)
 
@@ -90,7 +95,7 @@ class Engine:
 
     async def extract_parts(self, request: ExtractRequest, admission: Admission) -> list[Features]:
         """As ``extract``, in one part where all inputs have one shape, else in one for each of them."""
-        worker = await self.manager.get_worker(request.model, admission.deadline)
+        worker = await self.get_worker(request.model, admission)
         statistics = self.metrics.get_statistics(worker.name)
         with statistics.measure_request(request.timings.steps), admission.queue_rows(worker, len(request.items)):
             planned = await self.planner.plan(request, worker, admission.deadline)
@@ -104,7 +109,7 @@ class Engine:
         """The request with a picture in place of each URL, for who extracts from it several times; RequestError."""
         if not any(isinstance(item, UrlItem) for _, item in request.items):
             return request
-        worker = await self.manager.get_worker(request.model, admission.deadline)
+        worker = await self.get_worker(request.model, admission)
         count = len(request.items)
         items = await fetch_items(request, worker.model.model_inputs, count, self.fetcher, admission)
         failed = [(place, item) for place, item in items if isinstance(item, LayertapError)]
@@ -116,7 +121,7 @@ class Engine:
 
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
-        worker = await self.manager.get_worker(request.model, admission.deadline)
+        worker = await self.get_worker(request.model, admission)
         planned = await self.planner.plan(request, worker, admission.deadline)
         items = await fetch_inputs(planned, self.fetcher, admission)
         admission.reserve_bytes(planned.nbytes)
@@ -124,12 +129,14 @@ class Engine:
             return [make_job(planned, {}, request.faults, deadline=admission.deadline)]
         return await self._prepare(planned, await self.decoder.decode(planned, items, admission.deadline), admission)
 
-    def list_pictures(self, request: ExtractRequest, features: Features) -> tuple[SentPicture | None, ...]:
+    def list_pictures(
+        self, request: ExtractRequest, features: Features, admission: Admission
+    ) -> tuple[SentPicture | None, ...]:
         """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
 
         None stands for what was no picture, or is at a URL.
         """
-        worker = self.manager.workers.get(features.model)
+        worker = admission.find_worker(request.model)
         spec = worker.model.model_inputs.preprocess if worker is not None else None
         items = [item for place, item in request.items if place not in features.skipped]
         if spec is None or len(items) != features.rows:
@@ -143,16 +150,16 @@ class Engine:
 
     def estimate_wait(self, name: str | None) -> float:
         """Seconds until a model (None: the default) has answered all that is here now, or let it go by its deadline."""
-        worker = self.manager.workers.get(self.manager.default if name is None else name)
+        worker = self.manager.find_worker(name)
         seconds = self.admission.estimate_wait(worker, worker.rows) if worker else 0.0
         return min(seconds, self.settings.deadline_s)
 
     def take_snapshot(self) -> Snapshot:
         """What is so at this moment, for the metrics; called by any thread."""
-        entries, workers = list(self.manager.registry), dict(self.manager.workers)
-        waiting = sum(self.manager.scheduler.count_waiting_rows(name) for name in workers)
-        rows = sum(worker.rows for worker in workers.values())
-        ceilings = {name: worker.max_batch_rows for name, worker in workers.items()}
+        entries, workers = list(self.manager.registry), self.manager.list_workers()
+        waiting = sum(self.manager.scheduler.count_waiting_rows(worker) for worker in workers)
+        rows = sum(worker.rows for worker in workers)
+        ceilings = {name: worker.max_batch_rows for name, worker in dict(self.manager.workers).items()}
         return Snapshot(
             queue_rows=waiting,
             queue_bytes=self.admission.used_bytes,
@@ -161,6 +168,7 @@ class Engine:
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
             max_batch_rows={name: rows for name, rows in ceilings.items() if rows},
+            memory_bytes={entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
         )
 
     async def close(self) -> None:

@@ -51,6 +51,10 @@ class Executor(Protocol):
         """Where each replica runs, by name."""
 
     @property
+    def memory_bytes(self) -> int:
+        """What the model takes in memory, with processes that it has."""
+
+    @property
     def decodes_batches(self) -> bool:
         """Whether a batch may have pictures that are still encoded."""
 
@@ -94,6 +98,11 @@ class InProcessExecutor:
         self.decodes_batches = False  # decoding here takes turns with other models' forwards
         self.max_decode_items = 1
         self._settings = settings
+
+    @property
+    def memory_bytes(self) -> int:
+        """The weights and buffers."""
+        return self.model.memory_bytes
 
     def start_thread(self, replica: int) -> None:
         """Prepare a thread that will use a replica: torch's operations in it use no other thread."""

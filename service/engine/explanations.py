@@ -75,7 +75,7 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     explanation = request.explanation
     if explanation is None:
         raise ValueError("the request asks for no explanation")
-    worker = await engine.manager.get_worker(request.model, admission.deadline)
+    worker = await engine.get_worker(request.model, admission)
     _check(request, explanation, worker.model)
     if request.reply.format.is_picture:  # nothing that is captured is drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))

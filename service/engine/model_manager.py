@@ -1,19 +1,21 @@
-"""The models of this process: loaded when wanted, found by name, unloaded."""
+"""The models of this process: loaded when wanted, found by name, replaced, unloaded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from layertap.models.errors import Failure, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.executor import Executor
+from layertap.service.engine.model_room import ModelRoom
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.engine.unavailable import failure_error, unloading_error
@@ -25,12 +27,14 @@ log = logging.getLogger("layertap")
 LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
 ABORT_S = 2.0  # for forwards that nobody waits for
+TIDY_INTERVAL_S = 1.0
 OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what the operator has written, or may have
 
 
 class ModelManager:
     """The workers of this process by the names of their models. Used on the event loop, which it never blocks.
 
+    ``workers`` answer new requests; beside them are those that load to take another's place, or finish what they have.
     ``on_unload`` hears of each worker that is gone, by its generation.
     """
 
@@ -50,6 +54,11 @@ class ModelManager:
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
+        self.room = ModelRoom(self.workers, registry, settings, self.scheduler.is_idle, self._unload_now)
+        self._others: set[ModelWorker] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._startup: set[str] = set()  # models that were wanted from the start
+        self._unseen: set[str] = set()  # those of them that were never there
         self._ending = False
         self._aborted = asyncio.Event()
         self._settings = settings
@@ -57,9 +66,11 @@ class ModelManager:
 
     def start(self) -> None:
         """Begin to load the models that are wanted from the start."""
-        for entry in self.registry:
-            if entry.spec.load == "startup":
-                self._start(entry)
+        self._startup = {entry.spec.name for entry in self.registry if entry.spec.load == "startup"}
+        self._unseen = set(self._startup)
+        for name in self._startup:
+            self._start(self.registry.get_entry(name))
+        self.run_beside(self._tidy())
 
     async def wait_until_loaded(self) -> None:
         """Return once every model that began to load is loaded or has failed."""
@@ -69,19 +80,29 @@ class ModelManager:
 
     @property
     def ready(self) -> bool:
-        """Whether every model wanted from the start is loaded or has failed, and the server is not draining."""
-        settled = all(
-            self.workers[entry.spec.name].loaded.done()
-            for entry in self.registry
-            if entry.spec.load == "startup" and entry.spec.name in self.workers
-        )
+        """Whether every model wanted from the start was loaded or has failed, and the server is not draining."""
+        workers = {name: worker for name in self._unseen if (worker := self.workers.get(name)) is not None}
+        self._unseen -= {name for name, worker in workers.items() if worker.is_active}
+        settled = all(workers[name].loaded.done() for name in self._unseen & workers.keys())
         return settled and not self.draining and not self._ending
 
     @property
-    def load_failures(self) -> list[Failure]:
-        """What failed of each model that is wanted from the start, and required, and could not be loaded."""
-        required = (entry for entry in self.registry if entry.spec.load == "startup" and entry.spec.required)
-        return [entry.kind for entry in required if entry.state == "failed"]
+    def failures(self) -> list[ModelEntry]:
+        """The models wanted from the start that could not be loaded, or broke later."""
+        return [entry for entry in self.registry if entry.spec.name in self._startup and entry.state == "failed"]
+
+    @property
+    def load_failures(self) -> list[ModelEntry]:
+        """Those of the failed models that keep the server from being ready, as the settings say."""
+        failures = self.failures
+        match self._settings.ready_when:
+            case "all":
+                return failures
+            case "required":
+                return [entry for entry in failures if entry.spec.required]
+            case "any":
+                wanted = [entry for entry in self.registry if entry.spec.name in self._startup]
+                return failures if len(failures) == len(wanted) else []
 
     @property
     def alive(self) -> bool:
@@ -102,25 +123,40 @@ class ModelManager:
         limit_s = ABORT_S if self._aborted.is_set() else self._settings.deadline_s
         if not self.alive:
             limit_s = 0.0
-        await asyncio.gather(*(self._stop(name, limit_s) for name in list(self.workers)))
+        await asyncio.gather(*(self._stop(worker, limit_s) for worker in self.list_workers()))
+        for task in self._tasks:
+            task.cancel()
         self.scheduler.close()
 
-    async def get_worker(self, name: str | None, deadline: float) -> ModelWorker:
-        """The worker of a model by its name (None: the default), loaded if it is not yet.
+    def list_workers(self) -> list[ModelWorker]:
+        """All that are loaded or load; called by any thread."""
+        return [*dict(self.workers).values(), *self._others.copy()]
 
-        UnknownModelError; UnavailableError while draining, where loading failed, or where it lasts beyond the deadline.
+    def find_worker(self, name: str | None) -> ModelWorker | None:
+        """The worker that answers for a model's name or alias (None: the default), where there is one."""
+        name = self.default if name is None else name
+        return self.workers.get(self.registry.aliases.get(name, name))
+
+    async def get_worker(self, name: str | None, deadline: float) -> ModelWorker:
+        """The worker of a model by its name or alias (None: the default), loaded if it is not yet.
+
+        Who awaits something else while he uses it holds it (``ModelWorker.hold``). UnknownModelError; UnavailableError
+        while draining, where loading failed, or where it lasts beyond the deadline.
         """
-        entry = self.registry.get_entry(self.default if name is None else name)
-        if self.draining:
-            raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
-        if self.scheduler.failure:
-            raise failure_error(self.scheduler.failure)
-        worker = self.workers.get(entry.spec.name) or self._start_one_more(entry)
-        if worker.stopping:
-            raise unloading_error(worker.name)
-        worker.last_used = time.monotonic()
-        if not worker.loaded.done():
-            await self._wait_for(worker, deadline)
+        while True:
+            entry = self.registry.get_entry(self.default if name is None else name)
+            if self.draining:
+                raise UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+            if self.scheduler.failure:
+                raise failure_error(self.scheduler.failure)
+            worker = self.workers.get(entry.spec.name) or self._start_one_more(entry)
+            if worker.stopping:
+                raise unloading_error(worker.name)
+            worker.last_used = time.monotonic()
+            if not worker.loaded.done():
+                await self._wait_for(worker, deadline)
+            if not worker.replaced.is_set():
+                break
         # Looked at, not raised again: an exception that many requests raise keeps the frames of all of them.
         error = worker.loaded.exception()
         if error is None:
@@ -138,85 +174,149 @@ class ModelManager:
 
     async def unload(self, name: str) -> None:
         """Finish the model's queue, then forget it."""
-        self.registry.get_entry(name)
-        await self._stop(name, None)
+        worker = self.workers.get(self.registry.get_entry(name).spec.name)
+        if worker is not None:
+            await self._stop(worker, None)
+
+    # Models that come and go while others serve
+
+    async def exchange(self, entry: ModelEntry) -> None:
+        """Load a model beside the one of its name; once it is there new requests are its own.
+
+        Requests that the other one has are answered by it, then it is let go. LoadError, and all is as it was, where
+        it can't be loaded.
+        """
+        worker = self._create_worker(entry)
+        self._others.add(worker)
+        await asyncio.wait((asyncio.wrap_future(worker.settled),))
+        error = worker.loaded.exception()
+        if error is not None or self.draining:
+            self._others.discard(worker)
+            raise error or UnavailableError("the server is shutting down", retry_after=LOADING_RETRY_S)
+        self.put_entry(entry)
+        self._others.discard(worker)
+        self.workers[worker.name] = worker
+
+    def put_entry(self, entry: ModelEntry) -> None:
+        """Let an entry take the place of the one of its name, or be one more; what answered for that is let go."""
+        self._let_go(entry.spec.name)
+        self.registry.put_entry(entry)
+
+    def remove_entry(self, name: str) -> None:
+        """Let a model go for good: new requests don't find it, those that it has are answered."""
+        self.registry.remove_entry(name)
+        self._let_go(name)
+
+    def begin_loading(self, entry: ModelEntry) -> None:
+        """Load a model that is listed, if it is not there yet, without anybody who waits for it."""
+        if entry.spec.name not in self.workers and not self.draining:
+            self._start(entry)
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something beside requests, until it ends or the server does."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _let_go(self, name: str) -> None:
+        worker = self.workers.pop(name, None)
+        if worker is not None:
+            worker.replaced.set()
+            self._others.add(worker)
+            self.run_beside(self._stop_when_released(worker))
+
+    async def _stop_when_released(self, worker: ModelWorker) -> None:
+        await worker.wait_until_released()
+        await self._stop(worker, None)
+        log.info("a model's former version is unloaded", extra={"fields": {"model": worker.name}})
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(TIDY_INTERVAL_S)
+            self.room.tidy()
 
     def _fail_all(self, reason: str) -> None:
         """No model can be relied on, as long as this process lasts."""
         log.critical("the server has to be restarted", extra={"fields": {"reason": reason}})
         for entry in self.registry:
             if entry.model is not None:
-                self.registry.fail(entry.spec.name, reason)
+                entry.fail(reason)
 
     async def _wait_for(self, worker: ModelWorker, deadline: float) -> None:
-        """Return once a model is loaded or has failed; UnavailableError where that lasts too long, or is given up."""
-        aborted = asyncio.ensure_future(self._aborted.wait())
-        settled = asyncio.wrap_future(worker.settled)
+        """Return once a model is loaded or has failed, or another version has taken its place.
+
+        UnavailableError where that lasts too long, or is given up.
+        """
+        events = [asyncio.ensure_future(event.wait()) for event in (self._aborted, worker.replaced)]
+        waiting: list[asyncio.Future[Any]] = [asyncio.wrap_future(worker.settled), *events]
         try:
-            with suppress(DeadlineError):
-                await wait_until(deadline, asyncio.wait((settled, aborted), return_when=asyncio.FIRST_COMPLETED))
+            with suppress(DeadlineError), worker.hold():
+                await wait_until(deadline, asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))
         finally:
-            aborted.cancel()
-        if not worker.loaded.done():
+            for event in events:
+                event.cancel()
+        if not worker.loaded.done() and not worker.replaced.is_set():
             raise UnavailableError(f"model {worker.name} is loading", retry_after=LOADING_RETRY_S)
 
     def _start_one_more(self, entry: ModelEntry) -> ModelWorker:
-        self._make_room()
+        self.room.make_for(entry)
         return self._start(entry)
 
     def _start(self, entry: ModelEntry) -> ModelWorker:
-        name = entry.spec.name
-        entry.state = "loading"
-        worker = ModelWorker(
-            name, partial(self._load, name), partial(self.registry.fail, name), self.scheduler, self._settings
-        )
-        self.workers[name] = worker
+        worker = self.workers[entry.spec.name] = self._create_worker(entry)
         return worker
 
-    def _load(self, name: str) -> Executor:
+    def _create_worker(self, entry: ModelEntry) -> ModelWorker:
+        entry.state = "loading"
+        return ModelWorker(entry.spec.name, partial(self._load, entry), entry.fail, self.scheduler, self._settings)
+
+    def _load(self, entry: ModelEntry) -> Executor:
+        name = entry.spec.name
         try:
-            model = self.registry.load(name)
+            model = self.registry.load_entry(entry)
             if model.report is not None and (report := model.report.describe()):
                 log.info("a checkpoint was read", extra={"fields": {"model": name, **report}})
             try:
-                return self._create_executor(model)
+                executor = self._create_executor(model)
+                self._measure(entry, executor)
             except LoadError as error:
-                self.registry.fail(name, error.detail, "other")
+                entry.fail(error.detail, error.kind or "other")
                 raise
         except LayertapError as error:
             fields = {"model": name, "reason": error.detail, "hint": error.hint}
             traceback = error if isinstance(error, LoadError) and error.kind in OWN_CODE else None
             log.error("a model could not be loaded", exc_info=traceback, extra={"fields": fields})
             raise
+        return executor
 
-    def _make_room(self) -> None:
-        """Forget idle lazy models, the longest unused first, until one more may be loaded."""
-        limit = self._settings.max_loaded_models
-        while sum(not worker.failed for worker in self.workers.values()) >= limit:
-            idle = [worker for worker in self.workers.values() if self._may_be_unloaded(worker)]
-            if not idle:
-                raise UnavailableError(
-                    f"{limit} models are loaded and in use, as many as may be",
-                    hint="come again later, or use a model that GET /models calls ready",
-                    retry_after=LOADING_RETRY_S,
-                )
-            oldest = min(idle, key=lambda worker: worker.last_used)
-            self.scheduler.remove_model(oldest)
-            self._remove(oldest)
+    def _measure(self, entry: ModelEntry, executor: Executor) -> None:
+        """Note what a model takes; LoadError where that is more than all models may."""
+        entry.memory_bytes = executor.memory_bytes
+        budget = self._settings.model_memory_bytes
+        if budget is not None and entry.memory_bytes > budget:
+            executor.close()
+            raise LoadError(
+                f"it takes {entry.memory_bytes} bytes, and all models together may have {budget}",
+                hint="set LAYERTAP_MODEL_MEMORY_BYTES",
+            )
 
-    def _may_be_unloaded(self, worker: ModelWorker) -> bool:
-        lazy = self.registry.get_entry(worker.name).spec.load == "lazy"
-        return lazy and worker.is_active and not worker.stopping and not worker.rows and self.scheduler.is_idle(worker)
+    def _unload_now(self, worker: ModelWorker) -> None:
+        """Let go of a worker that nobody uses."""
+        log.info("a model is unloaded", extra={"fields": {"model": worker.name}})
+        self.scheduler.remove_model(worker)
+        self._forget(worker)
 
-    async def _stop(self, name: str, limit_s: float | None) -> None:
+    async def _stop(self, worker: ModelWorker, limit_s: float | None) -> None:
         # The worker keeps its place until its threads have ended: others would be more threads in the model.
-        worker = self.workers.get(name)
-        if worker is not None:
-            await worker.stop(limit_s)
-            if self.workers.get(name) is worker:
-                self._remove(worker)
+        await worker.stop(limit_s)
+        self._forget(worker)
 
-    def _remove(self, worker: ModelWorker) -> None:
-        del self.workers[worker.name]
-        self.registry.unload(worker.name)
+    def _forget(self, worker: ModelWorker) -> None:
+        if self.workers.get(worker.name) is worker:
+            del self.workers[worker.name]
+            self.registry.get_entry(worker.name).unload()
+        elif worker not in self._others:
+            return
+        self._others.discard(worker)
         self.on_unload(worker.generation)

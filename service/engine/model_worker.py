@@ -7,9 +7,9 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,10 +46,11 @@ class ModelWorker:
     """One model, from its loading on; each of its replicas has a thread.
 
     ``loaded`` tells when it is there, or why it is not; ``settled`` the same without the reason. ``rows`` are admitted
-    and not answered; they, ``last_used`` and ``stopping`` (from now on it takes nothing) belong to the event loop.
+    and not answered, ``holders`` are requests that it is to answer; they, ``last_used``, ``stopping`` (from now on it
+    takes nothing) and ``replaced`` (set once no new request is its own) belong to the event loop.
     ``idle_replicas``, ``calls`` (which want the first replica for themselves) and ``drained`` belong to the scheduler,
     under its lock. ``requires_isolation``: every request must have its forwards for itself, so that its bits are always
-    the same. ``generation`` is a number that no other worker of this process has.
+    the same. ``generation`` is a number that no other worker of this process has, ``key`` the name with it.
     """
 
     def __init__(
@@ -62,11 +63,15 @@ class ModelWorker:
     ) -> None:
         self.name = name
         self.generation = next(_GENERATIONS)
+        self.key = f"{name}@{self.generation}"
         self.loaded: Future[Executor] = Future()
         self.settled: Future[None] = Future()
         self.rows = 0
+        self.holders = 0
         self.last_used = 0.0
         self.stopping = False
+        self.replaced = asyncio.Event()
+        self._released = asyncio.Event()
         self.requires_isolation = False
         self.plans = PlanCache()
         self.queues: BatchQueues
@@ -200,6 +205,24 @@ class ModelWorker:
         if self.loaded.done():  # its loader may be just about to say so
             self.executor.note_waiting_rows(rows > 0)
 
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Let it be there for a request until the block ends, also where another version takes its place."""
+        self.holders += 1
+        try:
+            yield
+        finally:
+            self.holders -= 1
+            self.last_used = time.monotonic()
+            if not self.holders:
+                self._released.set()
+
+    async def wait_until_released(self) -> None:
+        """Return once no request holds it."""
+        while self.holders:
+            self._released.clear()
+            await self._released.wait()
+
     def notify_if_empty(self) -> None:
         """Some rows were answered, or given up; called on the event loop."""
         if self._empty is not None and not self.rows:
@@ -243,7 +266,7 @@ class ModelWorker:
         try:
             executor = load()
             model = executor.model
-            self.queues = BatchQueues(model, executor.devices, self._settings)
+            self.queues = BatchQueues(model, self.key, executor.devices, self._settings)
             padded_rows = self.queues.create(model.catalog, model.catalog.costs).padded_rows
             if padded_rows is not None:
                 stage = f"a forward of {padded_rows} rows"
@@ -269,6 +292,7 @@ class ModelWorker:
         self._start_replicas(executor)
         devices = tuple(dict.fromkeys(executor.devices))
         self._scheduler.add_model(self, devices)
+        self.last_used = time.monotonic()
         self.loaded.set_result(executor)
         fields = {"model": self.name, "device": ", ".join(devices), "seconds": round(time.monotonic() - started, 1)}
         log.info("a model is loaded", extra={"fields": fields})

@@ -25,6 +25,11 @@ class MultiDeviceExecutor:
         self.decodes_batches = False
         self.max_decode_items = executors[0].max_decode_items
 
+    @property
+    def memory_bytes(self) -> int:
+        """What the model takes on all devices."""
+        return sum(executor.memory_bytes for executor in self._executors)
+
     def start_thread(self, replica: int) -> None:
         """Prepare a thread that will use a replica."""
         executor, number = self._places[replica]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from layertap.models.errors import RequestError
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding, Selector
+from layertap.service.engine.admission import Admission
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.probe_inputs import make_probe_input
 from layertap.service.engine.request import ExtractRequest
@@ -37,28 +38,37 @@ class Prober:
 
         ``preprocessed``: the input is sent as tensors also to a model that takes pictures or texts.
         """
-        worker = await self._engine.manager.get_worker(model, deadline)
+        with self._engine.admission.admit(deadline) as admission:
+            return await self._probe(model, selectors, embedding, admission, preprocessed)
+
+    async def _probe(
+        self,
+        model: str | None,
+        selectors: tuple[Selector, ...],
+        embedding: Embedding | None,
+        admission: Admission,
+        preprocessed: bool,
+    ) -> Features:
+        worker = await self._engine.get_worker(model, admission)
         kind, item = make_probe_input(worker.model.model_inputs, preprocessed=preprocessed)
         request = ExtractRequest(
             model=model, items=((0, item),), selectors=selectors, embedding=embedding, isolated=True
         )
-        with self._engine.admission.admit(deadline) as admission:
+        with admission.return_bytes():
             features = await self._engine.extract(request, admission)
         probes = {key: Probe.of(kind, array, features.scales.get(key)) for key, array in features.arrays.items()}
         for key, probe in probes.items():
             self._probes.put((features.model, features.receipts[key].fingerprint), probe)
         return _add_probes(features, probes)
 
-    async def add_probes(self, features: Features, request: ExtractRequest, deadline: float) -> Features:
+    async def add_probes(self, features: Features, request: ExtractRequest, admission: Admission) -> Features:
         """The features of a request with a probe in each receipt; any error of the tree."""
         keys = {key: (features.model, receipt.fingerprint) for key, receipt in features.receipts.items()}
         known = {key: probe for key, each in keys.items() if (probe := self._probes.get(each)) is not None}
         if len(known) == len(keys):
             return _add_probes(features, known)
         preprocessed = any(receipt.preprocessed == "caller" for receipt in features.receipts.values())
-        probed = await self.probe(
-            features.model, request.selectors, request.embedding, deadline, preprocessed=preprocessed
-        )
+        probed = await self._probe(request.model, request.selectors, request.embedding, admission, preprocessed)
         probes = {key: receipt.probe for key, receipt in probed.receipts.items() if receipt.probe is not None}
         for key, probe in probes.items():  # where rows of another shape were sent it has another fingerprint
             self._probes.put(keys[key], probe)

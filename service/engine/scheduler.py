@@ -54,21 +54,21 @@ class Scheduler:
         self._metrics = metrics
         self._batcher = Batcher({CPU: DeviceSlots(slots)}, clock)
         self._lock = threading.RLock()
-        self._workers: dict[str, ModelWorker] = {}
+        self._workers: dict[str, ModelWorker] = {}  # by their keys
         self._in_flight: dict[QueuedRequest, InFlight] = {}
         self._pool = ThreadPoolExecutor(slots, "decode", initializer=start_single_threaded)
 
     def add_model(self, worker: ModelWorker, devices: Sequence[str]) -> None:
         """A model is loaded on some devices: its replicas take batches from now on."""
         with self._lock:
-            self._workers[worker.name] = worker
+            self._workers[worker.key] = worker
             for device in set(devices) - {CPU}:
                 self._batcher.add_device(device, DeviceSlots(self._gpu_streams, parallel=False))
 
     def remove_model(self, worker: ModelWorker) -> Future[None]:
         """Take no more for a model; done when all that was given is, and its threads are told to end."""
         with self._lock:
-            if worker.name not in self._workers:
+            if worker.key not in self._workers:
                 worker.drained = Future()
                 worker.drained.set_result(None)
             elif worker.drained is None:
@@ -79,12 +79,12 @@ class Scheduler:
     def is_idle(self, worker: ModelWorker) -> bool:
         """Whether a model has nothing to do."""
         with self._lock:
-            return worker.is_idle and not self._batcher.count_waiting_rows(worker.name)
+            return worker.is_idle and not self._batcher.count_waiting_rows(worker.key)
 
-    def count_waiting_rows(self, name: str) -> int:
+    def count_waiting_rows(self, worker: ModelWorker) -> int:
         """Rows of a model that are in no batch yet."""
         with self._lock:
-            return self._batcher.count_waiting_rows(name)
+            return self._batcher.count_waiting_rows(worker.key)
 
     def close(self) -> None:
         """End the pool; models have been removed before."""
@@ -185,9 +185,8 @@ class Scheduler:
                 worker.idle_replicas.remove(0)
                 worker.submit(0, partial(self._call, worker, *worker.calls.popleft()))
         handed_back: PendingDecode | None = None
-        while starting := self._batcher.start_next(
-            {name: each.count_idle_replicas() for name, each in self._workers.items()}
-        ):
+        workers = self._workers.items()
+        while starting := self._batcher.start_next({key: each.count_idle_replicas() for key, each in workers}):
             if isinstance(starting, Batch):
                 self._start(starting)
             elif decoder and handed_back is None:
@@ -195,7 +194,7 @@ class Scheduler:
             else:
                 self._pool.submit(self._decode_on, cast("PendingDecode", starting))
         for worker in list(self._workers.values()):
-            worker.note_waiting_rows(self._batcher.count_waiting_rows(worker.name))
+            worker.note_waiting_rows(self._batcher.count_waiting_rows(worker.key))
             self._end_if_idle(worker)
         return handed_back
 
@@ -235,8 +234,8 @@ class Scheduler:
     def _end_if_idle(self, worker: ModelWorker) -> None:
         """End a model's threads as soon as it has nothing left to do; under the lock."""
         if worker.drained is not None and self.is_idle(worker):
-            del self._workers[worker.name]
-            self._batcher.remove_model(worker.name)
+            del self._workers[worker.key]
+            self._batcher.remove_model(worker.key)
             worker.close()
             worker.drained.set_result(None)
 

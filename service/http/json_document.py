@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import orjson
+from fastapi import Request
 
 from layertap.models.errors import TooLargeError
+from layertap.service.engine.admission import Admission
 from layertap.service.errors import BadRequestError
+from layertap.service.http.body import read_body
+from layertap.service.settings import Settings
 
 MAX_BRACKETS = 500_000
+MAX_DOCUMENT = 2**16  # bytes of a request that has no inputs
+
+
+async def read_document(
+    request: Request, settings: Settings, admit: Callable[[], AbstractContextManager[Admission]]
+) -> dict[str, Any]:
+    """A small body that is a JSON object; without any the object is empty. BadRequestError, TooLargeError."""
+    with admit() as admission:
+        data = await read_body(request, settings, admission.reserve_bytes)
+    if len(data) > MAX_DOCUMENT:
+        hint = "models are configured by who runs the server"
+        raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)
+    document = load_json(data, settings.max_json_depth) if data else {}
+    if not isinstance(document, dict):
+        raise BadRequestError("the body is no JSON object")
+    return document
 
 
 def load_json(data: bytes, max_depth: int, name: str = "the body") -> Any:

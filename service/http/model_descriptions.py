@@ -24,6 +24,9 @@ def describe_model(entry: ModelEntry) -> Json:
     body |= {name: value for name, value in OPTIONAL_FIELDS.items() if getattr(spec, name) == value}
     if entry.reason:
         body["reason"] = entry.reason
+    if (replacement := entry.replacement) is not None:
+        reason = {"reason": replacement.reason} if replacement.reason else {}
+        body["replacement"] = {"state": replacement.state, **reason}
     if model is None:
         embedding = {"embedding": spec.embedding} if spec.embedding is not None else {}
         return body | {"device": ", ".join(spec.devices) or spec.device, **embedding, "hooks": 0}
@@ -39,6 +42,7 @@ def describe_model(entry: ModelEntry) -> Json:
         "labels": model.labels.describe() if model.labels is not None else None,
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
+        "memory_bytes": entry.memory_bytes,
         **_describe_text(model.text),
     }
 

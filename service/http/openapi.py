@@ -24,6 +24,7 @@ from layertap.service.schemas.replies import (
     ModelsReply,
     ProbeReply,
     Problem,
+    ReloadReply,
 )
 
 TEMPLATE = "#/components/schemas/{model}"
@@ -264,5 +265,5 @@ def _add_parameter_examples(paths: dict[str, Any]) -> dict[str, Any]:
 
 SCHEMAS: tuple[type[BaseModel], ...] = (
     *(ExtractBody, ExplainBody, FeaturesReply, DryRunReply, ProbeReply),
-    *(ModelsReply, Model, LayersReply, HealthReply, Problem),
+    *(ModelsReply, Model, ReloadReply, LayersReply, HealthReply, Problem),
 )

@@ -95,7 +95,7 @@ async def receive(
 
 
 async def encode_response(
-    features: Features, request: ExtractRequest, engine: Engine, deadline: float, sent: Headers
+    features: Features, request: ExtractRequest, engine: Engine, admission: Admission, sent: Headers
 ) -> Response:
     """Features as a reply: 304 where the client says that it has them, in the headers that it ``sent``."""
     headers = describe_features(features)
@@ -103,12 +103,12 @@ async def encode_response(
         return Response(status_code=304, headers=headers)
     reply = request.reply
     with request.timings.step("encode"):
-        pictures = engine.list_pictures(request, features) if reply.format.is_picture else ()
+        pictures = engine.list_pictures(request, features, admission) if reply.format.is_picture else ()
         encode = partial(reply.format.encode, features, EncodeOptions(reply.encoding, reply.picture, pictures))
         if sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS and not reply.format.in_thread:
             buffers = encode()
         else:
-            buffers = await engine.run_in_thread(encode, deadline)
+            buffers = await engine.run_in_thread(encode, admission.deadline)
     return make_response(buffers, headers, reply.format.media_type)
 
 

@@ -12,16 +12,15 @@ from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from layertap.models.errors import LayertapError, RequestError, TooLargeError, UnknownModelError, escape
+from layertap.models.errors import LayertapError, RequestError, UnknownModelError, escape
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_worker import ModelWorker
-from layertap.service.errors import BadRequestError, UnavailableError
+from layertap.service.errors import UnavailableError
 from layertap.service.http.auth import require_admin
-from layertap.service.http.body import read_body
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.entity_tag import digest_form, is_known
-from layertap.service.http.json_document import load_json
+from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import FEW_NUMBERS, describe_features, receive
@@ -32,7 +31,6 @@ from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION
 from layertap.service.oip.parsing import InferRequest, parse_infer
 from layertap.service.oip.statistics import describe_statistics
 
-MAX_DOCUMENT = 2**16  # bytes of a request that is no inference
 LOADING_RETRY_S = 1.0
 Endpoint = Callable[..., Any]
 
@@ -43,7 +41,7 @@ async def infer(request: Request) -> Response:
     await check_version(request)
     parse = partial(parse_infer, model=request.path_params["name"])
     async with receive(request, engine, parse, FORMATS, get_timeout=_get_timeout) as (parsed, admission):
-        worker = await engine.manager.get_worker(parsed.model, admission.deadline)
+        worker = await engine.get_worker(parsed.model, admission)
         extract = parsed.fit_to_model(worker.model)
         try:
             features = await engine.extract(extract, admission)
@@ -147,7 +145,7 @@ async def show_config(engine: EngineDependency, name: str) -> Json:
 @router.post("/repository/index")
 async def list_repository(request: Request, engine: EngineDependency) -> list[Json]:
     """Every configured model and its state; with ``ready`` only those that are."""
-    document = await _read_document(request, engine, {"ready"})
+    document = await _read_fields(request, engine, {"ready"})
     index = [metadata.describe_index(entry) for entry in engine.manager.registry]
     return [each for each in index if not document.get("ready") or each["state"] == "READY"]
 
@@ -155,7 +153,7 @@ async def list_repository(request: Request, engine: EngineDependency) -> list[Js
 @router.post("/repository/models/{name}/load", dependencies=[Depends(require_admin)])
 async def load_model(request: Request, engine: EngineDependency, name: str) -> Json:
     """As ``POST /models/NAME/load``."""
-    document = await _read_document(request, engine, {"parameters"})
+    document = await _read_fields(request, engine, {"parameters"})
     if document.get("parameters"):
         raise RequestError("models are configured by who runs the server", hint="leave 'config' and files out")
     await models.load_model(engine, name)
@@ -181,20 +179,18 @@ async def _plan_outputs(engine: Engine, name: str) -> tuple[ModelWorker, list[me
     """A model's worker, and the outputs that its metadata have."""
     deadline = Timeout.from_settings(engine.settings).deadline
     worker = await engine.manager.get_worker(name, deadline)
-    planned = await engine.planner.plan(metadata.make_outputs_request(worker.model), worker, deadline)
+    with worker.hold():
+        planned = await engine.planner.plan(metadata.make_outputs_request(worker.model), worker, deadline)
     return worker, [metadata.describe_output(result) for result in planned.plan.results]
 
 
-async def _read_document(request: Request, engine: Engine, fields: set[str]) -> Json:
+async def _read_fields(request: Request, engine: Engine, fields: set[str]) -> Json:
     """A body of few fields, or none; BadRequestError, RequestError, TooLargeError."""
-    with engine.admission.admit(Timeout.from_settings(engine.settings).deadline) as admission:
-        data = await read_body(request, engine.settings, admission.reserve_bytes)
-    if len(data) > MAX_DOCUMENT:
-        hint = "models are configured by who runs the server"
-        raise TooLargeError(f"the body has {len(data)} bytes, the limit here is {MAX_DOCUMENT}", hint=hint)
-    document = load_json(data, engine.settings.max_json_depth) if data else {}
-    if not isinstance(document, dict):
-        raise BadRequestError("the body is no JSON object")
+    document = await read_document(request, engine.settings, partial(engine.admission.admit, _make_deadline(engine)))
     if unknown := document.keys() - fields:
         raise RequestError(f"there is no field {escape(min(unknown))}", hint=f"use {', '.join(fields)}")
     return document
+
+
+def _make_deadline(engine: Engine) -> float:
+    return Timeout.from_settings(engine.settings).deadline

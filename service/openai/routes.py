@@ -33,7 +33,7 @@ async def create_embeddings(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     header = TIMEOUT_HEADER if TIMEOUT_HEADER in request.headers else timeout.HEADER
     async with receive(request, engine, parse_embeddings, JSON, header) as (parsed, admission):
-        worker = await engine.manager.get_worker(parsed.model, admission.deadline)
+        worker = await engine.get_worker(parsed.model, admission)
         parts = list(parsed.fit_to_model(worker.model).split(engine.settings.max_inputs))
         if parsed.dimensions is not None:
             planned = await engine.planner.plan(parts[0], worker, admission.deadline)
@@ -80,12 +80,12 @@ async def _describe(engine: Engine, model_id: str) -> Json:
     name, embedding = parse_model_id(model_id)
     entry = engine.manager.registry.get_entry(name)
     body: Json = {"id": model_id, "object": "model", "created": 0, "owned_by": "layertap", "state": entry.state}
-    worker = engine.manager.workers.get(name)
-    has_embedding = entry.model is not None and (embedding.layer or entry.model.embedding is not None)
-    if worker is None or not has_embedding:
+    worker = engine.manager.find_worker(name)
+    if worker is None or not worker.is_active or not (embedding.layer or worker.model.embedding is not None):
         return body
     request = ExtractRequest(model=name, items=(), embedding=embedding)
-    planned = await engine.planner.plan(request, worker, time.monotonic() + engine.settings.deadline_s)
+    with worker.hold():
+        planned = await engine.planner.plan(request, worker, time.monotonic() + engine.settings.deadline_s)
     (fingerprint,) = planned.fingerprints.values()
     return body | {"fingerprint": fingerprint, "dimensions": _count_columns(planned)}
 

@@ -239,8 +239,12 @@ EXAMPLES: dict[str, list[Any]] = {
     ],
     "TopClassReply": [{"class": 3, "score": 8.94, "probability": 0.9998}],
     "FeatureSize": [FEATURE_SIZE],
-    "ModelsReply": [{"default": "digits", "models": [MODEL], "limits": LIMITS}],
+    "ModelsReply": [{"default": "digits", "aliases": {"prod": "digits"}, "models": [MODEL], "limits": LIMITS}],
     "Model": [MODEL],
+    "ReloadReply": [
+        {"added": [], "removed": [], "changed": {"digits": ["weights"]}, "aliases": {"prod": "digits"}, "default": None}
+    ],
+    "Replacement": [{"state": "loading"}],
     "ModelInput": [MODEL_INPUT],
     "Preprocessing": [PREPROCESSING],
     "Checkpoint": [CHECKPOINT],
@@ -254,5 +258,5 @@ EXAMPLES: dict[str, list[Any]] = {
     "CallTensor": [CALL_TENSOR],
     "AttentionTensor": [ATTENTION],
     "LayerFunction": [FUNCTION],
-    "HealthReply": [{"status": "ready"}],
+    "HealthReply": [{"status": "ready", "failed": ["weights"]}],
 }

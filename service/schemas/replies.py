@@ -167,6 +167,13 @@ class TextInputs(BaseModel):
     mask: str | None
 
 
+class Replacement(BaseModel):
+    """A model's next version, which is not there yet, or could not be loaded."""
+
+    state: State
+    reason: str = ""
+
+
 class Model(BaseModel):
     """A configured model; what is only known of one in memory is there where ``state`` is ``ready``."""
 
@@ -187,6 +194,8 @@ class Model(BaseModel):
     labels: ModelLabels | None = None
     layers: int = 0
     hooks: int
+    memory_bytes: int = 0
+    replacement: Replacement | None = None
     text: TextInputs | None = None
 
 
@@ -195,11 +204,25 @@ Limits = create_model("Limits", __doc__="Settings that requests are to keep with
 
 
 class ModelsReply(BaseModel):
-    """Every configured model, and the name of the one that requests without a name mean."""
+    """Every configured model, the name of the one that requests without a name mean, and further names of some."""
 
     default: str
+    aliases: dict[str, str]
     models: list[Model]
     limits: Limits
+
+
+class ReloadReply(BaseModel):
+    """What a configuration that was read anew changes: names of models, of changed ones with the fields.
+
+    ``aliases`` that change have their new model, or null; ``default`` is null where it stays.
+    """
+
+    added: list[str]
+    removed: list[str]
+    changed: dict[str, list[str]]
+    aliases: dict[str, str | None]
+    default: str | None
 
 
 class Tensor(BaseModel):
@@ -260,6 +283,7 @@ class LayersReply(BaseModel):
 
 
 class HealthReply(BaseModel):
-    """The server lives, or is ready."""
+    """The server lives, or is ready; ``failed`` has the kinds of failure of models that it is ready without."""
 
     status: Literal["alive", "ready"]
+    failed: list[str] = []

@@ -35,6 +35,12 @@ class DecodingExecutor(InProcessExecutor):
         host.load()
         self.max_decode_items = MAX_DECODE_ITEMS
         self._pool = WorkerPool(host, settings)
+        self._host = host
+
+    @property
+    def memory_bytes(self) -> int:
+        """The weights and buffers, wherever they are, and what the workers have now."""
+        return super().memory_bytes + self._host.measure_worker_bytes()
 
     def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures on the GPU or in a worker, all else in the calling thread."""

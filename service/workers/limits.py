@@ -17,9 +17,9 @@ STATUS = Path("/proc/self/status")
 
 
 def leave_signals_to_server() -> None:
-    """Ignore a terminal's Ctrl+C and a service manager's SIGTERM, which go to all processes: the server drains."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore a terminal's Ctrl+C, a service manager's SIGTERM and SIGHUP, which go to all processes."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent(parent: int) -> None:

@@ -42,7 +42,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class TakeTurn:
-    """From a host: it waits until no other model is loaded or measured. The answer is ``TurnTaken``."""
+    """From a host: it waits until no other model is measured. The answer is ``TurnTaken``."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TurnTaken:
 
 @dataclass(frozen=True)
 class TurnEnded:
-    """From a host: others may be loaded and measured."""
+    """From a host: others may be measured."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import NoReturn, TypeVar, cast
 import torch
 
 from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import LayertapError, LoadError, make_load_error
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
@@ -77,10 +78,13 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
     settings = options.settings
     costs_folder = settings.cache_dir / "costs"
     take_turn = nullcontext if options.reload else partial(_take_turn, channel)
-    with take_turn():
-        model = load_model(
-            options.spec, threads=settings.cpu_threads, costs_folder=costs_folder, run_survey=run_in_copy
-        )
+    model = load_model(
+        options.spec,
+        threads=settings.cpu_threads,
+        costs_folder=costs_folder,
+        run_survey=run_in_copy,
+        take_turn=take_turn,
+    )
     if options.plans:
         model = prepare_warm_plans(model, options.plans, run_in_copy, take_turn, options.reload)
     executor = InProcessExecutor(model, settings)
@@ -89,7 +93,7 @@ def _load(options: HostOptions, channel: Channel) -> tuple[ModelInfo, CreateWork
 
 @contextmanager
 def _take_turn(channel: Channel) -> Iterator[None]:
-    """Wait for other models' hosts as ``loading.take_turn`` does for models of one process: the server knows of all."""
+    """Wait for other models' hosts as ``turns.take_turn`` does for models of one process: the server knows of all."""
     channel.send(TakeTurn())
     channel.receive()
     try:
@@ -154,7 +158,9 @@ def _to_load_error(error: BaseException) -> LayertapError:
 
 def _describe(model: LoadedModel) -> ModelInfo:
     """The model as the server sees it: texts are made into tokens here, by whatever the model brought along."""
+    gc.collect()
     info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
+    info = replace(info, memory_bytes=measure_private_bytes() or model.memory_bytes)
     text = info.model_inputs.text
     if text is None or text.encode is None:
         return info

@@ -107,6 +107,11 @@ class ProcessExecutor:
         self._settings = settings
         self._pool = WorkerPool(model.host, settings)
 
+    @property
+    def memory_bytes(self) -> int:
+        """What the host had for itself when it had loaded the model, and what its workers have now."""
+        return self.model.memory_bytes + self.model.host.measure_worker_bytes()
+
     def start_thread(self, replica: int) -> None:
         """Prepare a thread, which waits for workers."""
         publish_name()

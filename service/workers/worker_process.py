@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 
+from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
-from layertap.models.loading import take_turn
 from layertap.models.model_info import ModelInfo
+from layertap.models.turns import build_beside, take_turn
 from layertap.service.types import RestartReason
 from layertap.service.workers.channel import Channel, connect
 from layertap.service.workers.host_process import HostProcess, start_host
@@ -130,6 +131,10 @@ class ModelHost:
             for worker in self.workers:
                 worker.note_waiting_rows(rows_wait)
 
+    def measure_worker_bytes(self) -> int:
+        """Memory of the workers that no other process has."""
+        return sum(measure_private_bytes(worker.pid) for worker in self.workers)
+
     def close(self) -> None:
         """End the process, and with it its workers; none is started any more."""
         with self._lock:
@@ -171,6 +176,8 @@ class ModelHost:
     def _receive_model(self) -> ModelInfo | Hello | LayertapError:
         """What the host says when it has loaded the model; before that it asks for turns with other models."""
         with ExitStack() as turn:
+            if self._options.pictures is None:
+                turn.enter_context(build_beside())  # until it wants to measure
             while isinstance(message := self._channel.receive(), (TakeTurn, TurnEnded)):
                 turn.close()
                 if isinstance(message, TakeTurn):

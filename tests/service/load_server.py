@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -110,10 +110,11 @@ def process(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": path, "LAYERTAP_CACHE_DIR": str(folder / "cache")}
     environment = os.environ | SETTINGS | own | variables
+    started = partial(subprocess.Popen[bytes], words, cwd=folder, env=environment, stdin=subprocess.DEVNULL)
     with (
         log.open("wb") as stream,
         out.open("wb") as printed,
-        subprocess.Popen(words, cwd=folder, env=environment, stderr=stream, stdout=printed) as running,
+        started(stderr=stream, stdout=printed) as running,
     ):
         try:
             found = Process(running, log, out)

@@ -110,6 +110,7 @@ def test_same_bits_for_the_same_batch(live: Live) -> None:
 def test_devices_are_told(live: Live) -> None:
     """A model says on which devices it is, and its hooks are gone from all of them."""
     told = live.client.get("/models/net").json()
+    assert told["memory_bytes"] == len(DEVICES) * 4 * (4 * 8 + 8 + 8 * 3 + 3)
     assert (told["state"], told["device"], told["hooks"]) == ("ready", "cpu:0, cpu:1, cpu:2", 0)
     threads = {thread.name for thread in threading.enumerate()}
     assert {f"model-{number}-net" for number in range(len(DEVICES))} <= threads

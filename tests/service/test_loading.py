@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torchvision.models import resnet18
 
-from layertap.models import loading
+from layertap.models import turns
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.marks import slow
@@ -82,8 +82,8 @@ class Asker:
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads do not wait for each other: where one takes long they never did."""
-    monkeypatch.setattr(loading, "TURN_TIMEOUT_S", 0.0)
+    """Loads do not wait for each other, not even to be measured."""
+    monkeypatch.setattr(turns, "TURN_TIMEOUT_S", 0.0)
 
 
 @pytest.mark.usefixtures("_impatient")

@@ -26,7 +26,7 @@ async def explain(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, admission):
         features = await explanations.explain(engine, parsed, admission)
-        return await encode_response(features, parsed, engine, admission.deadline, request.headers)
+        return await encode_response(features, parsed, engine, admission, request.headers)
 
 
 ROUTE = PlainRoute("/explain", explain)

@@ -38,8 +38,8 @@ async def extract(request: Request) -> Response:
         features = await engine.extract(parsed, admission)
         if parsed.probe:
             prober: Prober = request.app.state.prober
-            features = await prober.add_probes(features, parsed, admission.deadline)
-        return await encode_response(features, parsed, engine, admission.deadline, request.headers)
+            features = await prober.add_probes(features, parsed, admission)
+        return await encode_response(features, parsed, engine, admission, request.headers)
 
 
 ROUTE = PlainRoute("/extract", extract)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
 
+from layertap.models.registry import ModelEntry
 from layertap.service.engine.model_manager import FAILED_RETRY_S
 from layertap.service.errors import UnavailableError
 from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.model_descriptions import Json
 from layertap.service.http.openapi import OTHER_PROBLEMS, describe_reply
 from layertap.service.schemas.replies import HealthReply
 
@@ -22,18 +26,25 @@ async def livez(engine: EngineDependency) -> dict[str, str]:
 
 
 @router.get("/readyz", response_model=None)
-async def readyz(engine: EngineDependency) -> dict[str, str]:
-    """Whether requests are welcome: 503 until all required models are loaded, while one has failed, while draining."""
+async def readyz(engine: EngineDependency) -> Json:
+    """Whether requests are welcome: 503 until the models of the start are loaded, while one failed, while draining.
+
+    Which failures matter is a setting; others are told in ``failed``, by their kinds.
+    """
     if not engine.manager.alive:
         raise _permanent_failure_error()
     if not engine.manager.ready:
         raise UnavailableError("models are loading or the server is shutting down", retry_after=1.0)
     if failures := engine.manager.load_failures:
         # No reason and no name: whoever asks here has no key.
-        kinds = ", ".join(dict.fromkeys(failures))
-        detail = f"{len(failures)} of the models wanted from the start failed: {kinds}"
+        detail = f"{len(failures)} of the models wanted from the start failed: {', '.join(_list_kinds(failures))}"
         raise UnavailableError(detail, hint="GET /models has the reasons", retry_after=FAILED_RETRY_S)
-    return {"status": "ready"}
+    failed = _list_kinds(engine.manager.failures)
+    return {"status": "ready", **({"failed": failed} if failed else {})}
+
+
+def _list_kinds(failures: Sequence[ModelEntry]) -> list[str]:
+    return list(dict.fromkeys(entry.kind for entry in failures))
 
 
 def _permanent_failure_error() -> UnavailableError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import orjson
@@ -12,25 +15,57 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from layertap.models.catalog.catalog import Catalog, Layer
 from layertap.models.catalog.layer_tree import format_tree
-from layertap.models.errors import UnknownLayerError, escape
+from layertap.models.errors import LoadError, RequestError, UnknownLayerError, escape
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.matches import matches_glob, suggest_type
+from layertap.service.config.document import ConfigError
+from layertap.service.engine.deadline import wait_until
+from layertap.service.engine.model_updates import ModelUpdates
 from layertap.service.errors import DeadlineError
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.dependencies import EngineDependency
+from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
 from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
 from layertap.service.http.timeout import Timeout
-from layertap.service.schemas.replies import LayersReply, Model, ModelsReply
+from layertap.service.schemas.replies import LayersReply, Model, ModelsReply, ReloadReply
 from layertap.service.settings import LIMITS
 
+log = logging.getLogger("layertap")
 router = APIRouter(tags=["models"])
 FILTERS = frozenset({"match", "type", "leaf", "functions"})
 
 
 MODEL_RESPONSES: dict[int | str, Json] = {200: describe_reply(Model), **OTHER_PROBLEMS}
+ENTRY: Json = {"type": "object", "description": "an entry of 'models' in the configuration file; without its name"}
+EXCHANGE_RESPONSES: dict[int | str, Json] = {
+    200: describe_reply(Model, "The new version answers"),
+    202: describe_reply(Model, "It still loads, and answers once it is there"),
+    400: describe_problem("Not JSON"),
+    401: describe_problem("A key is missing or not known"),
+    403: describe_problem("Not an administrator's key, or not allowed by the configuration"),
+    404: describe_problem("Unknown model"),
+    408: describe_problem("The body came too slowly"),
+    409: describe_problem("An alias, or a model that is being exchanged"),
+    413: describe_problem("Over a limit; the detail has the figure"),
+    422: describe_problem("The entry makes no sense, or can't be loaded"),
+    429: describe_problem("This key is over its rate"),
+    503: describe_problem("No room for one more model, or the server is shutting down"),
+    **OTHER_PROBLEMS,
+}
+RELOAD_RESPONSES: dict[int | str, Json] = {
+    200: describe_reply(ReloadReply, "In effect"),
+    202: describe_reply(ReloadReply, "Taken; some models still load"),
+    401: describe_problem("A key is missing or not known"),
+    403: describe_problem("Not an administrator's key"),
+    409: describe_problem("There is no file"),
+    422: describe_problem("The file makes no sense, and nothing changes"),
+    429: describe_problem("This key is over its rate"),
+    504: describe_problem("The file can't be read in time"),
+    **OTHER_PROBLEMS,
+}
 LAYERS_RESPONSES: dict[int | str, Json] = {
     200: {
         "content": {
@@ -62,7 +97,8 @@ def list_models(engine: EngineDependency) -> Json:
     """Every configured model and its state, and the limits that requests are to keep within."""
     models = [describe_model(entry) for entry in engine.manager.registry]
     limits = {name: getattr(engine.settings, name) for name in LIMITS}
-    return {"default": engine.manager.default, "models": models, "limits": limits}
+    registry = engine.manager.registry
+    return {"default": engine.manager.default, "aliases": registry.aliases, "models": models, "limits": limits}
 
 
 @router.get("/models/{name}", response_model=None, responses=MODEL_RESPONSES)
@@ -91,16 +127,65 @@ async def list_layers(
     worker = await engine.manager.get_worker(name, timeout.deadline)
     model = worker.model
     try:
-        if functions and not model.catalog.has_functions:
-            await worker.survey(model.shapes, timeout.deadline, functions=True)
-        data = await engine.run_in_thread(
-            lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf), functions),
-            timeout.deadline,
-        )
+        with worker.hold():
+            if functions and not model.catalog.has_functions:
+                await worker.survey(model.shapes, timeout.deadline, functions=True)
+            data = await engine.run_in_thread(
+                lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf), functions),
+                timeout.deadline,
+            )
     except DeadlineError as error:
         timeout.explain(error, otherwise="come again later")
         raise
     return Response(data, media_type=listing_format.media_type)
+
+
+@router.put(
+    "/models/{name}",
+    response_model=None,
+    dependencies=[Depends(require_admin)],
+    responses=EXCHANGE_RESPONSES,
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": ENTRY}}}},
+)
+async def exchange_model(request: Request, engine: EngineDependency, name: str) -> Response:
+    """Give a model another version by its entry as the configuration file has it, while the one that is there answers.
+
+    New requests are the new version's once it is loaded, else everything stays as it was. The configuration says what
+    is allowed. The file stays as it is.
+    """
+    updates: ModelUpdates = request.app.state.updates
+    timeout = Timeout.from_settings(engine.settings)
+    data = await read_document(request, engine.settings, partial(engine.admission.admit, timeout.deadline))
+    exchange = updates.exchange(updates.parse(name, data))
+    try:
+        error = await wait_until(timeout.deadline, asyncio.shield(exchange))
+    except DeadlineError:
+        return _make_json(describe_model(engine.manager.registry.get_entry(name)), 202)
+    if isinstance(error, LoadError):
+        detail = f"the new version of model {name} could not be loaded: {error.detail}"
+        raise RequestError(detail, hint=error.hint or "the former one goes on")
+    if error is not None:
+        raise error
+    return _make_json(describe_model(engine.manager.registry.get_entry(name)))
+
+
+@router.post("/models/reload", response_model=None, dependencies=[Depends(require_admin)], responses=RELOAD_RESPONSES)
+async def reload_models(request: Request, engine: EngineDependency) -> Response:
+    """Read the configuration file anew, and make the models what it says; what is new loads first."""
+    updates: ModelUpdates = request.app.state.updates
+    timeout = Timeout.from_settings(engine.settings)
+    try:
+        update = await updates.reload(timeout.deadline)
+    except ConfigError as error:
+        log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
+        hint = "the server's log has what is wrong"
+        raise RequestError("the configuration file is not taken", hint=hint, faults=error.faults) from None
+    body, status = update.changes.describe(), 200
+    try:
+        await wait_until(timeout.deadline, asyncio.shield(update.done))
+    except DeadlineError:
+        status = 202
+    return _make_json(body, status)
 
 
 @router.post(
@@ -119,6 +204,10 @@ async def unload_model(engine: EngineDependency, name: str) -> Json:
     """Finish what the model has to do, then forget it; the next request loads it again."""
     await engine.manager.unload(name)
     return describe_model(engine.manager.registry.get_entry(name))
+
+
+def _make_json(body: Json, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
 
 
 def _filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:

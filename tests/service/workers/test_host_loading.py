@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from layertap.models.loading import take_turn
 from layertap.models.spec import ModelSpec
+from layertap.models.turns import take_turn
 from layertap.service.config.configuration import Configuration
 from layertap.service.settings import Settings
 from layertap.service.workers import worker_process
@@ -57,7 +57,7 @@ def compiled(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 @pytest.mark.slow
 def test_turns(compiled: tuple[Path, list[Turn]]) -> None:
-    """It has a turn to load and another one to measure, and others load while it compiles."""
+    """It has a turn for its survey and another one to measure its graphs, and others are measured while it compiles."""
     _, turns = compiled
     assert turns == [("begins", 0), ("ends", 0), ("begins", 2), ("ends", 2)]
 

@@ -7,7 +7,6 @@ from threading import Event
 import pytest
 from torch import nn
 
-from layertap.models import loading
 from layertap.models.spec import ModelSpec
 from tests.server import Live
 from tests.service import nets_http
@@ -49,7 +48,6 @@ def test_not_ready_while_loading(serve: Serve, monkeypatch: pytest.MonkeyPatch) 
         return Gated()
 
     monkeypatch.setattr(nets_http, "slow", slow, raising=False)
-    monkeypatch.setattr(loading, "TURN_TIMEOUT_S", 0.0)  # the other model does not wait for this one
     specs: tuple[ModelSpec, ...] = (net("slow", "slow", weights="DEFAULT"), net("gated", "Gated", weights="DEFAULT"))
     with serve(configured(*specs), wait=False) as live:
         try:

@@ -1,0 +1,53 @@
+"""What ``PUT /models/NAME`` may bring: what the configuration file names, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layertap.models.errors import escape
+from layertap.models.sources.grammar import is_checkpoint
+from layertap.models.spec import ModelSpec
+from layertap.service.errors import ForbiddenError
+
+HINT = "who runs the server adds it to 'allow' in the configuration file"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Sources and weights as they may be written, and names of arguments; weights that end in a slash are folders.
+
+    Paths are absolute. What the file says of the model itself is always allowed.
+    """
+
+    sources: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    args: tuple[str, ...] = ()
+
+    def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
+        """ForbiddenError where a model's next version has what neither this nor its entry in the file names."""
+        if spec.source != configured.source and spec.source not in self.sources:
+            raise ForbiddenError(f"source {escape(spec.shown_source)} is not allowed", hint=HINT)
+        if spec.weights != configured.weights and not self._allows_weights(spec.weights):
+            raise ForbiddenError("these weights are not allowed", hint=HINT)
+        if isinstance(spec.labels, str) and spec.labels != configured.labels and not self._is_within(spec.labels):
+            raise ForbiddenError("this file of labels is not allowed", hint=HINT)
+        given = configured.args if spec.source == configured.source else {}
+        for name in _list_changed(spec.args, given):
+            if name not in self.args:
+                raise ForbiddenError(f"argument {escape(name)} is not allowed", hint=HINT)
+
+    def _allows_weights(self, weights: str) -> bool:
+        return weights in self.weights or (is_checkpoint(weights) and self._is_within(weights))
+
+    def _is_within(self, path: str) -> bool:
+        """Whether a file, wherever links lead, is in one of the folders."""
+        folders = (Path(each).resolve() for each in self.weights if each.endswith("/"))
+        return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
+
+
+def _list_changed(args: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    names = sorted(args.keys() | given.keys())
+    return [name for name in names if name not in args or name not in given or args[name] != given[name]]

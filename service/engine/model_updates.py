@@ -1,0 +1,191 @@
+"""Models that are exchanged, added and removed while others answer: one by its entry, all by the configuration file."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from layertap.models.errors import LayertapError, LoadError, RequestError
+from layertap.models.registry import ModelEntry
+from layertap.models.spec import ModelSpec
+from layertap.service.config.changes import Changes, compare
+from layertap.service.config.checks import check_specs
+from layertap.service.config.configuration import Configuration, read_configuration
+from layertap.service.config.document import ConfigError
+from layertap.service.config.parsing import parse_entry
+from layertap.service.engine.model_manager import ModelManager
+from layertap.service.engine.planner import RunInThread
+from layertap.service.errors import ConflictError, ForbiddenError
+
+log = logging.getLogger("layertap")
+READ_S = 60.0
+Exchange = asyncio.Task[LayertapError | None]
+
+
+@dataclass(frozen=True)
+class Update:
+    """A configuration that is taken over: what it changes, and what ends when that is done."""
+
+    changes: Changes
+    done: asyncio.Task[None]
+
+
+class ModelUpdates:
+    """Changes which models there are, and their versions. For the event loop only, which it never blocks.
+
+    A model's next version loads beside the one that answers, and takes its place when it is there: no request fails,
+    and each is answered by one version. Where it can't be loaded all stays as it was.
+    """
+
+    def __init__(
+        self, manager: ModelManager, configuration: Configuration, path: Path | None, run_in_thread: RunInThread
+    ) -> None:
+        """``path`` is that of the configuration's file, None where there is none."""
+        self._manager = manager
+        self._configuration = configuration
+        self._path = path
+        self._run_in_thread = run_in_thread
+        self._exchanges: dict[str, Exchange] = {}
+        self._reading = asyncio.Lock()
+
+    def parse(self, name: str, data: object) -> ModelSpec:
+        """A model's next version by its entry; ForbiddenError, RequestError, UnknownModelError."""
+        allowed = self._configuration.allowed
+        if allowed is None:
+            hint = "who runs the server adds 'allow' to the configuration file"
+            raise ForbiddenError("the configuration allows no model to be exchanged", hint=hint)
+        running = self._manager.registry.get_entry(name).spec
+        if running.name != name:
+            hint = f"name the model, {running.name}; aliases are changed in the configuration file"
+            raise ConflictError(f"{name} is an alias", hint=hint)
+        if not isinstance(data, dict) or data.get("name", name) != name:
+            raise RequestError("the body is the model's entry, by the name in the path", hint="leave 'name' out")
+        spec = parse_entry({**data, "name": name}, self._configuration.folder or Path.cwd())
+        configured = {each.name: each for each in self._configuration.models}
+        allowed.check(spec, configured.get(name, running))
+        specs = [spec if entry.spec.name == name else entry.spec for entry in self._manager.registry]
+        if mistakes := _find_mistakes(specs, self._manager.default, {name: running}):
+            raise RequestError(mistakes[0])
+        return spec
+
+    def exchange(self, spec: ModelSpec) -> Exchange:
+        """Begin to load a model's next version; ConflictError where another one loads.
+
+        The task gives None once new requests are its own, or why it could not be loaded.
+        """
+        if spec.name in self._exchanges:
+            raise ConflictError(f"model {spec.name} is being exchanged", hint="come again once it is")
+        exchange = self._exchanges[spec.name] = asyncio.create_task(self._exchange(spec))
+        return exchange
+
+    async def reload(self, deadline: float) -> Update:
+        """Read the configuration's file anew, and begin to make models what it says.
+
+        ConflictError where there is no file; ConfigError, and nothing changes, where it makes no sense.
+        """
+        path = self._path
+        if path is None:
+            raise ConflictError("there is no configuration file", hint="LAYERTAP_CONFIG or --config names one")
+        async with self._reading:
+            read = partial(read_configuration, path, before_loading=True)
+            configuration = await self._run_in_thread(read, deadline)
+            await self._wait_for_exchanges()
+            manager = self._manager
+            specs = {entry.spec.name: entry.spec for entry in manager.registry}
+            if mistakes := _find_mistakes(configuration.models, configuration.default, specs):
+                raise ConfigError("\n".join(mistakes))
+            changes = compare(specs.values(), manager.default, manager.registry.aliases, configuration)
+            self._configuration = configuration
+            log.info("the configuration is read anew", extra={"fields": changes.describe()})
+            return Update(changes, manager.run_beside(self._apply(configuration, changes)))
+
+    def reload_beside(self) -> None:
+        """The same where nobody waits for the answer: the log has it."""
+        self._manager.run_beside(self._reload_and_log())
+
+    async def _reload_and_log(self) -> None:
+        try:
+            await self.reload(time.monotonic() + READ_S)
+        except LayertapError as error:
+            log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
+
+    async def _wait_for_exchanges(self) -> None:
+        while self._exchanges:
+            await asyncio.wait(self._exchanges.values())
+
+    async def _exchange(self, spec: ModelSpec) -> LayertapError | None:
+        manager, entry = self._manager, ModelEntry(spec)
+        running = manager.registry.get_entry(spec.name)
+        running.replacement = entry
+        try:
+            if spec.name not in manager.workers:
+                manager.room.make_for(entry)
+            await manager.exchange(entry)
+        except LayertapError as error:
+            log.error("a model keeps its version", extra={"fields": {"model": spec.name, "reason": error.detail}})
+            entry.fail(error.detail, error.kind if isinstance(error, LoadError) else "other")
+            return error
+        finally:
+            del self._exchanges[spec.name]
+        log.info("a model has a new version", extra={"fields": {"model": spec.name}})
+        return None
+
+    async def _apply(self, configuration: Configuration, changes: Changes) -> None:
+        """Make models what a configuration says: first what is new loads, then what is no more goes."""
+        manager, specs = self._manager, {spec.name: spec for spec in configuration.models}
+        for name in changes.added:
+            self._put(specs[name])
+        exchanges = [exchange for name in changes.changed if (exchange := self._change(specs[name], changes))]
+        workers = manager.workers
+        waiting: list[asyncio.Future[Any]] = [*exchanges]
+        waiting += (asyncio.wrap_future(workers[name].settled) for name in changes.added if name in workers)
+        if waiting:
+            await asyncio.wait(waiting)
+        aliases = {name: self._choose_target(name, target) for name, target in configuration.aliases.items()}
+        manager.registry.aliases = aliases
+        manager.default = configuration.default
+        for name in changes.removed:
+            manager.remove_entry(name)
+        log.info("the configuration is in effect", extra={"fields": {"models": len(specs)}})
+
+    def _change(self, spec: ModelSpec, changes: Changes) -> Exchange | None:
+        """Give a model its new entry; what loads for that, where it is loaded now."""
+        entry = self._manager.registry.get_entry(spec.name)
+        worker = self._manager.workers.get(spec.name)
+        if not changes.needs_loading(spec.name):
+            entry.spec = spec
+        elif worker is not None and not worker.failed:
+            return self.exchange(spec)
+        else:
+            self._put(spec)
+        return None
+
+    def _put(self, spec: ModelSpec) -> None:
+        entry = ModelEntry(spec)
+        self._manager.put_entry(entry)
+        if spec.load == "startup":
+            self._manager.begin_loading(entry)
+
+    def _choose_target(self, alias: str, target: str) -> str:
+        """What an alias means from now on: not a model that could not be loaded, where it meant another before."""
+        registry = self._manager.registry
+        former = registry.aliases.get(alias)
+        if former is None or former not in registry or registry.get_entry(target).state != "failed":
+            return target
+        log.error("an alias stays where it was", extra={"fields": {"alias": alias, "model": former, "failed": target}})
+        return former
+
+
+def _find_mistakes(specs: Iterable[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:
+    """What is wrong with models together, or can't be changed while others run."""
+    numbered = dict(enumerate(specs))
+    mistakes = [text for _, text in check_specs(numbered, (), [spec.name for spec in numbered.values()], default)]
+    if any(spec.tf32 != running[spec.name].tf32 for spec in numbered.values() if spec.name in running):
+        mistakes.append("tf32 holds for the whole process: change it by a restart")
+    return mistakes

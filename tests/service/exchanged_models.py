@@ -1,0 +1,66 @@
+"""What tests of models that are exchanged share: versions of a model, files that configure them, what each gives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from layertap.service.config.configuration import Configuration, read_configuration
+from tests.service.support import Array, Json
+
+FACTORY = "python:tests.service.nets_http:Gated"
+LETTERS = "abc"
+
+
+@dataclass(frozen=True)
+class Versions:
+    """A folder with weights ``a``, ``b`` and ``c`` of one model, and the configuration file that has the first."""
+
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        """The configuration file."""
+        return self.folder / "models.json"
+
+    def write(self, *models: Json, **rest: object) -> Configuration:
+        """Write the file, and read it as the server does."""
+        self.file.write_text(json.dumps({"models": models, **rest}))
+        return read_configuration(self.file)
+
+    def answer(self, letter: str, rows: Array) -> Array:
+        """What a version's linear layer gives, by numpy."""
+        state = make_state(letter)
+        weight, bias = (state[f"linear.{name}"].numpy().astype(np.float64) for name in ("weight", "bias"))
+        return rows.astype(np.float64) @ weight.T + bias
+
+
+def make_state(letter: str) -> dict[str, torch.Tensor]:
+    """The weights of a version: no two give answers that are alike."""
+    generator = torch.Generator().manual_seed(ord(letter))
+    return {
+        "linear.weight": torch.randn(3, 4, generator=generator),
+        "linear.bias": torch.full((3,), 10.0 * LETTERS.index(letter)),
+    }
+
+
+def make_versions(folder: Path) -> Versions:
+    """Write the weights of all versions into a folder below one."""
+    (folder / "weights").mkdir()
+    for letter in LETTERS:
+        save_file(make_state(letter), folder / "weights" / f"{letter}.safetensors")
+    return Versions(folder)
+
+
+def entry(letter: str = "a", name: str = "gated", **fields: object) -> Json:
+    """A model's entry with the weights of a version."""
+    chosen = {"source": FACTORY, "weights": f"weights/{letter}.safetensors", "device": "cpu", **fields}
+    return {"name": name, "inputs": [{"name": "x", "shape": [4]}], **chosen}
+
+
+ALLOW: Json = {"weights": ["weights/"]}

@@ -1,0 +1,282 @@
+"""A model gets another version while it answers: no request fails, and each is answered by one version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.server import Live
+from tests.service import nets_http
+from tests.service.conftest import Serve
+from tests.service.exchanged_models import ALLOW, Versions, entry, make_state, make_versions
+from tests.service.gated_server import gated_module, hold_model, post_rows, wait_until
+from tests.service.nets_http import Gated
+from tests.service.support import Array, Json, arrays_of, npy, problem, raw
+
+CLIENTS = 6
+EXCHANGES = "bcab"
+ADMIN, USER = {"x-api-key": "admin"}, {"x-api-key": "user"}
+
+
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    return make_versions(tmp_path)
+
+
+def put(live: Live, letter: str, **fields: Any) -> httpx.Response:
+    """Ask for another version."""
+    headers = fields.pop("headers", {})
+    return live.client.put("/models/gated", json=entry(letter, **fields), headers=headers)
+
+
+def ask(client: httpx.Client, rows: Array, model: str = "gated", **query: Any) -> httpx.Response:
+    return client.post("/extract", **raw(npy(rows), "application/x-npy", layers="linear", model=model, **query))
+
+
+def fingerprint(live: Live) -> str:
+    reply = ask(live.client, np.ones((1, 4), np.float32))
+    assert reply.status_code == 200, reply.text
+    return reply.headers["x-layertap-fingerprint"]
+
+
+@dataclass
+class Client:
+    """Asks again and again, with other rows each time and some of them twice, until it is told to stop."""
+
+    url: str
+    number: int
+    stop: threading.Event
+    replies: list[tuple[Array, httpx.Response]] = field(default_factory=list)
+
+    def run(self) -> None:
+        random = np.random.default_rng(self.number)
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            while not self.stop.is_set():
+                # Few different rows, so that answers of all versions to the same ones are kept.
+                rows = np.full((int(random.integers(1, 4)), 4), random.integers(1, 5), np.float32)
+                query = {"probe": "true"} if random.random() < 0.2 else {}
+                self.replies.append((rows, ask(client, rows, **query)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_exchanged_under_load(serve: Serve, versions: Versions, workers: int) -> None:
+    """Of requests that come all the time none fails, and each answer is by its fingerprint just one version's own.
+
+    Answers are kept meanwhile: none is that of another version.
+    """
+    configuration = versions.write(entry("a"), allow=ALLOW)
+    with serve(configuration, config=versions.file, workers=workers, cache_bytes=2**20) as live:
+        letters = {fingerprint(live): "a"}
+        stop = threading.Event()
+        clients = [Client(live.url, number, stop) for number in range(CLIENTS)]
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            running = [pool.submit(client.run) for client in clients]
+            try:
+                for letter in EXCHANGES:
+                    reply = put(live, letter)
+                    assert reply.status_code == 200, reply.text
+                    letters[fingerprint(live)] = letter
+                    _wait_for_replies(clients, 3)
+            finally:
+                stop.set()
+            for each in running:
+                each.result()
+        replies = [reply for client in clients for reply in client.replies]
+        assert {reply.status_code for _, reply in replies} == {200}
+        assert sorted(letters.values()) == ["a", "b", "c"]
+        answered = set()
+        for rows, reply in replies:
+            letter = letters[reply.headers["x-layertap-fingerprint"]]
+            np.testing.assert_allclose(arrays_of(reply)["linear"], versions.answer(letter, rows), rtol=1e-4, atol=1e-4)
+            answered.add(letter)
+        assert answered == {"a", "b", "c"}
+        wait_until(lambda: len(live.engine.manager.list_workers()) == 1)
+
+
+def _wait_for_replies(clients: Sequence[Client], count: int) -> None:
+    """Return once each client has so many replies more."""
+    goals = [len(client.replies) + count for client in clients]
+    wait_until(lambda: all(len(client.replies) >= goal for client, goal in zip(clients, goals, strict=True)))
+
+
+def test_answered_by_the_version_it_came_to(serve: Serve, versions: Versions) -> None:
+    """What runs or waits is answered by the version that it came to, though the next one answers others already."""
+    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live, ThreadPoolExecutor(1) as pool:
+        first = fingerprint(live)
+        with hold_model(live) as module:
+            waits = pool.submit(post_rows, live, 2)
+            wait_until(lambda: live.engine.take_snapshot().queue_rows == 2)
+            assert put(live, "b").status_code == 200
+            second = fingerprint(live)
+            assert gated_module(live) is not module
+            assert not waits.done()
+        assert waits.result().headers["x-layertap-fingerprint"] == first != second
+        wait_until(lambda: len(live.engine.manager.list_workers()) == 1)
+
+
+def test_one_version_for_all_parts(serve: Serve, versions: Versions) -> None:
+    """A request of several forwards has all of them from the version that it came to: its probes are of that too."""
+    configuration, rows = versions.write(entry("a"), allow=ALLOW), np.ones((1, 4), np.float32)
+    with serve(configuration, config=versions.file) as live:
+        expected = ask(live.client, rows, probe="true").json()
+    with serve(configuration, config=versions.file) as live, ThreadPoolExecutor(1) as pool:
+        with hold_model(live):
+            asked = pool.submit(ask, live.client, rows, probe="true")
+            wait_until(lambda: live.engine.take_snapshot().queue_rows == 1)
+            assert put(live, "b").status_code == 200
+        assert asked.result().json() == expected
+        assert ask(live.client, rows, probe="true").json()["receipts"] != expected["receipts"]
+
+
+def test_weights_of_the_same_file(serve: Serve, versions: Versions) -> None:
+    """The same entry reads its file again: with other weights in it the model is another one."""
+    with serve(versions.write(entry("a"), allow={}), config=versions.file) as live:
+        first = fingerprint(live)
+        assert put(live, "a").status_code == 200
+        assert fingerprint(live) == first
+        save_file(make_state("c"), versions.folder / "weights" / "a.safetensors")
+        body = put(live, "a").json()
+        assert (body["state"], body["name"]) == ("ready", "gated")
+        assert fingerprint(live) != first
+
+
+def test_a_version_that_fails(serve: Serve, versions: Versions) -> None:
+    """What can't be loaded is refused with the reason, and the former version goes on; the list has the reason too."""
+    (versions.folder / "weights" / "broken.safetensors").write_bytes(b"nothing")
+    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live:
+        first = fingerprint(live)
+        for letter in ("broken", "gone"):
+            refused = problem(put(live, letter), 422)
+            assert "could not be loaded" in refused["detail"]
+            shown = live.client.get("/models/gated").json()
+            assert (shown["state"], shown["replacement"]["state"]) == ("ready", "failed")
+            assert shown["replacement"]["reason"]
+            assert str(versions.folder) not in str(shown)
+        assert fingerprint(live) == first
+        assert live.client.get("/readyz").status_code == 200
+        assert put(live, "b").status_code == 200
+        assert "replacement" not in live.client.get("/models/gated").json()
+
+
+def test_one_that_is_not_loaded(serve: Serve, versions: Versions) -> None:
+    """A model that is not loaded, or has failed, is loaded as its next version."""
+    models = [entry("a", load="lazy"), entry("gone", "missing", required=False)]
+    with serve(versions.write(*models, allow=ALLOW), config=versions.file) as live:
+        assert put(live, "b", load="lazy").json()["state"] == "ready"
+        body = live.client.put("/models/missing", json=entry("c", "missing")).json()
+        assert (body["state"], "reason" in body) == ("ready", False)
+        assert ask(live.client, np.ones((1, 4), np.float32), model="missing").status_code == 200
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Lets the factory ``nets_http:waiting`` go on."""
+    opened = threading.Event()
+
+    def waiting() -> nn.Module:
+        assert opened.wait(60)
+        return Gated()
+
+    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
+    yield opened
+    opened.set()
+
+
+WAITING = "python:tests.service.nets_http:waiting"
+
+
+def test_a_version_that_takes_long(serve: Serve, versions: Versions, gate: threading.Event) -> None:
+    """Where loading takes longer than a request may, 202 says so, and the version answers once it is there.
+
+    Meanwhile the former one answers, another exchange is refused, and other models load and are exchanged.
+    """
+    configuration = versions.write(
+        entry("a"), entry("a", "other"), entry("a", "lazy", load="lazy"), allow={**ALLOW, "sources": [WAITING]}
+    )
+    with serve(configuration, config=versions.file, deadline_s=1.0) as live:
+        first = fingerprint(live)
+        reply = put(live, "b", source=WAITING)
+        assert reply.status_code == 202
+        assert reply.json()["replacement"] == {"state": "loading"}
+        assert "is being exchanged" in problem(put(live, "c"), 409)["detail"]
+        assert fingerprint(live) == first
+        assert live.client.put("/models/other", json=entry("b", "other")).status_code == 200
+        assert ask(live.client, np.ones((1, 4), np.float32), model="lazy").status_code == 200
+        assert live.client.get("/readyz").status_code == 200
+        gate.set()
+        wait_until(lambda: "replacement" not in live.client.get("/models/gated").json())
+        assert fingerprint(live) != first
+
+
+REFUSED: dict[str, Json] = {
+    "a file elsewhere": {"weights": "a.safetensors"},
+    "a folder above": {"weights": "weights/../a.safetensors"},
+    "an absolute path": {"weights": "/tmp/a.safetensors"},
+    "a link that leads out": {"weights": "weights/link.safetensors"},
+    "released weights": {"weights": "DEFAULT"},
+    "another factory": {"source": "python:tests.service.nets_http:Touchy"},
+    "a factory of the library": {"source": "python:os:system", "weights": "DEFAULT"},
+    "another kind of source": {"source": "torchvision:resnet18"},
+    "labels elsewhere": {"labels": "names.txt"},
+    "an argument": {"args": {"bias": False}},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_not_allowed(serve: Serve, versions: Versions, what: str) -> None:
+    """What the configuration does not name is refused, and no path, import or argument of it is looked at."""
+    save_file(make_state("b"), versions.folder / "a.safetensors")
+    (versions.folder / "weights" / "link.safetensors").symlink_to(versions.folder / "a.safetensors")
+    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live:
+        first = fingerprint(live)
+        found = problem(live.client.put("/models/gated", json=entry("b") | REFUSED[what]), 403)
+        assert "not allowed" in found["detail"]
+        assert fingerprint(live) == first
+
+
+def test_nothing_allowed(serve: Serve, versions: Versions) -> None:
+    """Without ``allow`` in the file nothing can be exchanged, not even a model for itself."""
+    with serve(versions.write(entry("a")), config=versions.file) as live:
+        assert "allows no model" in problem(put(live, "a"), 403)["detail"]
+
+
+def test_keys(serve: Serve, versions: Versions) -> None:
+    """Only administrators exchange models, and have the file read."""
+    keys = {"api_keys": ("user",), "admin_keys": ("admin",)}
+    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file, **keys) as live:
+        problem(put(live, "b"), 401)
+        problem(put(live, "b", headers=USER), 403)
+        problem(live.client.post("/models/reload", headers=USER), 403)
+        assert put(live, "b", headers=ADMIN).status_code == 200
+        assert live.client.post("/models/reload", headers=ADMIN).status_code == 200
+
+
+BAD: dict[str, tuple[Any, int, str]] = {
+    "no object": ([1], 400, "no JSON object"),
+    "another name": (entry("b", "other"), 422, "by the name in the path"),
+    "a field that there is not": (entry("b", wieghts="b"), 422, "the nearest is 'weights'"),
+    "a value of another type": (entry("b", dtype="float8"), 422, "float32"),
+    "no source": ({"weights": "weights/b.safetensors"}, 422, "Field required"),
+    "tf32": (entry("b", tf32=True, device="cuda"), 422, "tf32"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_entries(serve: Serve, versions: Versions, what: str) -> None:
+    """An entry that makes no sense is refused as in the file, with the place."""
+    body, status, words = BAD[what]
+    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live:
+        found = problem(live.client.put("/models/gated", json=body), status)
+        assert words in str(found)
+        problem(live.client.put("/models/gated", content=b"{"), 400)
+        problem(live.client.put("/models/nothing", json=body if isinstance(body, dict) else {}), 404)
