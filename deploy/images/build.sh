@@ -9,13 +9,17 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-folder=${1:-$(mktemp -d)}
+named=${1:-}
+folder=${named:-$(mktemp -d)}
 target=${2:-}
-store=("--root=$folder/store" "--runroot=$folder/run")
-storage=("${store[@]}" --storage-driver=overlay)
 certificates=/etc/ssl/certs/ca-certificates.crt
 mkdir -p "$folder"
-[[ -n ${1:-} ]] || trap 'buildah "${storage[@]}" rm --all >/dev/null 2>&1; rm -rf "$folder"' EXIT
+buildah() { command buildah --root="$folder/store" --runroot="$folder/run" --storage-driver=overlay "$@"; }
+finish() {
+    buildah rm --all >/dev/null 2>&1 || true
+    [[ -n $named ]] || rm -rf "$folder"
+}
+trap finish EXIT
 
 if [[ ! -e $folder/base.done ]]; then
     debootstrap --variant=minbase bookworm "$folder/base"
@@ -24,14 +28,37 @@ if [[ ! -e $folder/base.done ]]; then
         apt-get clean && rm -rf /var/lib/apt/lists/*'
     touch "$folder/base.done"
 fi
-base=$(buildah "${storage[@]}" from scratch)
-buildah "${storage[@]}" copy --quiet "$base" "$folder/base" / >/dev/null
-buildah "${storage[@]}" commit --quiet --rm "$base" localhost/python-base >/dev/null
+if ! buildah inspect --type=image localhost/python-base >/dev/null 2>&1; then
+    base=$(buildah from scratch)
+    buildah copy --quiet "$base" "$folder/base" / >/dev/null
+    buildah commit --quiet --rm "$base" localhost/python-base >/dev/null
+fi
 
 arguments=(--build-arg=PYTHON_IMAGE=localhost/python-base)
 for each in "${@:3}"; do arguments+=("--build-arg=$each"); done
 [[ -z $target ]] || arguments+=("--target=$target")
-buildah "${storage[@]}" build --isolation=chroot --format=docker --layers "${arguments[@]}" \
+buildah build --isolation=chroot --format=docker --layers "${arguments[@]}" \
     --volume="$certificates:$certificates:ro" --tag=localhost/layertap .
-buildah "${storage[@]}" images
-echo "image: $(buildah "${storage[@]}" inspect --type=image --format '{{.FromImageID}}' localhost/layertap)"
+buildah images --filter=reference=localhost/layertap --format='{{.Name}} {{.Size}}'
+
+# The image's own command, as its own user; a chroot has this machine's network.
+container=$(buildah from localhost/layertap)
+port=$(python3 -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
+log=$folder/log
+buildah run --isolation=chroot --env="LAYERTAP_PORT=$port" --env=LAYERTAP_API_KEYS=try --env=LAYERTAP_DRAIN_DELAY_S=0 \
+    "$container" -- layertap serve --host 127.0.0.1 2>"$log" &
+running=$!
+url=http://127.0.0.1:$port
+for _ in {1..120}; do
+    curl -fsS "$url/readyz" 2>/dev/null && break
+    kill -0 $running || { tail -n 5 "$log" >&2; exit 1; }
+    sleep 1
+done
+echo
+curl -fsS "$url/extract?layers=block3&pool=mean&format=json" -H 'X-API-Key: try' -H 'Content-Type: image/png' \
+    --data-binary @examples/digit.png | head -c 300
+echo
+server=$(grep -om1 'Started server process \[[0-9]*' "$log" | grep -o '[0-9]*$')
+ps -o user=,pid=,rss=,args= -p "$server"
+kill -TERM "$server"
+wait $running && echo 'ended with status 0'
