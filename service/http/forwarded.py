@@ -1,7 +1,7 @@
 """Who asks behind proxies: the client's address, scheme and prefix, from headers of named proxies only.
 
-``X-Forwarded-For``, ``-Proto`` and ``-Prefix`` as proxies have them, or ``Forwarded`` (RFC 7239). One of the two is read,
-never both: a proxy that writes one of them passes the other on as a stranger wrote it.
+``X-Forwarded-For``, ``-Proto`` and ``-Prefix`` as proxies have them, or ``Forwarded`` (RFC 7239). One of the two is
+read, never both: a proxy that writes one of them passes the other on as a stranger wrote it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TrustedProxies:
     def resolve(self, scope: Scope) -> Scope:
         """A request as its client sent it to the first of these proxies; as it is where none of them sent it.
 
-        ``client`` and ``scheme`` are the client's then, and ``forwarded_prefix`` is the path that a proxy has taken off.
+        ``client`` and ``scheme`` are the client's then, and ``forwarded_prefix`` is what a proxy has taken off the path.
         """
         if not (self._networks or self._trusts_unix) or not self._trusts_peer(scope):
             return scope

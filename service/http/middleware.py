@@ -32,8 +32,9 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 
 class RequestContextMiddleware:
-    """Gives each request its ``state``: ``request_id``, ``admin`` and ``prefix``, the path that its client finds the
-    server beneath; ``timings`` and ``notes`` for routes to fill.
+    """Gives each request its ``state``: ``request_id``, ``admin``, ``prefix``, ``timings`` and ``notes``.
+
+    ``prefix`` is the path that the client finds this server beneath; ``timings`` and ``notes`` are for routes to fill.
 
     ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
     ``run_in_thread`` runs what compresses replies; ``pages`` are paths that a browser may get without a key.

@@ -33,7 +33,9 @@ NO_SYN = (  # a program of Berkeley packet filters: code, steps to go where true
     (0x06, 0, 0, 0),  # is dropped
     (0x06, 0, 0, 0xFFFFFFFF),  # all others are let through
 )
-UNIX_MODE = 0o660  # for the server's user and group; where there is no key either, whoever may open it may do everything
+UNIX_MODE = (
+    0o660  # for the server's user and group; where there is no key either, whoever may open it may do everything
+)
 Address = tuple[Any, ...] | str  # the latter is a Unix socket's path
 
 
@@ -72,7 +74,9 @@ def bind_unix(path: Path) -> socket.socket:
             opened.pop_all()
     except OSError as error:
         reason = "is taken" if error.errno == errno.EADDRINUSE else f"can't be listened on: {error.strerror or error}"
-        raise LayertapError(f"the Unix socket {escape(str(path))} {reason}", hint="use --uds with another path") from None
+        raise LayertapError(
+            f"the Unix socket {escape(str(path))} {reason}", hint="use --uds with another path"
+        ) from None
     return listener
 
 
@@ -88,7 +92,9 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def _bind_all(host: str, addresses: Iterable[tuple[socket.AddressFamily, tuple[Any, ...]]], port: int) -> list[socket.socket]:
+def _bind_all(
+    host: str, addresses: Iterable[tuple[socket.AddressFamily, tuple[Any, ...]]], port: int
+) -> list[socket.socket]:
     refusal = LayertapError(f"the host {escape(host)} has no address")
     with ExitStack() as opened:
         listeners: list[socket.socket] = []

@@ -22,7 +22,7 @@ async def follow_renewals(context: ssl.SSLContext, cert: str, key: str, interval
 
     What can't be loaded, as a certificate whose key is yet to come, is told once and changes nothing.
     """
-    known = await asyncio.to_thread(_describe_files, cert, key)
+    known = _describe_files(cert, key)
     while True:
         await asyncio.sleep(interval)
         now = await asyncio.to_thread(_describe_files, cert, key)
