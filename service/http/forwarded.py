@@ -45,7 +45,7 @@ class TrustedProxies:
     def resolve(self, scope: Scope) -> Scope:
         """A request as its client sent it to the first of these proxies; as it is where none of them sent it.
 
-        ``client`` and ``scheme`` are the client's then, and ``forwarded_prefix`` is what a proxy has taken off the path.
+        ``client`` and ``scheme`` are the client's then; ``forwarded_prefix`` is what a proxy has taken off the path.
         """
         if not (self._networks or self._trusts_unix) or not self._trusts_peer(scope):
             return scope
