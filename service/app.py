@@ -69,7 +69,8 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,  # generated clients call operations so
-        docs_url=None,  # our own
+        openapi_url=None,  # our own, as the pages are
+        docs_url=None,
         redoc_url=None,
     )
     app.state.engine = engine

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -48,6 +49,9 @@ NO_DEFAULT = (
     "default_factory_not_called"  # what pydantic says of a default that another field's mistake is in the way of
 )
 CommaSeparated = Annotated[tuple[str, ...], NoDecode]
+UNIX = "unix"  # among proxies: whoever may open the Unix socket
+Network = IPv4Network | IPv6Network
+ForwardedHeaders = Literal["x-forwarded", "forwarded"]
 LogFormat = Literal["auto", "json", "text"]
 ReadyWhen = Literal["all", "required", "any"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -115,6 +119,32 @@ def _parse_size(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(_parse_size)]
 
 
+def parse_prefix(text: str) -> str:
+    """A path that is written in one way only, and is none of ours: nobody has to guess what a proxy made of it.
+
+    ValueError where it is not.
+    """
+    names = text.split("/")[1:]
+    plain = all(name not in ("", ".", "..") and UNRESERVED.issuperset(name) for name in names)
+    if text and (text[0] != "/" or not plain):
+        raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
+    if text and names[0] in ROUTES:  # with the prefix taken off or left on, two requests would have one path
+        raise ValueError(f"/{names[0]} is a path of the server's own: put it beneath another, like '/features'")
+    return text
+
+
+def parse_network(text: str) -> Network:
+    """An address, or a network of them; ValueError where it is neither, or is everybody."""
+    try:
+        network = ip_network(text)
+    except ValueError:
+        hint = "write it like 10.0.0.5, 10.0.0.0/8, fd00::/8, or unix"
+        raise ValueError(f"{text[:64]!r} is no address and no network: {hint}") from None
+    if not network.prefixlen:
+        raise ValueError(f"{text} is everybody: name the proxies")
+    return network
+
+
 class SettingsError(LayertapError):
     """Settings that make no sense; a line for each mistake, with the name of the variable."""
 
@@ -126,6 +156,9 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    uds: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = Field(None, validate_default=True)
     config: Path | None = None
     log_level: Annotated[LogLevel, BeforeValidator(lambda value: str(value).lower())] = "info"
     log_format: Annotated[LogFormat, BeforeValidator(lambda value: str(value).lower())] = "auto"
@@ -134,6 +167,8 @@ class Settings(BaseSettings):
     admin_keys_file: Path | None = None
     api_keys: CommaSeparated = Field((), repr=False, validate_default=True)
     admin_keys: CommaSeparated = Field((), repr=False, validate_default=True)
+    trusted_proxies: CommaSeparated = ()
+    forwarded_headers: ForwardedHeaders = "x-forwarded"
     key_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
     key_burst: int | None = Field(None, gt=0)
     allow_urls: CommaSeparated = ()
@@ -188,7 +223,7 @@ class Settings(BaseSettings):
             _read_keys(value)
         return value
 
-    @field_validator("api_keys", "admin_keys", "allow_urls", "allow_private_urls", mode="before")
+    @field_validator("api_keys", "admin_keys", "trusted_proxies", "allow_urls", "allow_private_urls", mode="before")
     @classmethod
     def _split_list(cls, value: object, info: ValidationInfo) -> object:
         """Keys and hosts are separated by commas; keys of a file, one a line, come on top."""
@@ -201,13 +236,26 @@ class Settings(BaseSettings):
     @field_validator("root_path")
     @classmethod
     def _check_root_path(cls, value: str) -> str:
-        """A path that is written in one way only, and is none of ours: nobody has to guess what a proxy made of it."""
-        names = value.split("/")[1:]
-        plain = all(name not in ("", ".", "..") and UNRESERVED.issuperset(name) for name in names)
-        if value and (value[0] != "/" or not plain):
-            raise ValueError("write it like '/features': no '/' at its end, letters, digits and -._~ between")
-        if value and names[0] in ROUTES:  # with the prefix taken off or left on, two requests would have one path
-            raise ValueError(f"/{names[0]} is a path of the server's own: put it beneath another, like '/features'")
+        return parse_prefix(value)
+
+    @field_validator("tls_key")
+    @classmethod
+    def _check_tls_key(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if "tls_cert" in info.data and (value is None) != (info.data["tls_cert"] is None):
+            raise ValueError("a certificate and its key go together: set both TLS_CERT and TLS_KEY")
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for each in value:
+            if each != UNIX:
+                parse_network(each)
+        if UNIX in value and info.data.get("uds") is None:
+            raise ValueError("'unix' means nothing without UDS")
+        keys = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
+        if value and len(keys) == 2 and not any(keys):  # without a key everybody may do everything
+            raise ValueError("others come through a proxy, and this server has no keys: set LAYERTAP_API_KEYS")
         return value
 
     @field_validator("key_rate")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -29,6 +30,7 @@ DRAIN_DELAY_S = 5.0  # balancers look every few seconds
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on; beyond loopback only with API keys.")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one.")] = None,
+    uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket to listen on, in place of a port.")] = None,
     config: ConfigOption = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     root_path: Annotated[
@@ -40,11 +42,11 @@ def serve(
 
     signals.exit_cleanly_on_signals()  # what is imported from here on takes seconds
     settings, configuration, fetcher = check_setup(
-        host=host, port=port, config=config, log_level=log_level, root_path=root_path
+        host=host, port=port, uds=uds, config=config, log_level=log_level, root_path=root_path
     )
-    from layertap.service.http.sockets import bind
+    from layertap.service.http.sockets import bind, bind_unix
 
-    listeners = bind(settings.host, settings.port)
+    listeners = [bind_unix(settings.uds)] if settings.uds is not None else bind(settings.host, settings.port)
     from layertap.service import logs
 
     text = logs.wants_text(settings.log_format)
@@ -75,7 +77,8 @@ def _run(
 
         fork_this_process()  # as long as there is one thread
     allocator.keep_large_blocks()
-    summary = StartupSummary(stderr, listeners[0].getsockname(), settings.requires_key)
+    scheme = "https" if settings.tls_cert else "http"
+    summary = StartupSummary(stderr, listeners[0].getsockname(), settings.requires_key, scheme)
 
     def settle(manager: ModelManager) -> None:
         gc.freeze()  # what the models imported, torchvision for one, is as much again

@@ -23,10 +23,12 @@ def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher
     from layertap.service.settings import LOOPBACK, read_settings
 
     settings = read_settings(**options)
-    if settings.host not in LOOPBACK and not settings.requires_key:
+    if settings.uds is None and settings.host not in LOOPBACK and not settings.requires_key:
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
+    if settings.tls_cert is not None:
+        _check_certificate(str(settings.tls_cert), str(settings.tls_key))
     configuration = read_configuration(settings.config, before_loading=True) if settings.config else None
     from layertap.service.fetch.fetcher import Fetcher  # takes as long to import as all above
 
@@ -42,3 +44,14 @@ def create_configured_engine(config: Path | None, *, warm: bool = False, workers
     from layertap.service.settings import read_settings
 
     return create_engine(read_settings(config=config, workers=workers), warm=warm)
+
+
+def _check_certificate(cert: str, key: str) -> None:
+    from layertap.service.http.tls import check_certificate
+
+    try:
+        check_certificate(cert, key)
+    except OSError as error:
+        reason = f"LAYERTAP_TLS_CERT and LAYERTAP_TLS_KEY: {error.strerror or error}"
+        hint = "a chain of certificates, the server's own first, and its key without a password, both as PEM"
+        raise LayertapError(reason, hint=hint) from None

@@ -49,6 +49,7 @@ class StartupSummary:
     console: Console
     address: Address
     requires_key: bool
+    scheme: str = "http"
 
     def print(self, manager: ModelManager) -> None:
         """Say where the server is, what it has, and what to try."""
@@ -60,9 +61,8 @@ class StartupSummary:
             ("docs", [escape(f"{self.local_url}/docs")]),
             ("end", ["Ctrl+C"]),
         ]
-        _print(
-            self.console, "", f"  [bold]layertap {get_version()} {state} on {escape(format_url(self.address))}[/]", ""
-        )
+        place = _escape(format_url(self.address, self.scheme))
+        _print(self.console, "", f"  [bold]layertap {get_version()} {state} on {place}[/]", "")
         for name, lines in rows:
             for number, line in enumerate(lines):
                 _print(self.console, f"  [cyan]{'' if number else name:<8}[/]{line}")
@@ -71,9 +71,11 @@ class StartupSummary:
     @property
     def local_url(self) -> str:
         """The server's address for a client on this machine."""
+        if isinstance(self.address, str):
+            return f"{self.scheme}://localhost"
         host = ip_address(str(self.address[0]).partition("%")[0])
         loopback = "127.0.0.1" if host.version == 4 else "::1"
-        return format_url((loopback, self.address[1]) if host.is_unspecified else self.address)
+        return format_url((loopback, self.address[1]) if host.is_unspecified else self.address, self.scheme)
 
     def _describe_keys(self) -> str:
         if self.requires_key:
@@ -82,12 +84,19 @@ class StartupSummary:
 
     def _make_command(self, manager: ModelManager) -> str:
         """A command line that gets an answer of this server."""
-        key = '-H "X-API-Key: $KEY" ' if self.requires_key else ""
+        options = ["curl -s"]
+        if isinstance(self.address, str):
+            options.append(f"--unix-socket {shlex.quote(self.address)}")
+        if self.scheme == "https":
+            options.append("--insecure")  # a certificate seldom names this machine as it calls itself
+        if self.requires_key:
+            options.append('-H "X-API-Key: $KEY"')
+        command = " ".join(options)
         body = _make_example_body(manager)
         if body is None:
-            return _escape(f"curl -s {key}{shlex.quote(f'{self.local_url}/models')}")
+            return _escape(f"{command} {shlex.quote(f'{self.local_url}/models')}")
         target = shlex.quote(f"{self.local_url}/extract")  # a shell may take brackets of an address for a glob
-        curl = f"curl -s {key}{target} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        curl = f"{command} {target} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
         return _escape(f"{curl} | head -c 300; echo")
 
 

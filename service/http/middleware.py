@@ -19,6 +19,7 @@ from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingErro
 from layertap.service.http.auth import Keyring
 from layertap.service.http.buffers_response import LARGE
 from layertap.service.http.compression import RunInThread, compress_replies
+from layertap.service.http.forwarded import TrustedProxies
 from layertap.service.http.plain_route import METHOD, PlainRoute
 from layertap.service.http.problems import ProblemEncoder, describe_error, find_encoder
 from layertap.service.http.security_headers import SECURITY_HEADERS
@@ -31,7 +32,9 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 
 class RequestContextMiddleware:
-    """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` and ``notes`` for routes to fill.
+    """Gives each request its ``state``: ``request_id``, ``admin``, ``prefix``, ``timings`` and ``notes``.
+
+    ``prefix`` is the path that the client finds this server beneath; ``timings`` and ``notes`` are for routes to fill.
 
     ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
     ``run_in_thread`` runs what compresses replies; ``pages`` are paths that a browser may get without a key.
@@ -53,6 +56,7 @@ class RequestContextMiddleware:
         self.app = app
         self.encoders = encoders
         self.root_path = settings.root_path
+        self.proxies = TrustedProxies(settings)
         self.keyring = Keyring(settings, pages)
         self.metrics = metrics
         self.run_in_thread = run_in_thread
@@ -63,12 +67,13 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = _strip_root_path(self.root_path, scope)
+        scope = _strip_root_path(self.root_path, self.proxies.resolve(scope))
         headers = Headers(scope=scope)
         state = scope["state"] = {
             **scope.get("state", {}),
             "request_id": _choose_request_id(headers),
             "admin": False,
+            "prefix": scope.get("forwarded_prefix") or self.root_path,
             "encode_problem": find_encoder(scope["path"], self.encoders),
             "timings": {},
             "notes": {},
@@ -215,6 +220,7 @@ def _log_request(scope: Scope, status: int, seconds: float) -> None:
         extra={
             "fields": {
                 "request_id": scope["state"]["request_id"],
+                "client": (scope.get("client") or ("",))[0],
                 "method": escape(scope["method"], 16)[1:-1],
                 "path": escape(scope["path"], 200)[1:-1],
                 "status": status,

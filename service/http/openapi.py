@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json_schema
+from starlette.responses import JSONResponse
 
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
@@ -236,7 +237,13 @@ def install(app: FastAPI) -> None:
             app.openapi_schema = schema
         return app.openapi_schema
 
+    async def show_document(request: Request) -> Response:
+        prefix = request.scope["state"]["prefix"]
+        servers = {"servers": [{"url": prefix}]} if prefix else {}
+        return JSONResponse({**app.openapi(), **servers})
+
     app.openapi = document  # type: ignore[method-assign]
+    app.add_route("/openapi.json", show_document, include_in_schema=False)
 
 
 class _SchemaGenerator(GenerateJsonSchema):

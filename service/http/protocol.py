@@ -218,7 +218,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._ignores_input = True
         self._stop_head_timer()
         self._cycle_transport.flush()
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no such half; the reply has said that it is the last
+            self.transport.write_eof()
         self._linger_timer = self.loop.call_later(seconds, self._close)
 
     def _close(self) -> None:

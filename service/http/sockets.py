@@ -9,7 +9,8 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LayertapError, escape
@@ -32,7 +33,10 @@ NO_SYN = (  # a program of Berkeley packet filters: code, steps to go where true
     (0x06, 0, 0, 0),  # is dropped
     (0x06, 0, 0, 0xFFFFFFFF),  # all others are let through
 )
-Address = tuple[Any, ...]
+UNIX_MODE = (
+    0o660  # for the server's user and group; where there is no key either, whoever may open it may do everything
+)
+Address = tuple[Any, ...] | str  # the latter is a Unix socket's path
 
 
 class _PortTakenError(LayertapError):
@@ -53,7 +57,44 @@ def bind(host: str, port: int) -> list[socket.socket]:
     raise refusal
 
 
-def _bind_all(host: str, addresses: Iterable[tuple[socket.AddressFamily, Address]], port: int) -> list[socket.socket]:
+def bind_unix(path: Path) -> socket.socket:
+    """A listening Unix socket, which the server's user and group may open; one that nobody serves any more makes room.
+
+    LayertapError where somebody serves it, something else is there, or it is not to be had.
+    """
+    try:
+        if path.is_socket() and not _is_served(path):
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX)
+        with ExitStack() as opened:
+            opened.enter_context(listener)
+            listener.bind(str(path))
+            path.chmod(UNIX_MODE)  # nobody connects before the next line
+            listener.listen(BACKLOG)
+            opened.pop_all()
+    except OSError as error:
+        reason = "is taken" if error.errno == errno.EADDRINUSE else f"can't be listened on: {error.strerror or error}"
+        raise LayertapError(
+            f"the Unix socket {escape(str(path))} {reason}", hint="use --uds with another path"
+        ) from None
+    return listener
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except BlockingIOError:  # so many wait to be served
+            return True
+    return True
+
+
+def _bind_all(
+    host: str, addresses: Iterable[tuple[socket.AddressFamily, tuple[Any, ...]]], port: int
+) -> list[socket.socket]:
     refusal = LayertapError(f"the host {escape(host)} has no address")
     with ExitStack() as opened:
         listeners: list[socket.socket] = []
@@ -78,8 +119,12 @@ def stop_connecting(listener: socket.socket) -> None:
     """Let no connection begin any more, so that those which have begun can be accepted before the socket is closed.
 
     A closed one resets whoever it has not accepted yet, though that client has begun to send. Who comes later tries
-    again, and then is refused. Linux alone can do this; elsewhere nothing happens.
+    again, and then is refused. For TCP Linux alone can do this; elsewhere nothing happens.
     """
+    if listener.family == getattr(socket, "AF_UNIX", None):
+        with suppress(OSError):  # what is no longer there nobody finds
+            Path(listener.getsockname()).unlink()
+        return
     if not sys.platform.startswith("linux"):
         return
     steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in NO_SYN))
@@ -91,13 +136,15 @@ def stop_connecting(listener: socket.socket) -> None:
         log.warning("a connection that begins now may be reset", extra={"fields": reason})
 
 
-def format_url(address: Address) -> str:
-    """What a client types to reach a socket of this address."""
+def format_url(address: Address, scheme: str = "http") -> str:
+    """What a client types to reach a socket of this address; of a Unix socket its path, as nginx and curl write it."""
+    if isinstance(address, str):
+        return f"unix:{address}"
     host, port = address[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _resolve(host: str) -> list[tuple[socket.AddressFamily, Address]]:
+def _resolve(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
     """The addresses of a host, each once; without a name those of all interfaces."""
     try:
         infos = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -108,7 +155,7 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, Address]]:
     return list(dict.fromkeys((family, address) for family, *_, address in infos))
 
 
-def _explain_refusal(place: Address, error: OSError) -> LayertapError:
+def _explain_refusal(place: tuple[Any, ...], error: OSError) -> LayertapError:
     reason, hint = REFUSALS.get(error.errno or 0, (f"can't be listened on: {error.strerror}", ""))
     kind = _PortTakenError if error.errno == errno.EADDRINUSE else LayertapError
     return kind(f"{format_url(place)} {reason}", hint=hint)

@@ -101,12 +101,19 @@ class Process:
 
 @contextmanager
 def process(
-    specs: Iterable[ModelSpec], folder: Path, *, wait: bool = True, before: tuple[str, ...] = (), **variables: str
+    specs: Iterable[ModelSpec] | None,
+    folder: Path,
+    *,
+    wait: bool = True,
+    before: tuple[str, ...] = (),
+    **variables: str,
 ) -> Iterator[Process]:
-    """``layertap serve`` with some models on a free port, by default ready."""
+    """``layertap serve`` with some models, or the embedded ones, on a free port, by default ready."""
     config, log, out = folder / "models.json", folder / "log", folder / "out"
-    config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
-    words = [*before, sys.executable, "-m", "layertap", "serve", "--port", "0", "--config", str(config)]
+    words = [*before, sys.executable, "-m", "layertap", "serve", "--port", "0"]
+    if specs is not None:
+        config.write_text(json.dumps({"models": [asdict(spec) for spec in specs]}))
+        words += ["--config", str(config)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     own = {"PYTHONPATH": path, "LAYERTAP_CACHE_DIR": str(folder / "cache")}
     environment = os.environ | SETTINGS | own | variables
