@@ -54,8 +54,8 @@ def make_timeline(judge: Judge, samples: Sequence[Sample], not_sent: Sequence[No
     def find(moment: float) -> int:
         return min(int(moment / width), number - 1)
 
-    due = Counter(find(each.at) for each in (*samples, *not_sent))
     missed = Counter(find(each.at) for each in not_sent)
+    due = missed + Counter(find(each.at) for each in samples)
     outcomes = Counter((find(each.at + each.seconds), _name_outcome(judge, each)) for each in samples)
     latencies: dict[int, list[float]] = defaultdict(list)
     for each in samples:

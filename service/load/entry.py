@@ -28,11 +28,11 @@ class PictureEntry(Strict):
 
 
 class InputEntry(Strict):
-    """One of ``picture``, ``random`` (the shape of a row) and ``bad``; ``name`` is the model's, of rows by ``infer``."""
+    """One of ``picture``, ``random`` (a row's shape) and ``bad``; ``name`` is the model's, of rows sent by ``infer``."""
 
-    picture: Annotated[
-        PictureEntry | None, BeforeValidator(lambda it: {"file": it} if isinstance(it, str) else it)
-    ] = None
+    picture: Annotated[PictureEntry | None, BeforeValidator(lambda it: {"file": it} if isinstance(it, str) else it)] = (
+        None
+    )
     random: Annotated[list[Annotated[int, Field(ge=1)]], Field(max_length=8)] | None = None
     bad: Literal[True] | None = None
     seed: Annotated[int, Field(ge=0)] = 0

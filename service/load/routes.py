@@ -8,10 +8,12 @@ from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 from urllib.parse import quote, urlencode
 
 import numpy as np
 
+from layertap.models.errors import find_nearest
 from layertap.service.load.entry import OPTIONS, Entry, RouteName
 from layertap.service.load.inputs import Inputs, Picture, Rows
 from layertap.service.load.request_kind import Body, ScenarioError
@@ -38,7 +40,9 @@ def find_route(entry: Entry) -> Route:
     route = ROUTES[entry.route]
     given = {name for name in OPTIONS if getattr(entry, name) is not None}
     if unknown := sorted(given - route.options):
-        raise ScenarioError(f"{unknown[0]}: the route {entry.route!r} takes {', '.join(sorted(route.options))}")
+        nearest = find_nearest(unknown[0], route.options)
+        meant = f"did you mean {nearest[0]!r}?" if nearest else f"it takes {', '.join(sorted(route.options))}"
+        raise ScenarioError(f"{unknown[0]}: the route {entry.route!r} has no such option: {meant}")
     if missing := sorted(route.required - given):
         raise ScenarioError(f"{missing[0]}: this is missing, the route {entry.route!r} needs it")
     return route
@@ -58,9 +62,7 @@ def make_multipart(pictures: Sequence[Picture]) -> Body:
         PART.format(boundary, number, each.media_type).encode() + each.content + b"\r\n"
         for number, each in enumerate(pictures)
     )
-    return Body(
-        content + f"--{boundary}--\r\n".encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-    )
+    return Body(content + f"--{boundary}--\r\n".encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"})
 
 
 def _make_npy(rows: Rows) -> Body:
@@ -98,6 +100,7 @@ def _make_embeddings_body(entry: Entry, inputs: Inputs) -> Body:
 
 def _make_infer_body(entry: Entry, inputs: Inputs) -> Body:
     """JSON, and tensors as bytes behind it; the reply is in bytes too."""
+    tensor: dict[str, Any]
     if isinstance(inputs, np.ndarray):
         if entry.input.name is None:
             raise ScenarioError("input.name: the route 'infer' needs the name of the model's input")
@@ -109,7 +112,7 @@ def _make_infer_body(entry: Entry, inputs: Inputs) -> Body:
     tensor["parameters"] = {"binary_data_size": len(data)}
     options = {name: getattr(entry, name) for name in ("pool", "normalize", "dtype", "priority")}
     parameters = {name: value for name, value in options.items() if value is not None}
-    head = {"inputs": [tensor], "parameters": {"binary_data_output": True, **parameters}}
+    head: dict[str, Any] = {"inputs": [tensor], "parameters": {"binary_data_output": True, **parameters}}
     if entry.layers is not None:
         head["outputs"] = [{"name": name} for name in entry.layers]
     text = json.dumps(head).encode()
@@ -140,6 +143,7 @@ ROUTES: Mapping[RouteName, Route] = {
         lambda entry: f"/v1/embeddings{_make_query(entry)}",
         _make_embeddings_body,
         frozenset({"model"}),
+        refusal=400,
     ),
     "infer": Route(
         frozenset(("model", "layers", "pool", "normalize", "dtype", "priority")),

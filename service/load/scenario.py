@@ -29,7 +29,7 @@ def find_scenario(name: str) -> Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """The kinds of requests in a file; pictures are looked for beside it. ScenarioError says what is wrong, and where."""
+    """The kinds of requests in a file, beside which pictures are looked for; ScenarioError says what is wrong."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

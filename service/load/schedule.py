@@ -27,7 +27,7 @@ def make_schedule(weights: Sequence[float], options: Options, phase: str = "") -
 
 def draw_numbers(weights: Sequence[float], seed: str) -> Iterator[int]:
     """Numbers of kinds of requests without end, each as often as its weight says."""
-    random = Random(seed)
+    random = Random(seed)  # noqa: S311 - a schedule is no secret
     cumulated = list(accumulate(weights))
     numbers = range(len(weights))
     while True:
@@ -35,7 +35,7 @@ def draw_numbers(weights: Sequence[float], seed: str) -> Iterator[int]:
 
 
 def _poisson(options: Options, seed: str) -> Iterator[float]:
-    random = Random(seed)
+    random = Random(seed)  # noqa: S311 - a schedule is no secret
     return accumulate(random.expovariate(options.rate or 1) for _ in count())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from layertap.service.load.page.scales import Scale, format_value
 
 WIDTH, HEIGHT = 640.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 14.0, 40.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 24.0, 14.0, 40.0
 
 
 @dataclass(frozen=True)

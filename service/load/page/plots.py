@@ -30,15 +30,15 @@ def make_drawings(report: Report, *, open_loop: bool) -> Iterator[Drawing]:
         yield draw_throughput(report.timeline, open_loop=open_loop)
     if any(each.latency_ms for each in report.timeline):
         yield draw_latency(report.timeline)
-    if report.histogram and report.total.latency_ms:
-        yield draw_histogram(report.histogram, report.total.latency_ms)
-    if any(each.failed or each.not_sent or each.refused for each in report.timeline):
-        yield draw_failures(report.timeline)
     spreads = {name: each.latency_ms for name, each in report.kinds.items() if each.latency_ms}
     if spreads:
         yield draw_kinds(spreads)
     if any(_get_means(each) for each in report.kinds.values()):
         yield draw_steps(report.kinds)
+    if report.histogram and report.total.latency_ms:
+        yield draw_histogram(report.histogram, report.total.latency_ms)
+    if any(each.failed or each.not_sent or each.refused for each in report.timeline):
+        yield draw_failures(report.timeline)
 
 
 def draw_throughput(timeline: Sequence[Interval], *, open_loop: bool) -> Drawing:
@@ -51,7 +51,9 @@ def draw_throughput(timeline: Sequence[Interval], *, open_loop: bool) -> Drawing
     drawing.add_y_axis(y, ticks)
     middles = [x.place(each.begin_s + each.seconds / 2) for each in timeline]
     if due:
-        drawing.add_curve([(at, y.place(value)) for at, value in zip(middles, due, strict=True)], "curve f", "due")
+        while due and not due[-1]:  # after the last moment only answers come
+            due.pop()
+        drawing.add_curve([(at, y.place(value)) for at, value in zip(middles, due, strict=False)], "curve f", "due")
     drawing.add_curve([(at, y.place(value)) for at, value in zip(middles, good, strict=True)], "curve a", "good")
     drawing.title += ", requests a second"
     return drawing
