@@ -1,7 +1,8 @@
 """Five times more than a server can bear: ``python -m bench.overload [--model M] [--seconds S] [--json FILE]``.
 
 Closed loop first, which tells the capacity; then an open loop at a multiple of it, whose clients give up after a while
-and say so; then one client again, until it is answered as before. All of it with ``bench.load``, on one server.
+and say so; then one client again, until it is answered as before. All of it on one server, with what
+``layertap load`` sends with.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import argparse
 import json
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import Options, Report, Scenario, run
 from bench.machine import described
 from bench.serving.pictures import written
 from bench.serving.server import Server, serving
 from bench.startup import HOST
+from layertap.service.load.options import Options
+from layertap.service.load.report import Report
+from layertap.service.load.request_kind import Body, RequestKind
+from layertap.service.load.run import run
 
 NORMAL = 2.0  # times the latency before: an answer that took no longer is as before
 PROBES = 5
@@ -29,20 +33,22 @@ RECOVERY_S = 60.0
 REFUSED = frozenset({429})
 
 
-def scenario(model: str, picture: bytes, patience: float) -> Scenario:
+def make_kind(model: str, picture: bytes, patience: float | None = None) -> RequestKind:
     """One picture for one layer; its client waits so many seconds."""
-    headers = {"Content-Type": "image/jpeg", "X-Request-Timeout": f"{patience:g}"}
-    return Scenario("avgpool", f"model={model}&layers=avgpool&pool=flatten&format=npy", picture, headers)
+    more = {} if patience is None else {"X-Request-Timeout": f"{patience:g}"}
+    body = Body(picture, {"Content-Type": "image/jpeg", **more})
+    return RequestKind("avgpool", f"/extract?model={model}&layers=avgpool&pool=flatten&format=npy", (body,))
 
 
-def measured(server: Server, one: Scenario, chosen: argparse.Namespace) -> dict[str, Any]:
+def measured(server: Server, picture: bytes, chosen: argparse.Namespace) -> dict[str, Any]:
     """Figures of the three phases."""
     url = f"http://{HOST}:{server.port}"
+    one = make_kind(chosen.model, picture, chosen.patience)
     before = run([one], Options(url, connections=1, requests=PROBES, warmup=PROBES)).total.latency_ms
-    closed = Options(url, connections=chosen.connections, seconds=chosen.seconds, warmup=2 * chosen.connections)
-    capacity = run([replace(one, headers={"Content-Type": "image/jpeg"})], closed).total.goodput
+    closed = Options(url, connections=chosen.connections, duration=chosen.seconds, warmup=2 * chosen.connections)
+    capacity = run([make_kind(chosen.model, picture)], closed).total.goodput
     rate = chosen.times * capacity
-    flood = Options(url, rate=rate, seconds=chosen.seconds, most_in_flight=100_000, allow=REFUSED)
+    flood = Options(url, rate=rate, duration=chosen.seconds, max_in_flight=10_000, allow=REFUSED)
     over = run([one], flood)
     recovered = recovery(url, one, before.p50 if before else 0.0)
     return {
@@ -60,7 +66,7 @@ def measured(server: Server, one: Scenario, chosen: argparse.Namespace) -> dict[
     }
 
 
-def recovery(url: str, one: Scenario, before_ms: float) -> float | None:
+def recovery(url: str, one: RequestKind, before_ms: float) -> float | None:
     """Seconds from the end of the flood until answers take as long as before; None if they never do."""
     begun = time.perf_counter()
     while time.perf_counter() - begun < RECOVERY_S:
@@ -93,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         picture = written(Path(folder))[0].read_bytes()
         with serving([chosen.model], Path(folder)) as server:
-            results = measured(server, scenario(chosen.model, picture, chosen.patience), chosen)
+            results = measured(server, picture, chosen)
     Console().print(table(results))
     if chosen.json:
         words = {name: value for name, value in vars(chosen).items() if name != "json"}

@@ -14,13 +14,14 @@ from layertap.service.cli.console import format_error, stderr, stdout
 from layertap.service.cli.explain import explain
 from layertap.service.cli.extract import extract
 from layertap.service.cli.inspect import inspect
+from layertap.service.cli.load import load
 from layertap.service.cli.models import layers, models
 from layertap.service.cli.plan import plan
 from layertap.service.cli.serve import serve
 from layertap.service.cli.show import show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
-for command in (serve, check, inspect, models, layers, plan, extract, show, explain, bulk):
+for command in (serve, check, inspect, models, layers, plan, extract, show, explain, bulk, load):
     app.command()(command)
 
 

@@ -10,7 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 import httpx
 import pytest
 
-from bench.load.connection_pool import ConnectionPool
+from layertap.service.load.connection_pool import ConnectionPool
 
 STEPS = 80  # of the event loop; a request to a server on the same loop takes fewer than 40
 

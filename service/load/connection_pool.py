@@ -35,7 +35,7 @@ class ConnectionPool(httpx.AsyncBaseTransport):
         except BaseException:
             self._drop(connection)
             raise
-        assert isinstance(response.stream, httpx.AsyncByteStream)
+        assert isinstance(response.stream, httpx.AsyncByteStream)  # noqa: S101  (an async transport gave it)
         response.stream = _Stream(
             response.stream, lambda: self._free.append(connection), lambda: self._drop(connection)
         )

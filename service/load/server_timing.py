@@ -28,13 +28,13 @@ class Entry(NamedTuple):
 
 def parse(header: str) -> list[Entry]:
     """The entries, in order; what can't be read is left out. Of a parameter given twice the first counts."""
-    found = []
+    entries = []
     for text in ENTRY.findall(header):
         name, *parameters = (part.strip() for part in PARAMETER.findall(text))
         if name and not text.lstrip().startswith(";"):
             given = dict(reversed([_parameter(each) for each in parameters]))
-            found.append(Entry(name, _number(given.get("dur")), given.get("desc")))
-    return found
+            entries.append(Entry(name, _number(given.get("dur")), given.get("desc")))
+    return entries
 
 
 def _parameter(text: str) -> tuple[str, str]:

@@ -1,0 +1,98 @@
+"""How figures move over a run, and how latencies are distributed: what the report draws."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from layertap.service.load.figures import Judge, Spread, make_spread
+from layertap.service.load.sample import REFUSALS, NotSent, Sample
+
+MAX_INTERVALS = 60
+WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600)
+BINS = 40
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A part of a run, ``seconds`` long from ``begin_s`` on.
+
+    ``due`` requests should have been sent in it, and ``latency_ms`` is of the answers to these; ``good``, ``refused``
+    (allowed refusals), ``failed`` count what came in it, ``not_sent`` what was not sent in it.
+    """
+
+    begin_s: float
+    seconds: float
+    due: int
+    good: int
+    refused: int
+    failed: int
+    not_sent: int
+    latency_ms: Spread | None
+
+
+@dataclass(frozen=True)
+class Bin:
+    """How many latencies lie from ``from_ms`` to below ``to_ms`` (the last one: up to it)."""
+
+    from_ms: float
+    to_ms: float
+    count: int
+
+
+def make_timeline(judge: Judge, samples: Sequence[Sample], not_sent: Sequence[NotSent]) -> list[Interval]:
+    """Up to sixty intervals of equal length, the last one as long as the run goes on."""
+    ends = [each.at + each.seconds for each in samples] + [each.at for each in not_sent]
+    if not ends:
+        return []
+    length = max(*ends, judge.elapsed_s)
+    width = next((width for width in WIDTHS_S if length <= width * MAX_INTERVALS), length / MAX_INTERVALS)
+    number = max(1, math.ceil(length / width))
+
+    def find(moment: float) -> int:
+        return min(int(moment / width), number - 1)
+
+    missed = Counter(find(each.at) for each in not_sent)
+    due = missed + Counter(find(each.at) for each in samples)
+    outcomes = Counter((find(each.at + each.seconds), _name_outcome(judge, each)) for each in samples)
+    latencies: dict[int, list[float]] = defaultdict(list)
+    for each in samples:
+        if each.status is not None and each.status not in REFUSALS:
+            latencies[find(each.at)].append(each.seconds)
+    return [
+        Interval(
+            begin_s=place * width,
+            seconds=round(min(width, length - place * width), 6) or width,
+            due=due[place],
+            good=outcomes[place, "good"],
+            refused=outcomes[place, "refused"],
+            failed=outcomes[place, "failed"],
+            not_sent=missed[place],
+            latency_ms=make_spread(latencies[place]),
+        )
+        for place in range(number)
+    ]
+
+
+def make_histogram(samples: Sequence[Sample]) -> list[Bin]:
+    """Latencies of all answers but refusals, in forty bins of equal width on a logarithmic scale, milliseconds."""
+    times = [1000 * each.seconds for each in samples if each.status is not None and each.status not in REFUSALS]
+    if not times:
+        return []
+    least, most = max(min(times), 1e-3), max(times)
+    if most <= least * 1.001:
+        return [Bin(round(least, 3), round(most, 3), len(times))]
+    ratio = (most / least) ** (1 / BINS)
+    counts = Counter(min(int(math.log(max(each, least) / least) / math.log(ratio)), BINS - 1) for each in times)
+    edges = [round(least * ratio**place, 3) for place in range(BINS + 1)]
+    return [Bin(edges[place], edges[place + 1], counts[place]) for place in range(BINS)]
+
+
+def _name_outcome(judge: Judge, sample: Sample) -> str:
+    if sample.error is not None or judge.is_unexpected(sample):
+        return "failed"
+    if judge.is_good(sample):
+        return "good"
+    return "left" if sample.status is None else "refused"

@@ -1,0 +1,177 @@
+"""``load``: the command, its exit status, its files, and what it needs to run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server import Live, serving
+from tests.service.cli.commands import ROOT, Command
+from tests.service.gated_server import gated_module, wait_until
+from tests.service.load.entries import GATED, NOWHERE, UNKNOWN, VECTOR
+from tests.service.support import Json, configured, net
+
+SERVER_ONLY = ("fastapi", "starlette", "timm", "torch", "torchvision", "transformers", "uvicorn")
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Missing())
+from layertap.service.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[Live]:
+    """A server of ``digits`` and of a model that can be held up."""
+    with serving(configured(net("gated", "Gated"))) as live:
+        yield live
+
+
+def write(folder: Path, *entries: Json) -> Path:
+    """A scenario on disk."""
+    file = folder / "scenario.yaml"
+    file.write_text(json.dumps(entries))
+    return file
+
+
+@pytest.mark.parametrize("loop", [("--connections", "4"), ("--rate", "100")], ids=["closed", "open"])
+def test_built_in(command: Command, loaded: Live, tmp_path: Path, loop: tuple[str, str]) -> None:
+    """Without a scenario it is that of ``digits``: every kind is told of, counts add up, and files are written."""
+    figures, page = tmp_path / "r.json", tmp_path / "r.html"
+    done = command("load", loaded.url, "--requests", "60", "--warmup", "3", *loop, "--json", figures, "--report", page)
+    assert done.status == 0, done.notes
+    assert all(name in done.out for name in ("three blocks mean npz", "openai embeddings", "Server-Timing"))
+    written = json.loads(figures.read_text())
+    total, kinds = written["results"]["total"], written["results"]["kinds"]
+    assert total["requests"] == 60 == sum(total["statuses"].values())
+    assert total["requests"] == sum(each["requests"] for each in kinds.values())
+    assert sum(each["good"] for each in written["results"]["timeline"]) == 60
+    assert sum(each["count"] for each in written["results"]["histogram"]) == 60
+    assert written["command"].startswith("layertap load http://127.0.0.1:")
+    assert (written["breaches"], "headers" in written["options"]) == ([], False)
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_trouble(command: Command, loaded: Live) -> None:
+    """Some clients leave, some send what is refused: all as expected."""
+    done = command("load", loaded.url, "--scenario", "trouble", "--requests", "40")
+    assert done.status == 0, done.notes
+    assert "no such layer" in done.out
+
+
+def test_progress(command: Command, loaded: Live, tmp_path: Path) -> None:
+    """Where there is no terminal progress is plain lines on stderr, and results alone are on stdout."""
+    file = write(tmp_path, VECTOR)
+    done = command("load", loaded.url, "--scenario", file, "--requests", "5")
+    (line,) = done.notes.splitlines()
+    assert line.startswith("0 s: 5 done, ") or "5 done" in line
+    assert "done, " not in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ((), 1, "over budget: 40 of 40 requests failed, a share of 1; --max-error-rate allows 0"),
+        (("--max-error-rate", "0.99"), 1, "over budget: 40 of 40 requests failed, a share of 1; --max-error-rate"),
+        (("--max-error-rate", "1"), 0, ""),
+        (("--allow", "422"), 0, ""),
+        (("--allow", "429"), 1, "over budget: 40 of 40 requests failed"),
+        (("--allow", "422", "--max-p99", "0.001"), 1, " ms; --max-p99 allows 0.001 ms"),
+        (("--allow", "422", "--max-p99", "3600000"), 0, ""),
+    ],
+)
+def test_budget(command: Command, loaded: Live, tmp_path: Path, words: tuple[str, ...], status: int, told: str) -> None:
+    """Status 1 and one line on stderr for the part that is broken."""
+    file = write(tmp_path, UNKNOWN)
+    done = command("load", loaded.url, "--scenario", file, "--requests", "40", *words)
+    breaches = [line for line in done.notes.splitlines() if line.startswith("over budget")]
+    assert (done.status, len(breaches)) == (status, status)
+    assert told in "".join(breaches)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((NOWHERE,), "no answer from http://127.0.0.1:1: "),
+        (("nowhere",), "the URL 'nowhere' should begin with http://"),
+        ((NOWHERE, "--requests", "0"), "requests is 0"),
+        ((NOWHERE, "--rate", "5", "--connections", "5"), "give --rate or --connections, not both"),
+        ((NOWHERE, "--max-error-rate", "2"), "--max-error-rate is 2, and should be a share"),
+        (
+            (NOWHERE, "--scenario", "digit"),
+            "there is no scenario 'digit' (a file, or one of digits, resnet50, trouble)",
+        ),
+        ((NOWHERE, "--scenario", "nowhere.yaml"), "can't read nowhere.yaml: No such file"),
+        ((NOWHERE, "--report", "nowhere/r.html"), "there is no folder nowhere"),
+    ],
+)
+def test_mistakes(command: Command, words: tuple[str, ...], told: str) -> None:
+    """Status 2 and one line, before anything is sent."""
+    done = command("load", *words)
+    assert (done.status, len(done.notes.splitlines()), done.out) == (2, 1, "")
+    assert told in done.notes
+
+
+def test_key(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key comes from the environment, goes with every request and into no file."""
+    figures, page = tmp_path / "r.json", tmp_path / "r.html"
+    with serving(configured(), api_keys=("open-sesame",)) as guarded:
+        words = ("load", guarded.url, "--requests", "3", "--json", figures, "--report", page)
+        assert command(*words).status == 1
+        assert json.loads(figures.read_text())["results"]["total"]["statuses"] == {"401": 3}
+        monkeypatch.setenv("LAYERTAP_API_KEY", "open-sesame")
+        assert command(*words).status == 0
+    assert json.loads(figures.read_text())["results"]["total"]["statuses"] == {"200": 3}
+    assert "open-sesame" not in figures.read_text() + page.read_text()
+    monkeypatch.setenv("LAYERTAP_API_KEY", "open\nsesame")
+    assert command(*words).status == 2
+
+
+def test_without_what_servers_need(loaded: Live) -> None:
+    """It runs, whole, where neither torch nor what speaks HTTP for a server can be imported."""
+    code = WITHOUT.format(names=set(SERVER_ONLY))
+    words = [sys.executable, "-c", code, "load", loaded.url, "--requests", "20"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "200 × 20" in done.stdout
+
+
+def test_interrupted(loaded: Live, tmp_path: Path) -> None:
+    """Ctrl-C ends a run; what was done is printed and written."""
+    file, figures, page = write(tmp_path, GATED), tmp_path / "r.json", tmp_path / "r.html"
+    module = gated_module(loaded)
+    module.forwards.clear()
+    words = ["-m", "layertap", "load", loaded.url, "--scenario", file, "--duration", "120", "--json", figures]
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words), "--report", str(page)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            wait_until(lambda: len(module.forwards) >= 20 or process.poll() is not None)
+            process.send_signal(signal.SIGINT)
+            out, notes = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, notes
+    assert "interrupted" in out
+    assert "Load: " in out
+    results = json.loads(figures.read_text())["results"]
+    assert results["interrupted"]
+    assert results["total"]["statuses"].keys() == {"200"}
+    assert "interrupted" in page.read_text()
