@@ -56,9 +56,14 @@ class MethodSpec:
     guided: bool = False
 
     @property
+    def measures_scores(self) -> bool:
+        """Whether it is made of scores of changed inputs: without a backward, and of all classes at once."""
+        return self.perturbation is not None and self.perturbation.measures == "score"
+
+    @property
     def has_objective(self) -> bool:
-        """Whether there is something that it differentiates."""
-        return bool(GRADIENTS & set(self.sites.values()))
+        """Whether a map is of an objective."""
+        return self.measures_scores or bool(GRADIENTS & set(self.sites.values()))
 
     @property
     def takes_layer(self) -> bool:
@@ -187,7 +192,7 @@ METHODS: dict[Method, MethodSpec] = {
     ),
     "occlusion": MethodSpec(
         _find_only_input,
-        _OF_INPUT,
+        {VALUES: "input"},
         options=frozenset({"window", "stride"}),
         perturbation=Occlusion,
     ),

@@ -158,6 +158,7 @@ LIMITS: Json = {
     "max_resized_pixels": 4000000,
     "max_json_depth": 32,
     "max_results": 1024,
+    "max_changed_inputs": 16_384,
     "max_reply_bytes": 268435456,
     "max_queue_rows": 1024,
     "max_queue_bytes": 1073741824,
