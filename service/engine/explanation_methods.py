@@ -131,15 +131,16 @@ def _find_attention(explanation: Explanation, model: ModelInfo) -> list[PointInf
 
 def _roll_out_attention(captured: Captured) -> Array:
     layers = [maps.average_heads(weights) for weights in captured.values]
-    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens)
+    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, captured.tensor.grid_size)
 
 
 def _roll_out_gradients(captured: Captured) -> Array:
-    return maps.rollout(_weight_by_gradients(captured), captured.discard_ratio, captured.prefix_tokens)
+    layers, tensor = _weight_by_gradients(captured), captured.tensor
+    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, tensor.grid_size)
 
 
 def _find_relevance(captured: Captured) -> Array:
-    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens)
+    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens, captured.tensor.grid_size)
 
 
 def _weight_by_gradients(captured: Captured) -> list[Array]:

@@ -159,12 +159,13 @@ def _make_features(features: Features, asked: MapRequest, points: Sequence[Point
         return [features.arrays[key] for key in keys if key in features.arrays]
 
     discard = (asked.explanation.discard if "discard" in asked.spec.options else None) or 0.0
-    captured = Captured(select(VALUES), select(GRADIENT_VALUES), points[0][1], prefix_tokens, discard)
+    last = next(reversed(features.receipts.values()))
+    tensor = replace(points[0][1], grid_size=last.grid_size)  # of rows of this shape
+    captured = Captured(select(VALUES), select(GRADIENT_VALUES), tensor, prefix_tokens, discard)
     made_by = [asked.method] + ([f"discard {asked.explanation.discard}"] if discard else [])
     digest = fingerprint.digest_explanation(
         " ".join(made_by), (receipt.fingerprint for receipt in features.receipts.values())
     )
-    last = next(reversed(features.receipts.values()))
     (key,) = asked.requests
     if asked.spec.make_map is None:
         raise ValueError(f"{asked.method} makes no map of what is captured")
