@@ -33,8 +33,9 @@ class Receipt:
     ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
     ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
-    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys; ``grid_size`` are the rows and
-    columns of these, where they are known. ``probe`` is what the fixed input gives there, where it was asked for. ``method``: of which explanation the result is the map.
+    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys; ``grid_size`` are the rows
+    and columns of these, where they are known. ``probe`` is what the fixed input gives there, where it was asked for.
+    ``method``: of which explanation the result is the map.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 

@@ -100,7 +100,7 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
     _check_changed_inputs(asked, request, model, settings.max_changed_inputs)
     rows = predict_rows([item for _, item in request.items], model.model_inputs).count
     infos = [
-        ResultInfo(name=key, module="", site="", shape=(rows, 1, 1), explains=True)
+        ResultInfo(name=key, module="", site="", shape=(rows, 1, 1), method=each.method)
         for each in asked
         for key in each.requests
     ]
