@@ -77,10 +77,11 @@ def _make_request(image: Path, given: dict[str, str]) -> ExtractRequest:
 
 async def _explain(engine: Engine, request: ExtractRequest) -> tuple[Features, Pictures]:
     """The maps, and the picture that they are of."""
-    from layertap.service.engine.explanations import explain
+    from layertap.service.engine.explanations import explain, prepare
 
     try:
         with engine.admission.admit(time.monotonic() + DEADLINE_S) as admission:
+            request = await prepare(engine, request, admission)
             features = await explain(engine, request, admission)
         return features, engine.list_pictures(request, features)
     finally:

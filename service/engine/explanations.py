@@ -13,7 +13,7 @@ from layertap.models.explanations.sensitivity import PointInfo, make_trial_objec
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.hook_points import Objective, Selector
+from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.service.engine.admission import Admission
 from layertap.service.engine.engine import Engine
@@ -37,25 +37,33 @@ from layertap.service.formats.table import FORMATS
 MAX_SHOWN = 16  # rows in a warning
 
 
-async def explain(engine: Engine, request: ExtractRequest, admission: Admission) -> Features:
-    """The maps that a request asks for, one for each row, under each method's name; what ``Engine.extract`` raises.
+async def prepare(engine: Engine, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+    """The request, checked, for ``explain``; what is at a URL is fetched where it is wanted more than once.
 
-    Where it names classes, the key is ``METHOD.CLASS``. Without an objective a map is of each row's own highest score.
+    RequestError, TooLargeError before any forward, and what ``Engine.fetch`` raises.
+    """
+    explanation = _get_explanation(request)
+    worker = await engine.manager.get_worker(request.model, admission.deadline)
+    check = partial(check_maps, request, explanation, worker.model, engine.settings)
+    await engine.run_in_thread(check, admission.deadline)
+    several = len(explanation.methods) > 1 or len(explanation.classes) > 1
+    return await engine.fetch(request, admission) if several or request.reply.format.is_picture else request
+
+
+async def explain(engine: Engine, request: ExtractRequest, admission: Admission) -> Features:
+    """The maps that a prepared request asks for, one for each row, under each method's name.
+
+    What ``Engine.extract`` raises. Where it names classes, the key is ``METHOD.CLASS``. Without an objective a map is
+    of each row's own highest score.
     """
     return await engine.compute_once(request, admission, partial(_explain, engine, request, admission))
 
 
 async def _explain(engine: Engine, request: ExtractRequest, admission: Admission) -> Features:
-    explanation = request.explanation
-    if explanation is None:
-        raise ValueError("the request asks for no explanation")
+    explanation = _get_explanation(request)
     worker = await engine.manager.get_worker(request.model, admission.deadline)
-    check = partial(check_maps, request, explanation, worker.model, engine.settings)
-    await engine.run_in_thread(check, admission.deadline)
     if request.reply.format.is_picture:  # nothing that is captured is drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
-    if len(explanation.methods) > 1 or len(explanation.classes) > 1:
-        request = await engine.fetch(request, admission)
     changed = ChangedInputs(engine.settings.max_changed_inputs)
     made: Features | None = None
     for asked in list_maps(request, explanation):
@@ -69,6 +77,12 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     if made is None:
         raise ValueError("the request names no method")
     return made
+
+
+def _get_explanation(request: ExtractRequest) -> Explanation:
+    if request.explanation is None:
+        raise ValueError("the request asks for no explanation")
+    return request.explanation
 
 
 async def _make_maps(

@@ -24,7 +24,7 @@ LINE: Color = (212, 212, 216)
 TITLE, TEXT, SMALL = 18, 14, 12  # sizes of letters
 GAP, CAPTION = 6, 16
 TILE = 96  # pixels that the longer side of a tile has about, where a number is more than one
-SCALE = (180, 10)
+SCALE = (220, 10)
 SCALE_HEIGHT = SCALE[1] + 4 + SMALL + 3  # with the numbers below it
 SEPARATOR = "   \N{MIDDLE DOT}   "
 

@@ -36,7 +36,11 @@ Array = NDArray[Any]
 Originals = Mapping[int, Original]  # by the places of inputs in the request
 
 COLUMNS, COLUMNS_OF_SEVERAL = 8, 4
-GRID_TILE, GRID_COLUMNS = 140, 6  # of heads over pictures: a patch is to be seen, and what is in it
+GRID_TILE, GRID_COLUMNS, GRID_COLUMNS_OF_SEVERAL = (
+    140,
+    7,
+    5,
+)  # of heads over pictures: a patch is to be seen, and what is in it
 NARROW = 436  # charts of several inputs
 
 
@@ -79,9 +83,11 @@ class TileSection:
 
     @cached_property
     def _columns(self) -> int:
-        cells = self._tiles + self._over
-        most = GRID_COLUMNS if is_over_pictures(self.info) else COLUMNS
-        return max(1, min(cells, most if self.info.rows == 1 else COLUMNS_OF_SEVERAL))
+        cells, alone = max(self._tiles + self._over, 1), self.info.rows == 1
+        if not is_over_pictures(self.info):
+            return min(cells, COLUMNS if alone else COLUMNS_OF_SEVERAL)
+        lines = ceil(cells / (GRID_COLUMNS if alone else GRID_COLUMNS_OF_SEVERAL))
+        return ceil(cells / lines)
 
     @cached_property
     def _cell(self) -> Size:
