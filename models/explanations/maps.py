@@ -71,8 +71,8 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | N
 
     ``layers`` are (N, T, T) in the order of the forward, one weight for each pair of tokens, 0 and above; of each row's
     matrix the lowest share ``discard`` is taken for 0. The result is (N, H, W) over the ``grid`` of patches (None: a
-    square): what the first of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and Zuidema, "Quantifying
-    attention flow in transformers", 2020, section 3.
+    square): what the first of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and
+    Zuidema, "Quantifying attention flow in transformers", 2020, section 3.
     """
     product: Array | None = None
     for layer in layers:

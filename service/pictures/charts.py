@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,8 @@ BIN = 6  # pixels that a bin of a channel's histogram is high
 LEFT = 64  # of the bars: numbers of the axis stand before them
 FOOT = SMALL + 8
 BINS = "histogram["  # how the names of a histogram's columns begin
-SPREAD = ("mean", "std", "min", "max")  # what one chart shows of a channel together
+# What one chart shows of a channel together, and what channels that share a column come to.
+SPREAD: dict[str, Callable[[Array], Any]] = {"mean": np.mean, "std": np.mean, "min": np.min, "max": np.max}
 MAX_NUMBERED = 32  # bars, of which each has its name below it
 
 
@@ -153,11 +154,10 @@ def draw_channels(values: Array, names: Sequence[str], width: int, channels: Seq
 
 
 def _draw_spread(canvas: Canvas, columns: dict[str, Array], height: int) -> _Axes:
-    shares = {"mean": np.mean, "std": np.mean, "min": np.min, "max": np.max}
     width = canvas.image.width - LEFT
     groups = _split(len(next(iter(columns.values()))), width)
     parts = {
-        name: np.array([shares[name](columns[name][group]) for group in groups]) for name in SPREAD if name in columns
+        name: np.array([SPREAD[name](columns[name][group]) for group in groups]) for name in SPREAD if name in columns
     }
     count = len(groups)
     words = {"min": "light: least to greatest", "std": "darker: a deviation around the mean", "mean": "line: mean"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
@@ -11,12 +12,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from layertap.models.spec import ModelSpec, PreprocessSpec
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.pictures.test_sheet import find_tile, look_up
-from tests.service.support import configured, image, picture, problem, raw, tensor
+from tests.service.support import configured, image, npy, picture, problem, raw, tensor
 
 DIGIT = picture(1)
 SQUARE = picture(4, (32, 32))
@@ -94,6 +95,41 @@ def test_explanation(live: Live, method: str) -> None:
     find_tile(sheet, whole)
     body = {"inputs": [tensor(np.zeros((3, 32, 32), np.float32))], "method": method}
     read(live.client.post("/explain?format=png", json=body))
+
+
+def test_several_methods_and_classes(live: Live) -> None:
+    """All maps of a picture stand beside it: it is drawn once, whatever is asked for."""
+    sheet = draw(live, "/explain", method="grad_cam,saliency,occlusion", classes="1,top", window=8)
+    whole = np.asarray(Image.open(BytesIO(DIGIT)).convert("RGB"))
+    large = whole.repeat(7, 0).repeat(7, 1)  # 40 by 32 pixels in a square of 288
+    corners = np.argwhere((sheet[: 1 - len(large), : 1 - large.shape[1]] == large[0, 0]).all(-1))
+    found = [
+        place for place in corners if (sheet[place[0] :, place[1] :][: len(large), : large.shape[1]] == large).all()
+    ]
+    assert len(found) == 1
+
+
+def test_shapes_of_explanations(served_vectors: Live) -> None:
+    """Inputs of several shapes are drawn each by itself."""
+    body = {"method": ["saliency", "occlusion"], "window": 8, "model": "cnn"}
+    inputs = [tensor(np.full(shape, 0.5, np.float32)) for shape in ((3, 32, 32), (3, 40, 24))]
+    sheet = read(served_vectors.client.post("/explain?format=png", json={**body, "inputs": inputs}))
+    alone = read(served_vectors.client.post("/explain?format=png", json={**body, "inputs": inputs[:1]}))
+    assert len(sheet) > len(alone)
+
+
+@pytest.fixture(scope="module")
+def served_vectors(serve: Serve) -> Iterator[Live]:
+    """A server of a network that takes any size."""
+    spec = ModelSpec(
+        "cnn",
+        "python:tests.service.nets_http:Cnn",
+        weights="random:5",
+        inputs=(InputSpec("x", (3, 32, 32)),),
+        preprocess="none",
+    )
+    with serve(configured(spec)) as live:
+        yield live
 
 
 def test_left_out(live: Live) -> None:
@@ -214,4 +250,21 @@ def test_too_large(live: Live) -> None:
     reply = live.client.post("/extract?format=png", json=body)
     problem(reply, 413)
     assert "pixels" in reply.text
+    assert count_forwards(live) == forwards
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_too_many_maps(live: Live, batched: bool) -> None:
+    """Maps of explanations are counted before any forward too, by all rows of a batch that is one input."""
+    forwards = count_forwards(live)
+    row = np.zeros((3, 32, 32), np.float32)
+    classes = list(range(10))
+    if batched:
+        query = {"method": "grad_cam", "classes": ",".join(map(str, classes)), "format": "png"}
+        reply = live.client.post("/explain", **raw(npy(np.stack([row] * 40)), "application/x-npy", **query))
+    else:
+        body = {"inputs": [tensor(row)] * 40, "method": "grad_cam", "classes": classes}
+        reply = live.client.post("/explain?format=png", json=body)
+    problem(reply, 413)
+    assert "the picture would have" in reply.text
     assert count_forwards(live) == forwards
