@@ -33,8 +33,9 @@ class Receipt:
     ``labels`` their names. ``rows_per_forward`` is there where rows of the model affect each other.
     ``token_counts``: of texts, how many tokens each row has of its own, what lies behind them being padding.
     ``channels`` to ``keys`` are the indices that were kept, in their order, and ``reply_dtype`` what the result was
-    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys. ``probe`` is what the fixed
-    input gives there, where it was asked for. ``method``: of which explanation the result is the map.
+    cast to. ``prefix_tokens`` stand before the patches, of tokens or of attention's keys; ``grid_size`` are the rows
+    and columns of these, where they are known. ``probe`` is what the fixed input gives there, where it was asked for.
+    ``method``: of which explanation the result is the map.
     ``preprocessed`` is "caller" where rows were sent as tensors, "mixed" where only some were.
     """
 
@@ -69,6 +70,7 @@ class Receipt:
     token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
     prefix_tokens: int = 0
+    grid_size: tuple[int, int] | None = None
     method: str = ""
     probe: Probe | None = None
     fingerprints: tuple[str, ...] | None = None
@@ -107,7 +109,7 @@ class Features:
     those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
     others, of other shapes; ``by_input`` are the keys of results of one such input. ``content`` is a digest of all that
     decided them, where answers are kept. ``tokens`` counts those of all texts, special ones among them, padding not.
-    ``top`` has each row's best classes, the best one first, where they were asked for.
+    ``top_classes`` has each row's best classes, the best one first, where they were asked for.
     """
 
     model: str
@@ -125,7 +127,7 @@ class Features:
     by_input: frozenset[str] = frozenset()
     content: str = ""
     tokens: int = 0
-    top: tuple[tuple[TopClass, ...], ...] = ()
+    top_classes: tuple[tuple[TopClass, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:

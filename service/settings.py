@@ -43,7 +43,7 @@ MIN_WORKER_MEMORY_BYTES = 256 * MIB
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds in each so many, or "max"
 LIMITS = (  # settings that clients are told, to keep within
     *("max_inputs", "max_body_bytes", "body_timeout_s", "max_pixels", "max_resized_pixels", "max_json_depth"),
-    *("max_results", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
+    *("max_results", "max_changed_inputs", "max_reply_bytes", "max_queue_rows", "max_queue_bytes", "deadline_s"),
 )
 NO_DEFAULT = (
     "default_factory_not_called"  # what pydantic says of a default that another field's mistake is in the way of
@@ -184,6 +184,7 @@ class Settings(BaseSettings):
     max_resized_pixels: int = Field(4_000_000, gt=0)
     max_json_depth: int = Field(32, gt=0)
     max_results: int = Field(1024, gt=0)
+    max_changed_inputs: int = Field(16_384, gt=0)
     max_reply_bytes: Bytes = Field(256 * MIB, gt=0)
     max_queue_rows: int = Field(1024, gt=0)
     max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)

@@ -34,7 +34,8 @@ class TensorInfo:
     rows. ``mixed`` marks a tensor of which no part can be given to one row: its entries stand in another order, or
     it holds something of all of them; it means what it says only where its rows share a forward with no others.
     ``layout`` names the axes (NCHW, NTC …; NAQK of attention: heads, queries, keys), None where unknown; ``prefix``
-    counts class and register tokens, of attention those among the keys.
+    counts class and register tokens, of attention those among the keys; ``grid_size`` has the rows and columns in which
+    the patches behind these stand, None where no map of the forward tells.
     ``source`` says where a forward without a graph has attention from: "observed" or "recomputed". ``token_axes`` have
     an entry for each token of a text: they grow with its length. The row axis is one of them where tokens are folded
     into it.
@@ -49,6 +50,7 @@ class TensorInfo:
     prefix: int = 0
     source: str = ""
     token_axes: tuple[int, ...] = ()
+    grid_size: tuple[int, int] | None = None
 
     @property
     def is_floating(self) -> bool:

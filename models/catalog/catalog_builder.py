@@ -14,6 +14,7 @@ from layertap.models.catalog.call_observer import CallTimer
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.observations import AttentionObservation, Boundary, CallObservation, TensorObservation
+from layertap.models.catalog.token_grid import list_grids
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.hooks.tensor_tree import Path
 
@@ -64,7 +65,10 @@ class CatalogBuilder:
         whole = several.calls.get(module, [])
         self._batches = several is not alone
         self._rowwise = self._batches and not any(each.mixed for call in whole for each in call.output.values())
-        self._map_sizes = self._find_map_sizes()
+        shapes = set(self._find_map_shapes())
+        # As many tokens as a map has positions means that no class token is among them.
+        self._map_sizes = {math.prod(shape) for shape in shapes}
+        self._grids = list_grids((shape[0], shape[1]) for shape in shapes if len(shape) == 2)
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
@@ -94,7 +98,8 @@ class CatalogBuilder:
             for place, (path, one, other) in enumerate(_pair_attention(alone.attention, several.attention)):
                 info = self._build_tensor(path, one.weights, other.weights)
                 prefix = self._prefix if info.shape[-1] > self._prefix else 0
-                info = replace(info, source=one.source, prefix=prefix)
+                grid_size = self._grids.get(info.shape[-1] - prefix)
+                info = replace(info, source=one.source, prefix=prefix, grid_size=grid_size)
                 yield self._add_token_axes(module, number, info, partial(_find_weights, place))
 
         before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)
@@ -124,18 +129,16 @@ class CatalogBuilder:
         if info.layout not in ("NTC", "TNC") or info.entries_per_row != 1:
             return info
         tokens = alone.shape[info.layout.index("T")]
-        has_prefix = tokens > self._prefix and tokens not in self._map_sizes
-        return replace(info, prefix=self._prefix) if has_prefix else info
+        prefix = self._prefix if tokens > self._prefix and tokens not in self._map_sizes else 0
+        return replace(info, prefix=prefix, grid_size=self._grids.get(tokens - prefix))
 
-    def _find_map_sizes(self) -> set[int]:
-        """Sizes of every feature map: as many tokens as that means that no class token is among them."""
-        return {
-            math.prod(tensor.shape[2:])
-            for calls in self._several.calls.values()
-            for call in calls
-            for tensor in call.output.values()
-            if tensor.layout in ("NCHW", "NCTHW")
-        }
+    def _find_map_shapes(self) -> Iterator[tuple[int, ...]]:
+        """The positions of every feature map, axis by axis."""
+        for calls in self._several.calls.values():
+            for call in calls:
+                for tensor in call.output.values():
+                    if tensor.layout in ("NCHW", "NCTHW"):
+                        yield tuple(tensor.shape[2:])
 
 
 def _find_at(boundary: Boundary, path: Path, call: CallObservation) -> TensorObservation | None:

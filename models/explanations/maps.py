@@ -1,19 +1,19 @@
 """Maps that explain an answer, made of what was captured; nothing is hooked for them beside that.
 
-Each function takes float arrays with rows first and gives a new float32 array. SelectorError where a grid of patches is
-no square.
+Each function takes float arrays with rows first and gives a new float32 array. SelectorError where nothing tells how
+patches stand, and they make no square.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isqrt
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.catalog.token_grid import Grid, find_grid
 from layertap.models.errors import SelectorError
 from layertap.models.selection.hook_points import HookPoint
 
@@ -66,13 +66,13 @@ def saliency(gradients: Array, leaf: TensorInfo) -> Array:
     return result
 
 
-def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
+def rollout(layers: Sequence[Array], discard: float, prefix: int, grid: Grid | None = None) -> Array:
     """How much each patch reaches the answer through all layers: their attention, with the shortcut, multiplied up.
 
     ``layers`` are (N, T, T) in the order of the forward, one weight for each pair of tokens, 0 and above; of each row's
-    matrix the lowest share ``discard`` is taken for 0. The result is (N, H, W) over the grid of patches: what the first
-    of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and Zuidema, "Quantifying
-    attention flow in transformers", 2020, section 3.
+    matrix the lowest share ``discard`` is taken for 0. The result is (N, H, W) over the ``grid`` of patches (None: a
+    square): what the first of ``prefix`` tokens looks at, or all tokens on average where there is none. Abnar and
+    Zuidema, "Quantifying attention flow in transformers", 2020, section 3.
     """
     product: Array | None = None
     for layer in layers:
@@ -81,10 +81,10 @@ def rollout(layers: Sequence[Array], discard: float, prefix: int) -> Array:
         product = mixed if product is None else mixed @ product
     if product is None:
         raise ValueError("a rollout is over one layer or more")
-    return _read_patches(product, prefix)
+    return _read_patches(product, prefix, grid)
 
 
-def relevance(layers: Sequence[Array], prefix: int) -> Array:
+def relevance(layers: Sequence[Array], prefix: int, grid: Grid | None = None) -> Array:
     """How much each patch bears on the answer through all layers: R, at first one, becomes R + A R with each.
 
     ``layers`` are as a rollout takes them, and so is what is read off R; nothing is normalised. Chefer et al., "Generic
@@ -93,7 +93,7 @@ def relevance(layers: Sequence[Array], prefix: int) -> Array:
     total: Array = np.broadcast_to(np.eye(layers[0].shape[-1], dtype=np.float32), layers[0].shape)
     for layer in layers:
         total = total + layer @ total
-    return _read_patches(total, prefix)
+    return _read_patches(total, prefix, grid)
 
 
 def average_heads(weights: Array) -> Array:
@@ -111,22 +111,22 @@ def weight_by_gradient(weights: Array, gradients: Array) -> Array:
     return mean
 
 
-def _read_patches(mixed: Array, prefix: int) -> Array:
+def _read_patches(mixed: Array, prefix: int, grid: Grid | None) -> Array:
     """The row of the first token, or the mean of all where there is no prefix, as a grid."""
     attention = mixed[:, 0] if prefix else mixed.mean(1)
     patches = attention[:, prefix:]
-    side = _find_side(patches.shape[1])
-    return patches.reshape(len(patches), side, side)
+    return patches.reshape(len(patches), *_find_grid(patches.shape[1], grid))
 
 
-def _find_side(patches: int) -> int:
-    """How many patches stand beside each other; SelectorError where they make no square."""
-    side = isqrt(patches)
-    if side**2 != patches:
+def _find_grid(patches: int, known: Grid | None) -> Grid:
+    """The rows and columns of patches; SelectorError where nothing tells, and they make no square."""
+    grid = find_grid(patches, known)
+    if grid is None:
         raise SelectorError(
-            f"the {patches} patches of an input of this shape do not stand in a square", hint="send a square input"
+            f"nothing tells how the {patches} patches of an input of this shape stand, and they make no square",
+            hint="send a square input",
         )
-    return side
+    return grid
 
 
 def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint, TensorInfo]]:
@@ -152,8 +152,8 @@ def find_attention_points(catalog: Catalog, prefix: int) -> list[tuple[HookPoint
 def _covers_patches(leaf: TensorInfo, prefix: int) -> bool:
     queries, keys = leaf.shape[-2:]
     patches = keys - prefix
-    is_square = leaf.entries_per_row == 1 and not leaf.mixed and queries == keys
-    return is_square and patches > 0 and isqrt(patches) ** 2 == patches
+    is_complete = leaf.entries_per_row == 1 and not leaf.mixed and queries == keys
+    return is_complete and find_grid(patches, leaf.grid_size) is not None
 
 
 def _zero_lowest(layer: Array, share: float) -> Array:
@@ -172,7 +172,7 @@ def is_map(leaf: TensorInfo) -> bool:
         return False
     if leaf.layout == "NTC":
         tokens = leaf.shape[1] - leaf.prefix
-        return tokens > 1 and isqrt(tokens) ** 2 == tokens
+        return tokens > 1 and find_grid(tokens, leaf.grid_size) is not None
     return min(leaf.shape[leaf.layout.index(letter)] for letter in "HW") > 1
 
 
@@ -205,9 +205,8 @@ def find_zero_rows(maps: Array) -> list[int]:
 
 
 def _move_channels_first(values: Array, leaf: TensorInfo) -> Array:
-    """(N, C, H, W); prefix tokens are left out, the others stand in a square."""
+    """(N, C, H, W); prefix tokens are left out, the others stand in their grid."""
     if leaf.layout == "NTC":
-        grid = values[:, leaf.prefix :]
-        side = _find_side(grid.shape[1])
-        values = grid.reshape(len(grid), side, side, grid.shape[2])
+        patches = values[:, leaf.prefix :]
+        values = patches.reshape(len(patches), *_find_grid(patches.shape[1], leaf.grid_size), patches.shape[2])
     return values if leaf.layout == "NCHW" else np.moveaxis(values, -1, 1)

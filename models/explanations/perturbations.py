@@ -7,6 +7,7 @@ few at a time, takes what the model gave for them, and keeps one sum in float64:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -66,8 +67,7 @@ class IntegratedGradients:
         return int(settings["steps"])
 
     def __init__(self, row: Array, leaf: TensorInfo, settings: Settings, score: float) -> None:
-        nodes, weights = np.polynomial.legendre.leggauss(int(settings["steps"]))
-        self._shares, self._weights = (nodes + 1) / 2, weights / 2  # from (-1, 1) to (0, 1)
+        self._shares, self._weights = _find_nodes(int(settings["steps"]))
         self._row = row.astype(np.float64)
         self._mean = np.zeros_like(self._row)
 
@@ -183,6 +183,13 @@ class Occlusion:
     def _find_window(self, number: int) -> tuple[slice, slice]:
         top, left = (place * self._stride for place in divmod(number, self._across))
         return slice(top, top + self._window), slice(left, left + self._window)
+
+
+@lru_cache(maxsize=32)
+def _find_nodes(steps: int) -> tuple[Array, Array]:
+    """Where to look between 0 and 1, and what each place weighs: found out once, as hundreds of steps take long."""
+    nodes, weights = np.polynomial.legendre.leggauss(steps)
+    return (nodes + 1) / 2, weights / 2  # from (-1, 1)
 
 
 def _stand(numbers: Array, row: Array) -> Array:

@@ -21,9 +21,25 @@ from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.features import Features, join_features
 from layertap.service.inputs.files import FileError, read_regular_file
 from layertap.service.inputs.items import ImageItem
+from layertap.service.pictures.sent import SentPicture
 
 MAX_BATCH_FILES = 32
 DEADLINE_S = 3600
+
+
+async def extract_shown(
+    engine: Engine, file: Path, selectors: tuple[Selector, ...], model: str | None, reserved: frozenset[str]
+) -> tuple[Features, SentPicture]:
+    """As ``extract_files`` of one picture, and that picture, to be drawn beside what layers make of it."""
+    try:
+        with show_status("loading the model"):
+            worker = await engine.manager.get_worker(model, float("inf"))
+            spec = get_preprocessing(worker.model.model_inputs)
+    except BaseException:
+        await engine.close()
+        raise
+    features = await extract_files(engine, [file], selectors, model, reserved)
+    return features, SentPicture(read_regular_file(file), spec, engine.settings.max_pixels)
 
 
 async def extract_files(

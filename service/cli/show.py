@@ -39,13 +39,13 @@ def show(
         raise LayertapError(f"{out} is no picture", hint="use a name that ends in .png or .webp, or layertap extract")
     selectors = parse_selectors(layers, Reduction())
     engine = create_configured_engine(config)
-    from layertap.service.cli.extraction import extract_files
+    from layertap.service.cli.extraction import extract_shown
     from layertap.service.formats.reply_format import EncodeOptions
     from layertap.service.pictures.options import PictureOptions
 
     order: Order = "strongest" if strongest else "first"
-    features = asyncio.run(extract_files(engine, [image], selectors, model, reply_format.reserved))
-    buffers = reply_format.encode(features, EncodeOptions(picture=PictureOptions(tiles, order)))
+    features, sent = asyncio.run(extract_shown(engine, image, selectors, model, reply_format.reserved))
+    buffers = reply_format.encode(features, EncodeOptions(picture=PictureOptions(tiles, order), sent=[sent]))
     with out.open("wb") as stream:
         stream.writelines(buffers)
     if file is None and (os.name == "nt" or any(map(os.environ.get, SCREENS))):

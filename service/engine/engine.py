@@ -119,6 +119,13 @@ class Engine:
         fetched = tuple((place, item) for place, item in items if not isinstance(item, LayertapError))
         return replace(request, items=fetched, faults=(*request.faults, *faults))
 
+    async def fetch_shown(self, request: ExtractRequest, admission: Admission) -> ExtractRequest:
+        """As ``fetch``, for a reply that shows the pictures; planned first: what is refused fetches nothing."""
+        if any(isinstance(item, UrlItem) for _, item in request.items):
+            worker = await self.manager.get_worker(request.model, admission.deadline)
+            await self.planner.plan(request, worker, admission.deadline)
+        return await self.fetch(request, admission)
+
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
         worker = await self.get_worker(request.model, admission)
@@ -134,7 +141,7 @@ class Engine:
     ) -> tuple[SentPicture | None, ...]:
         """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
 
-        None stands for what was no picture, or is at a URL.
+        None stands for what was no picture, or is at a URL and was not fetched before.
         """
         worker = admission.find_worker(request.model)
         spec = worker.model.model_inputs.preprocess if worker is not None else None

@@ -56,9 +56,14 @@ class MethodSpec:
     guided: bool = False
 
     @property
+    def measures_scores(self) -> bool:
+        """Whether it is made of scores of changed inputs: without a backward, and of all classes at once."""
+        return self.perturbation is not None and self.perturbation.measures == "score"
+
+    @property
     def has_objective(self) -> bool:
-        """Whether there is something that it differentiates."""
-        return bool(GRADIENTS & set(self.sites.values()))
+        """Whether a map is of an objective."""
+        return self.measures_scores or bool(GRADIENTS & set(self.sites.values()))
 
     @property
     def takes_layer(self) -> bool:
@@ -126,15 +131,16 @@ def _find_attention(explanation: Explanation, model: ModelInfo) -> list[PointInf
 
 def _roll_out_attention(captured: Captured) -> Array:
     layers = [maps.average_heads(weights) for weights in captured.values]
-    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens)
+    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, captured.tensor.grid_size)
 
 
 def _roll_out_gradients(captured: Captured) -> Array:
-    return maps.rollout(_weight_by_gradients(captured), captured.discard_ratio, captured.prefix_tokens)
+    layers, tensor = _weight_by_gradients(captured), captured.tensor
+    return maps.rollout(layers, captured.discard_ratio, captured.prefix_tokens, tensor.grid_size)
 
 
 def _find_relevance(captured: Captured) -> Array:
-    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens)
+    return maps.relevance(_weight_by_gradients(captured), captured.prefix_tokens, captured.tensor.grid_size)
 
 
 def _weight_by_gradients(captured: Captured) -> list[Array]:
@@ -187,7 +193,7 @@ METHODS: dict[Method, MethodSpec] = {
     ),
     "occlusion": MethodSpec(
         _find_only_input,
-        _OF_INPUT,
+        {VALUES: "input"},
         options=frozenset({"window", "stride"}),
         perturbation=Occlusion,
     ),

@@ -32,6 +32,7 @@ OF_INPUT: dict[str, Any] = {
     "labels": None,
     "preprocessed": "",
     "token_counts": None,
+    "grid_size": None,
 }
 
 
@@ -211,6 +212,7 @@ def _join_receipts(receipts: Sequence[Receipt]) -> Receipt:
         classes=_chain(receipt.classes for receipt in receipts),
         labels=_chain(receipt.labels for receipt in receipts),
         token_counts=_chain(receipt.token_counts for receipt in receipts),
+        grid_size=first.grid_size if len({each.grid_size for each in receipts}) == 1 else None,
     )
 
 

@@ -61,6 +61,7 @@ def _outline_result(result: Result, rows: int) -> ResultInfo:
         whole=reduction.pool == "none" and not any(chosen),
         columns=list_columns(reduction.stats) if reduction.stats is not None else None,
         channels=reduction.channels,
+        grid_size=capture.tensor.grid_size,
     )
 
 

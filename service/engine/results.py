@@ -109,4 +109,5 @@ def make_receipt(job: Job, result: Result, classes: tuple[int, ...] | None = Non
         keys=reduction.keys,
         reply_dtype=reduction.dtype,
         prefix_tokens=leaf.prefix,
+        grid_size=leaf.grid_size,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,10 +14,10 @@ from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Features, Receipt
 from layertap.service.formats.buffers import Buffers
 from layertap.service.formats.reply_format import EncodeOptions
-from layertap.service.pictures.overlay import Original
-from layertap.service.pictures.panels import ResultInfo, Shape, find_kind
+from layertap.service.pictures.overlay import OVERLAY, Original
+from layertap.service.pictures.panels import ResultInfo, Shape
 from layertap.service.pictures.sent import SentPicture
-from layertap.service.pictures.sheet import OVERLAY, check_size, draw_sheet
+from layertap.service.pictures.sheet import check_size, draw_sheet, shows_originals
 
 Writer = dict[str, Any]
 PNG: Writer = {"format": "PNG", "compress_level": 4}
@@ -35,12 +35,11 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
     skipped = set(features.skipped)
     places = tuple(place for place in range(features.rows + len(skipped)) if place not in skipped)
     infos = [
-        replace(describe_result(key, features.receipts[key], array.shape), places=places)
+        replace(describe_result(key, features.receipts[key], array.shape), places=_find_places(key, features, places))
         for key, array in features.arrays.items()
     ]
     check_size(infos, options.picture)
-    needed = any(find_kind(info).drawing == "overlay" for info in infos)
-    originals = _decode(options.sent) if needed else []
+    originals = _decode(dict(zip(places, options.sent, strict=False))) if shows_originals(infos) else {}
     stream = BytesIO()
     draw_sheet(infos, features.arrays, options.picture, originals).save(stream, **writer)
     return [stream.getvalue()]
@@ -48,11 +47,12 @@ def encode(features: Features, options: EncodeOptions, writer: Writer) -> Buffer
 
 def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
     """What decides how a result is drawn."""
+    is_named = key.partition(":")[0] == receipt.layer
     chosen = (receipt.tokens, receipt.heads, receipt.queries, receipt.keys)
     return ResultInfo(
         name=key,
-        module=receipt.module if receipt.layer in (".", key) else f"{receipt.layer} ({receipt.module})",
-        site="" if receipt.method else receipt.site,
+        module=receipt.module if receipt.layer == "." or is_named else f"{receipt.layer} ({receipt.module})",
+        site=receipt.site,
         shape=shape,
         row_axis=receipt.row_axis,
         layout=receipt.layout,
@@ -61,7 +61,8 @@ def describe_result(key: str, receipt: Receipt, shape: Shape) -> ResultInfo:
         columns=receipt.stats,
         channels=receipt.channels,
         captions=_list_captions(receipt),
-        explains=bool(receipt.method),
+        grid_size=receipt.grid_size,
+        method=receipt.method,
     )
 
 
@@ -72,17 +73,20 @@ def _list_captions(receipt: Receipt) -> tuple[str, ...]:
     return tuple(f"class {number}{f': {label}' if label else ''}" for number, label in pairs)
 
 
-def _decode(sent: Sequence[SentPicture | None]) -> list[Original | None]:
-    """What the rows are pictures of; None for what is none, and for what goes beyond all pixels that are decoded."""
-    originals: list[Original | None] = []
+def _find_places(key: str, features: Features, places: tuple[int, ...]) -> tuple[int, ...]:
+    """The inputs that a result is of: all, or the one that its name tells."""
+    return (int(key.rpartition(".input")[2]),) if key in features.by_input else places
+
+
+def _decode(sent: Mapping[int, SentPicture | None]) -> dict[int, Original]:
+    """The inputs' pictures by place, without what is none, and what goes beyond all pixels that are decoded."""
+    originals: dict[int, Original] = {}
     left = MAX_DECODED_PIXELS
-    for picture in sent:
-        original = None
+    for place, picture in sent.items():
         if picture is not None:
             with suppress(TooLargeError):
-                original, pixels = picture.decode(OVERLAY, left)
+                originals[place], pixels = picture.decode(OVERLAY, left)
                 left -= pixels
-        originals.append(original)
     return originals
 
 

@@ -1,8 +1,8 @@
-"""What sheets are drawn of: words, tiles, bars, a scale of colours."""
+"""What sheets are drawn of: words, tiles, a scale of colours."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -10,36 +10,47 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from layertap.service.pictures.colormaps import NOT_FINITE, STEPS, Scale
+from layertap.service.pictures.colormaps import STEPS, Scale
 
 Array = NDArray[Any]
 Color = tuple[int, int, int]
 Place = tuple[int, int]
+Size = tuple[int, int]
 
 PAPER: Color = (255, 255, 255)
 INK: Color = (24, 24, 27)
 GREY: Color = (113, 113, 122)
 LINE: Color = (212, 212, 216)
-BAR: Color = (70, 124, 184)
-TITLE, TEXT, SMALL = 18, 13, 11  # sizes of letters
+TITLE, TEXT, SMALL = 18, 14, 12  # sizes of letters
+GAP, CAPTION = 6, 16
 TILE = 96  # pixels that the longer side of a tile has about, where a number is more than one
-BARS = (560, 140)
-SCALE = (180, 10)
-BINS = "histogram["  # how the names of a histogram's columns begin
-MAX_NUMBERED = 32  # bars, of which each has its name below it
+SCALE = (220, 10)
+SCALE_HEIGHT = SCALE[1] + 4 + SMALL + 3  # with the numbers below it
+SEPARATOR = "   \N{MIDDLE DOT}   "
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A picture, and what draws on it."""
+
+    image: Image.Image
+    draw: ImageDraw.ImageDraw
+
+    @classmethod
+    def of_size(cls, size: Size) -> Canvas:
+        """An empty one."""
+        image = Image.new("RGB", size, PAPER)
+        return cls(image, ImageDraw.Draw(image))
+
+    def write(self, place: Place, text: str, size: int, color: Color = INK, anchor: str = "la") -> None:
+        """Write a line of text; ``anchor`` says which part of it is at the place, as in Pillow."""
+        self.draw.text(place, text, color, get_font(size), anchor)
 
 
 @cache
 def get_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Pillow's own letters."""
     return ImageFont.load_default(size)
-
-
-def write(
-    draw: ImageDraw.ImageDraw, place: Place, text: str, size: int, color: Color = INK, anchor: str = "la"
-) -> None:
-    """Write a line of text; ``anchor`` says which part of it is at the place, as in Pillow."""
-    draw.text(place, text, color, get_font(size), anchor)
 
 
 def measure_text(text: str, size: int) -> int:
@@ -57,9 +68,32 @@ def cut_text(text: str, size: int, width: int) -> str:
     return text + "..."
 
 
+def break_lines(words: list[str], size: int, width: int) -> list[str]:
+    """Words in lines that are no wider than so many pixels, where a word alone is not."""
+    lines: list[str] = []
+    for word in words:
+        longer = f"{lines[-1]}    {word}" if lines else word
+        if lines and measure_text(longer, size) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
 def format_number(value: float) -> str:
-    """Four digits of a number."""
-    return f"{value:.4g}"
+    """Four digits of a number; of one that has five or six before the point all of these."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def format_range(values: Array) -> str:
+    """The least and the greatest of some numbers, and what else is to be said of them."""
+    finite = values[np.isfinite(values)]
+    parts = [f"{format_number(finite.min())} to {format_number(finite.max())}" if finite.size else "no finite number"]
+    if finite.size < values.size:
+        parts.append(f"{values.size - finite.size} not finite")
+    if finite.size and not finite.any():
+        parts.append("all zeros: there is nothing to see")
+    return SEPARATOR.join(parts)
 
 
 def choose_zoom(height: int, width: int, side: int = TILE) -> int:
@@ -73,91 +107,13 @@ def draw_tile(values: Array, scale: Scale, zoom: int) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(colors.repeat(zoom, 0).repeat(zoom, 1)))
 
 
-def draw_scale(draw: ImageDraw.ImageDraw, scale: Scale, place: Place) -> None:
+def draw_scale(canvas: Canvas, scale: Scale, place: Place, width: int = SCALE[0]) -> None:
     """The colours of a scale from left to right, and what its ends and its middle stand for."""
-    (left, top), (width, height) = place, SCALE
+    (left, top), height = place, SCALE[1]
     for column in range(width):
         color = scale.table[round(column / (width - 1) * (STEPS - 1))]
-        draw.line([(left + column, top), (left + column, top + height - 1)], tuple(map(int, color)))
-    draw.rectangle([left - 1, top - 1, left + width, top + height], outline=LINE)
+        canvas.draw.line([(left + column, top), (left + column, top + height - 1)], tuple(map(int, color)))
+    canvas.draw.rectangle([left - 1, top - 1, left + width, top + height], outline=LINE)
     middle = (scale.low + scale.high) / 2
     for value, column, anchor in ((scale.low, 0, "la"), (middle, width // 2, "ma"), (scale.high, width, "ra")):
-        write(draw, (left + column, top + height + 4), format_number(value), SMALL, GREY, anchor)
-
-
-def draw_bars(values: Array, names: Sequence[str] = ()) -> Image.Image:
-    """Numbers as bars from a line at zero; where they are more than pixels, of neighbours the farthest from 0.
-
-    The bar of a number that is not finite goes over the whole height, in a colour of its own.
-    """
-    image = Image.new("RGB", BARS, PAPER)
-    _draw_bars(ImageDraw.Draw(image), values, names or _number(values), 0)
-    return image
-
-
-def draw_statistics(values: Array, names: Sequence[str]) -> Image.Image:
-    """The bins of a histogram as bars, and above them the other statistics in words."""
-    image = Image.new("RGB", BARS, PAPER)
-    draw = ImageDraw.Draw(image)
-    figures = [
-        f"{name} {format_number(value)}" for name, value in zip(names, values, strict=True) if not name.startswith(BINS)
-    ]
-    top = 0
-    for line in _break_lines(figures, BARS[0]):
-        write(draw, (0, top), line, TEXT)
-        top += TEXT + 6
-    bins = np.asarray(values)[[name.startswith(BINS) for name in names]]
-    if bins.size:
-        _draw_bars(draw, bins, _number(bins), top)
-    return image
-
-
-def _number(values: Array) -> list[str]:
-    """The numbers of bars; none where they are too many to stand below these."""
-    return [str(number) for number in range(np.size(values))] if np.size(values) <= MAX_NUMBERED else []
-
-
-def _break_lines(words: Sequence[str], width: int) -> list[str]:
-    lines: list[str] = []
-    for word in words:
-        longer = f"{lines[-1]}    {word}" if lines else word
-        if lines and measure_text(longer, TEXT) <= width:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines
-
-
-def _draw_bars(draw: ImageDraw.ImageDraw, values: Array, names: Sequence[str], top: int) -> None:
-    """Bars from some height down to the foot of a chart."""
-    width, height = BARS
-    foot = height - TEXT - 6
-    shown = _pick_extremes(np.asarray(values, np.float64).reshape(-1), width)
-    finite = np.append(shown[np.isfinite(shown)], 0.0)
-    low, high = float(finite.min()), float(finite.max())
-    per_unit = (foot - top - 2) / (high - low) if high > low else 0.0
-    zero = top + 1 + per_unit * high
-    step = width / max(len(shown), 1)
-    for place, value in enumerate(shown):
-        left = round(place * step)
-        right = max(round((place + 1) * step) - 1 - (1 if step >= 4 else 0), left)
-        end = zero - per_unit * value if np.isfinite(value) else foot
-        upper, lower = (min(end, zero), max(end, zero)) if np.isfinite(value) else (top, foot)
-        draw.rectangle([left, upper, right, lower], BAR if np.isfinite(value) else NOT_FINITE)
-    draw.line([(0, zero), (width, zero)], GREY)
-    if names:
-        for place, name in enumerate(names):
-            middle = round((place + 0.5) * step)
-            write(draw, (middle, foot + 6), cut_text(name, SMALL, int(step) - 2), SMALL, GREY, "ma")
-    else:
-        write(draw, (0, foot + 6), "0", SMALL, GREY)
-        write(draw, (width, foot + 6), str(max(np.size(values) - 1, 0)), SMALL, GREY, "ra")
-
-
-def _pick_extremes(values: Array, most: int) -> Array:
-    if len(values) <= most:
-        return values
-    strength = np.where(np.isfinite(values), np.abs(values), np.inf)
-    parts = np.array_split(np.arange(len(values)), most)
-    picked: Array = values[[part[strength[part].argmax()] for part in parts]]
-    return picked
+        canvas.write((left + column, top + height + 4), format_number(value), SMALL, GREY, anchor)

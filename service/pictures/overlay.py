@@ -10,12 +10,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from layertap.models.spec import Box
-from layertap.service.pictures.colormaps import Scale
+from layertap.service.pictures.colormaps import Scale, find_scale
 
 Array = NDArray[Any]
 
+OVERLAY = 288  # pixels a side of a picture with a map over it, and of the picture beside it
+COMMON = 0.99  # the share of a map's numbers that its scale is made for
 STRONGEST = 0.85  # how much the strongest place covers the picture
 UNSEEN = 0.35  # how bright is what the model does not see
+PALE = 0.45  # of a picture's contrast beneath colours around zero, whose middle is white and whose ends are dark
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,12 @@ class Original:
 
     image: Image.Image
     seen: Box
+
+    @property
+    def is_seen_whole(self) -> bool:
+        """Whether the model sees all of it."""
+        left, upper, right, lower = map(round, self.seen)
+        return left <= 0 and upper <= 0 and right >= self.image.width and lower >= self.image.height
 
 
 def fit_original(original: Original, side: int) -> Original:
@@ -56,13 +65,42 @@ def lay_over(original: Original, values: Array, scale: Scale) -> Image.Image:
         (inside[3] - upper) * down,
     )
     part = stretch(values, (inside[2] - inside[0], inside[3] - inside[1]), box)  # however far the crop goes beyond
-    grey = np.asarray(original.image.crop(inside).convert("L"), np.float64)[..., None]
-    places = scale.to_places(part)
+    base.paste(_mix(original.image.crop(inside), part, scale), inside[:2])
+    return base
+
+
+def crop_seen(original: Original, size: tuple[int, int]) -> Image.Image:
+    """What the model sees of a picture, in so many columns and rows; black where it sees beyond the picture."""
+    box = tuple(round(side) for side in original.seen)
+    seen = original.image.crop((box[0], box[1], max(box[2], box[0] + 1), max(box[3], box[1] + 1)))
+    return seen.resize(size, Image.Resampling.BICUBIC)
+
+
+def lay_grid_over(seen: Image.Image, values: Array, scale: Scale) -> Image.Image:
+    """A grid, (H, W), over what the model sees, in pixels a whole number of times as many: each number a square."""
+    zoom = seen.height // values.shape[0]
+    return _mix(seen, values.repeat(zoom, 0).repeat(zoom, 1), scale)
+
+
+def find_map_scale(values: Array, is_share: bool, signed: bool = False) -> Scale:
+    """The scale of a map's numbers: a few far from all others do not set it.
+
+    It begins at zero, which stands for nothing; of shares of attention, of which none is nothing, at the least one.
+    """
+    finite = values[np.isfinite(values)].astype(np.float64)
+    bound = np.quantile(np.abs(finite), COMMON) if finite.size else 0.0
+    clipped: Array = finite.clip(-bound, bound) if bound > 0 else finite
+    return find_scale(clipped if is_share else np.append(clipped, 0.0), signed)
+
+
+def _mix(image: Image.Image, values: Array, scale: Scale) -> Image.Image:
+    """A number's colour for each pixel, which covers it the more, the farther the number is from nothing."""
+    grey = np.asarray(image.convert("L"), np.float64)[..., None]
+    grey = 255 * (1 - PALE) + PALE * grey if scale.diverging else grey
+    places = scale.to_places(np.where(np.isfinite(values), values, 0.0))
     strength = np.abs(places * 2 - 1) if scale.diverging else places
     cover = STRONGEST * strength[..., None]
-    mixed = grey * (1 - cover) + scale.to_colors(part) * cover
-    base.paste(Image.fromarray(np.rint(mixed).astype(np.uint8)), inside[:2])
-    return base
+    return Image.fromarray(np.rint(grey * (1 - cover) + scale.to_colors(values) * cover).astype(np.uint8))
 
 
 def stretch(values: Array, size: tuple[int, int], box: Box | None = None) -> Array:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isqrt, prod
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from layertap.models.catalog.token_grid import Grid, find_grid
 from layertap.service.pictures.options import PictureOptions
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-Drawing = Literal["tiles", "bars", "statistics", "overlay"]
+Drawing = Literal["tiles", "bars", "statistics", "channels", "map"]
+ROLLOUTS = frozenset({"attention_rollout", "gradient_rollout", "relevance"})
 GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
 
 
@@ -25,11 +27,12 @@ GRADIENTS = frozenset({"grad_output", "grad_input", "attention_grad"})
 class ResultInfo:
     """What decides how a result is drawn; ``shape`` has the rows on ``row_axis``, None where there are none.
 
-    ``prefix_tokens`` stand before the patches of tokens or of attention. ``whole``: no tokens, queries, keys or heads
-    were chosen, and nothing is pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels;
-    ``captions`` say something of each row, ``places``
-    are those of the inputs in the request, of each of which there may be several rows, such as windows.
-    ``explains``: the result is the map of an explanation.
+    ``prefix_tokens`` stand before the patches of tokens or of attention, ``grid_size`` are the rows and columns of
+    these patches where the model tells. ``whole``: no tokens, queries, keys or heads were chosen, and nothing is
+    pooled. ``columns`` names those of statistics, ``channels`` the numbers of channels; ``captions`` say something of
+    each row, ``places`` are those of the inputs in the request, of each of which there may be several rows, such as
+    windows.
+    ``method``: the result is the map of an explanation.
     """
 
     name: str
@@ -44,7 +47,8 @@ class ResultInfo:
     channels: tuple[int, ...] | None = None
     captions: tuple[str, ...] = ()
     places: tuple[int, ...] = ()
-    explains: bool = False
+    grid_size: Grid | None = None
+    method: str = ""
 
     @property
     def rows(self) -> int:
@@ -59,16 +63,28 @@ class ResultInfo:
     @property
     def is_signed(self) -> bool:
         """Whether its numbers lie on both sides of zero by nature."""
-        return self.site in GRADIENTS
+        return self.site in GRADIENTS and not self.method
+
+    @property
+    def parts(self) -> int:
+        """How many rows there are of each input."""
+        return max(self.rows // len(self.places), 1) if self.places else 1
+
+    def find_place(self, row: int) -> int:
+        """Which input of the request a row is of."""
+        return self.places[row // self.parts] if row // self.parts < len(self.places) else row
 
     def name_row(self, row: int) -> str:
         """Which input a row is of, and which part of it; nothing where there is one alone."""
         if self.rows == 1:
             return ""
-        parts = max(self.rows // len(self.places), 1) if self.places else 1
-        place = self.places[row // parts] if row // parts < len(self.places) else row
-        of_part = f", part {row % parts}" if parts > 1 else ""
-        return f"input {place}{of_part}"
+        of_part = f", part {row % self.parts}" if self.parts > 1 else ""
+        return f"input {self.find_place(row)}{of_part}"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether its numbers are shares of attention, of which none is nothing."""
+        return self.method in ROLLOUTS or self.site == "attention"
 
     def split(self, array: Array) -> list[Array]:
         """What each input has of the result's array; views."""
@@ -106,10 +122,23 @@ def choose_tiles(tiles: Array, options: PictureOptions) -> list[int]:
     return list(numbers)[: options.tiles]
 
 
-def _find_side(patches: int) -> int:
-    """The side of a square of patches; 0 where they make none, or a single one."""
-    side = isqrt(max(patches, 0))
-    return side if side > 1 and side**2 == patches else 0
+def is_over_pictures(info: ResultInfo) -> bool:
+    """Whether tiles are grids of the patches of the inputs' pictures, so that they may be laid over these.
+
+    The model must tell how patches stand: as many tokens as make a square may be anything.
+    """
+    return (
+        _is_attention(info)
+        and info.parts == 1
+        and info.grid_size is not None
+        and _find_attention_grid(info) is not None
+    )
+
+
+def _find_grid(info: ResultInfo, tokens: int) -> Grid | None:
+    """How the patches among some tokens stand; None where there are no several."""
+    patches = tokens - info.prefix_tokens
+    return find_grid(patches, info.grid_size) if patches > 1 else None
 
 
 def _is_map(info: ResultInfo) -> bool:
@@ -127,41 +156,37 @@ def _cut_map(info: ResultInfo, array: Array) -> Array:
 
 def _is_grid(info: ResultInfo) -> bool:
     is_tokens = info.whole and info.layout == "NTC" and len(info.row_shape) == 2
-    return is_tokens and _find_side(info.row_shape[0] - info.prefix_tokens) > 0
+    return is_tokens and _find_grid(info, info.row_shape[0]) is not None
 
 
 def _measure_grid(info: ResultInfo) -> tuple[int, int, int]:
-    side = _find_side(info.row_shape[0] - info.prefix_tokens)
-    return info.row_shape[1], side, side
+    return info.row_shape[1], *(_find_grid(info, info.row_shape[0]) or (1, 1))
 
 
 def _cut_grid(info: ResultInfo, array: Array) -> Array:
-    count, side, _ = _measure_grid(info)
-    return array[info.prefix_tokens :].T.reshape(count, side, side)
+    return array[info.prefix_tokens :].T.reshape(_measure_grid(info))
 
 
 def _is_attention(info: ResultInfo) -> bool:
     return info.layout == "NAQK" and len(info.row_shape) == 3
 
 
-def _find_attention_side(info: ResultInfo) -> int:
+def _find_attention_grid(info: ResultInfo) -> Grid | None:
     _, queries, keys = info.row_shape
-    return _find_side(keys - info.prefix_tokens) if info.whole and queries == keys else 0
+    return _find_grid(info, keys) if info.whole and queries == keys else None
 
 
 def _measure_attention(info: ResultInfo) -> tuple[int, int, int]:
     heads, queries, keys = info.row_shape
-    side = _find_attention_side(info)
-    return (heads, side, side) if side else (heads, queries, keys)
+    return heads, *(_find_attention_grid(info) or (queries, keys))
 
 
 def _cut_attention(info: ResultInfo, array: Array) -> Array:
     """What the first token attends to, or all on average where there is no prefix, over the patches."""
-    side = _find_attention_side(info)
-    if not side:
+    if _find_attention_grid(info) is None:
         return array
     weights = array[:, 0] if info.prefix_tokens else array.astype(np.float32).mean(1)
-    return weights[:, info.prefix_tokens :].reshape(len(array), side, side)
+    return weights[:, info.prefix_tokens :].reshape(_measure_attention(info))
 
 
 def _measure_matrix(info: ResultInfo) -> tuple[int, int, int]:
@@ -180,16 +205,22 @@ def _cut_explanation(info: ResultInfo, array: Array) -> Array:
 
 KINDS = (
     Kind(
-        lambda info: info.explains and len(info.row_shape) in (2, 3),
+        lambda info: bool(info.method) and len(info.row_shape) in (2, 3),
         _measure_explanation,
         _cut_explanation,
-        "overlay",
+        "map",
     ),
     Kind(
         lambda info: info.columns is not None and len(info.row_shape) == 1,
         lambda info: (1, 1, info.row_shape[0]),
         lambda info, array: array.reshape(1, 1, -1),
         "statistics",
+    ),
+    Kind(
+        lambda info: info.columns is not None and len(info.row_shape) == 2,
+        _measure_matrix,
+        lambda info, array: array[None],
+        "channels",
     ),
     Kind(
         lambda info: prod(info.row_shape) == max(info.row_shape, default=1),

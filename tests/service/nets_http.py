@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import CancelledError
 from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,3 +217,27 @@ class FunctionalRelu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.conv(x).relu().mean((2, 3)))
         return out
+
+
+class Undifferentiable(nn.Module):
+    """Scores of pictures whose backward raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(_NoBackward.apply(x).mean((2, 3)))  # type: ignore[no-untyped-call]
+        return out
+
+
+class _NoBackward(torch.autograd.Function):
+    """What it was given; not to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise RuntimeError("there is no backward")

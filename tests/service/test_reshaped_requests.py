@@ -196,13 +196,28 @@ def test_one_input_grows(reshaping: Live, layer: str) -> None:
 
 @pytest.mark.parametrize("method", ["attention_rollout", "gradient_rollout", "relevance", "grad_cam"])
 def test_explanations_of_a_grid_that_is_no_square(reshaping: Live, method: str) -> None:
-    """Patches of a picture that is not square make no map: the request is told so."""
+    """Patches of a picture that is not square stand as the convolution left them that they come of."""
     body = {"model": "patches", "method": method, "inputs": [tensor(row(2 * SMALL, SMALL))]}
     for _ in range(2):
-        assert "square" in problem(reshaping.client.post("/explain", json=body), 422)["detail"]
+        found = arrays_of(reshaping.client.post("/explain?format=npz", json=body))
+        assert found[method].shape == (1, SMALL // 2, SMALL // 4)
     body["inputs"] = [tensor(row(2 * SMALL, 2 * SMALL))]
     found = arrays_of(reshaping.client.post("/explain?format=npz", json=body))
     assert found[method].shape == (1, SMALL // 2, SMALL // 2)
+
+
+def test_attention_of_a_grid_that_is_no_square(reshaping: Live) -> None:
+    """Each patch has its own place: what a rollout of one layer says of it is made of that layer's attention."""
+    body: Json = {"model": "patches", "inputs": [tensor(row(2 * SMALL, SMALL))]}
+    asked = body | {"layers": ["attention:attention"], "encoding": "base64"}
+    reply = reshaping.client.post("/extract", json=asked)
+    (weights,) = arrays_of(reply).values()
+    assert next(iter(reply.json()["receipts"].values()))["grid_size"] == [SMALL // 2, SMALL // 4]
+    mixed = weights[0].mean(0) + np.eye(weights.shape[-1])
+    patches = (mixed / mixed.sum(-1, keepdims=True)).mean(0)
+    rolled = reshaping.client.post("/explain?format=npz", json=body | {"method": "attention_rollout"})
+    found = arrays_of(rolled)["attention_rollout"]
+    np.testing.assert_allclose(found[0], patches.reshape(SMALL // 2, SMALL // 4), rtol=1e-4)
 
 
 def test_claimed_shape(reshaping: Live) -> None:

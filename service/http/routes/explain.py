@@ -25,8 +25,9 @@ async def explain(request: Request) -> Response:
     """Grad-CAM of a layer, attributions at the input, occlusion, attention rolled out, for each picture and class."""
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, admission):
-        features = await explanations.explain(engine, parsed, admission)
-        return await encode_response(features, parsed, engine, admission, request.headers)
+        prepared = await explanations.prepare(engine, parsed, admission)
+        features = await explanations.explain(engine, prepared, admission)
+        return await encode_response(features, prepared, engine, admission, request.headers)
 
 
 ROUTE = PlainRoute("/explain", explain)

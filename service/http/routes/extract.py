@@ -35,6 +35,8 @@ async def extract(request: Request) -> Response:
             return _make_estimate(await engine.dry_run(parsed, admission))
         if parsed.probe:
             check_probed(parsed)
+        if parsed.reply.format.is_picture:
+            parsed = await engine.fetch_shown(parsed, admission)
         features = await engine.extract(parsed, admission)
         if parsed.probe:
             prober: Prober = request.app.state.prober

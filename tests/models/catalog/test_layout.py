@@ -191,3 +191,19 @@ def test_prefix_tokens() -> None:
     catalog = surveyed(module, 3, 16, 24, prefix=2)
     found = {name: layer.calls[0].output.tensors[0].prefix for name, layer in catalog.layers.items()}
     assert found == {".": 0, "0": 0, "1": 0, "2": 0, "3": 2, "4": 2, "5": 0, "6": 0, "7": 0}
+    grids = {name: layer.calls[0].output.tensors[0].grid_size for name, layer in catalog.layers.items()}
+    assert grids == {name: (4, 6) if name in "123456" else None for name in grids}
+
+
+def test_grids_that_nothing_tells() -> None:
+    """Of two maps with as many positions nobody knows which one the tokens are of, nor where there is no map."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 4, 4),
+        Apply(lambda x: x.mT.contiguous()),
+        nn.Conv2d(8, 8, 1),
+        Apply(lambda x: x.flatten(2).mT),
+        nn.LayerNorm(8),
+    )
+    assert surveyed(module, 3, 16, 24).layers["4"].calls[0].output.tensors[0].grid_size is None
+    alone = surveyed(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6)), 24, 8)  # as many as 4 by 6
+    assert alone.layers["1"].calls[0].output.tensors[0].grid_size is None

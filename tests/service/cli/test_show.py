@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from layertap.service.config.configuration import read_configuration
 from tests.server import Live
 from tests.service.cli.commands import Command
+from tests.service.conftest import Serve
 
 
 def test_show(command: Command, live: Live, pictures: list[Path], tmp_path: Path) -> None:
@@ -37,3 +39,25 @@ def test_refused(command: Command, pictures: list[Path], tmp_path: Path, name: s
     assert done.status == 2
     assert told in done.notes
     assert not (tmp_path / name).exists()
+
+
+VIT = """
+models:
+  - name: vit
+    source: timm:vit_tiny_patch16_224
+    weights: random:0
+    device: cpu
+    args: {img_size: 32, patch_size: 8, depth: 2, embed_dim: 24, num_heads: 3}
+"""
+
+
+def test_heads_over_the_picture(command: Command, serve: Serve, pictures: list[Path], tmp_path: Path) -> None:
+    """Heads of attention lie over the picture, as the server draws them."""
+    config, file = tmp_path / "models.yaml", tmp_path / "out.png"
+    config.write_text(VIT)
+    done = command("show", pictures[0], "blocks.1.attn:attention", "--config", config, "--out", file)
+    assert (done.status, done.notes.count("fingerprint")) == (0, 1)
+    with serve(read_configuration(config)) as live:
+        query = {"layers": "blocks.1.attn:attention", "format": "png"}
+        reply = live.client.post("/extract", files=[("images", pictures[0].read_bytes())], params=query)
+    assert file.read_bytes() == reply.content

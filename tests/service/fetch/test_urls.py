@@ -190,6 +190,25 @@ def test_explain(fetching: Live, hostile: HostileServer) -> None:
     assert same(found, arrays_of(fetching.client.post("/explain", json=asked | {"inputs": [image(PNG)]})))
 
 
+@pytest.mark.parametrize("path", ["/explain", "/extract"])
+def test_pictures_of_pictures(fetching: Live, hostile: HostileServer, path: str) -> None:
+    """Of a picture at a URL the same is drawn as of one that was sent; it is fetched once, where it is not refused."""
+    base = f"http://images.test:{hostile.port}"
+    asked: Json = {"method": "saliency"} if path == "/explain" else {"layers": ["block1"]}
+    inputs = [{"url": f"{base}/missing"}, {"url": f"{base}/good.png"}]
+    before = hostile.hits
+    reply = fetching.client.post(f"{path}?format=png", json=asked | {"inputs": inputs, "on_error": "skip"})
+    assert hostile.hits - before == 2
+    assert reply.headers["x-layertap-skipped"] == "0"
+    sent = fetching.client.post(f"{path}?format=png", json=asked | {"inputs": [image(PNG)]})
+    assert reply.content == sent.content
+    problem(fetching.client.post(f"{path}?format=png", json=asked | {"inputs": inputs}), 422)
+    before = hostile.hits
+    wrong = {"method": "saliency", "classes": [99]} if path == "/explain" else {"layers": ["blok"]}
+    problem(fetching.client.post(f"{path}?format=png", json=wrong | {"inputs": inputs[1:]}), 422)
+    assert hostile.hits == before
+
+
 def test_explain_in_several_ways(fetching: Live, hostile: HostileServer) -> None:
     """Each picture is fetched once for all maps; with ``skip`` those that can't be had are left out of each."""
     base = f"http://images.test:{hostile.port}"

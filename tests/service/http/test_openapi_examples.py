@@ -57,6 +57,7 @@ def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     same: Json = {"inputs": (InputSpec("x", (3, 32, 32)),), "strict": False, "labels": ("a", "b", "c")}
     specs = (
         ModelSpec("bert", f"transformers:{folder}", weights="random:0", device="cpu"),
+        ModelSpec("vit", "python:tests.nets:vit", weights="random:0", inputs=(InputSpec("x", (3, 32, 32)),)),
         ModelSpec("encoder", "python:tests.nets:Encoder", weights="random:0", inputs=(InputSpec("x", (5, 8)),)),
         ModelSpec("structured", "python:tests.nets:Structured", weights="random:0", inputs=(InputSpec("x", (4,)),)),
         ModelSpec("centred", "python:tests.nets:BatchCentred", weights="random:0", inputs=(InputSpec("x", (4,)),)),
@@ -265,6 +266,7 @@ def ask_everything(live: Live) -> Iterator[httpx.Response]:
         {"model": "bert", "layers": ["*attention*:attention"], "inputs": [{"tokens": [101, 1037]}]},
         {"model": "encoder", "layers": ["*:attention", {"layer": "*:attention", **parts, "as": "p"}], "inputs": [row]},
         {"model": "encoder", "layers": [{"layer": "layers.layers.0", "tokens": [0, -1]}], "inputs": [row]},
+        {"model": "vit", "layers": ["encoder"], "inputs": [pixels]},
         {"model": "same", "layers": ["conv:grad_output"], "objective": {}, "inputs": [pixels]},
         {"resume": "block3", "layers": ["head"], "inputs": [tensor(np.zeros((64, 8, 8), np.float32))]},
         {"model": "structured", "layers": ["."], "inputs": [tensor(rows()[0])]},

@@ -11,6 +11,7 @@ from PIL import Image
 from layertap.models.errors import TooLargeError
 from layertap.service.pictures.colormaps import DIVERGING, SEQUENTIAL
 from layertap.service.pictures.options import PictureOptions
+from layertap.service.pictures.overlay import Original, find_map_scale, lay_over
 from layertap.service.pictures.panels import ResultInfo
 from layertap.service.pictures.sheet import check_size, draw_sheet
 
@@ -191,7 +192,7 @@ def test_size_is_known_before() -> None:
 
 def test_no_side_is_too_long() -> None:
     """Many results below each other are refused where the picture would be too high for a format."""
-    infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(73)]
+    infos = [info(np.zeros((1, 10)), name=str(number)) for number in range(64)]
     with pytest.raises(TooLargeError, match=r"a side of \d+ pixels, the limit is 16383"):
         check_size(infos, PictureOptions())
 
@@ -220,3 +221,153 @@ def test_names_of_rows(rows: int, places: tuple[int, ...], names: list[str]) -> 
     """Rows are named by the places of their inputs in the request; windows of one input by their numbers too."""
     one = info(np.zeros((rows, 2)), places=places)
     assert [one.name_row(row) for row in range(rows)] == names
+
+
+def make_map(name: str, array: Array, **changes: Any) -> ResultInfo:
+    return info(array, name=name, module="Net", layout="NHW", method=name.partition(".")[0], **changes)
+
+
+def count_places(sheet: Array, part: Array) -> int:
+    """How often a picture stands on a sheet."""
+    height, width = part.shape[:2]
+    corners = np.argwhere((sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1] == part[0, 0]).all(-1))
+    return sum((sheet[top : top + height, left : left + width] == part).all() for top, left in corners)
+
+
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (["grad_cam"], 1),
+        (["grad_cam", "saliency"], 1),
+        (["grad_cam.1", "grad_cam.2", "saliency.1", "saliency.2"], 2),
+        ([f"grad_cam.{klass}" for klass in range(6)], 2),
+        (["attention_rollout", "saliency.1", "saliency.2"], 1),
+    ],
+)
+def test_maps_beside_one_picture(names: list[str], lines: int) -> None:
+    """The picture stands once, and beside it a map for each method and class; those of a class below each other."""
+    pixels = RANDOM.integers(0, 256, (288, 288, 3), dtype=np.uint8)
+    original = Original(Image.fromarray(pixels), (0.0, 0.0, 288.0, 288.0))
+    arrays = {name: RANDOM.random((1, 6, 6)).astype(np.float32) for name in names}
+    infos = [make_map(name, array) for name, array in arrays.items()]
+    sheet = np.asarray(draw_sheet(infos, arrays, PictureOptions(), {0: original}))
+    assert count_places(sheet, pixels) == 1
+    places = []
+    for array in arrays.values():
+        drawn = np.asarray(lay_over(original, array[0], find_map_scale(array, is_share=False)))
+        if count_places(sheet, drawn):
+            places.append(find_place(sheet, drawn))
+    assert len(places) == len([name for name in names if name != "attention_rollout"])
+    assert len({top for top, _ in places}) == lines
+    picture = find_place(sheet, pixels)
+    assert all(left > picture[1] for _, left in places)
+    assert picture[0] == min(top for top, _ in places)
+
+
+def find_place(sheet: Array, part: Array) -> tuple[int, int]:
+    height, width = part.shape[:2]
+    corners = np.argwhere((sheet[: len(sheet) - height + 1, : sheet.shape[1] - width + 1] == part[0, 0]).all(-1))
+    return next(
+        (int(top), int(left)) for top, left in corners if (sheet[top : top + height, left : left + width] == part).all()
+    )
+
+
+def test_maps_of_several_inputs() -> None:
+    """Each input has its own picture, by its place in the request, and one without has its map alone."""
+    pictures = {place: RANDOM.integers(0, 256, (288, 288, 3), dtype=np.uint8) for place in (1, 4)}
+    originals = {
+        place: Original(Image.fromarray(pixels), (0.0, 0.0, 288.0, 288.0)) for place, pixels in pictures.items()
+    }
+    arrays = {name: RANDOM.random((3, 6, 6)).astype(np.float32) for name in ("grad_cam", "occlusion")}
+    infos = [make_map(name, array, places=(1, 2, 4)) for name, array in arrays.items()]
+    sheet = np.asarray(draw_sheet(infos, arrays, PictureOptions(), originals))
+    assert [count_places(sheet, pixels) for pixels in pictures.values()] == [1, 1]
+    for array in arrays.values():
+        scale = find_map_scale(array, is_share=False)
+        for row, place in ((0, 1), (2, 4)):
+            assert count_places(sheet, np.asarray(lay_over(originals[place], array[row], scale))) == 1
+        find_tile(sheet, look_up(array[1].clip(0.0, scale.high), SEQUENTIAL, 0.0, scale.high))
+
+
+def test_tokens_in_a_grid_that_is_no_square() -> None:
+    """Patches stand as the model says, where they could make a square too."""
+    array = RANDOM.random((1, 1 + 16, 2)).astype(np.float32)
+    sheet = draw(array, layout="NTC", prefix_tokens=1, grid_size=(2, 8))
+    patches = array[0, 1:]
+    for channel in range(2):
+        find_tile(sheet, look_up(patches[:, channel].reshape(2, 8), SEQUENTIAL, patches.min(), patches.max()))
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_heads_over_the_picture(over: bool) -> None:
+    """Heads lie over the picture where the model tells how its patches stand; a square of anything else does not."""
+    pixels = RANDOM.integers(0, 256, (288, 288, 3), dtype=np.uint8)
+    original = Original(Image.fromarray(pixels), (0.0, 0.0, 288.0, 288.0))
+    array = RANDOM.random((1, 2, 5, 5)).astype(np.float32)
+    one = info(array, layout="NAQK", site="attention", prefix_tokens=1, grid_size=(2, 2) if over else None)
+    sheet = np.asarray(draw_sheet([one], {"x": array}, PictureOptions(), {0: original}))
+    weights = array[0, :, 0, 1:].reshape(2, 2, 2)
+    seen = np.asarray(Image.fromarray(pixels).resize((140, 140), Image.Resampling.BICUBIC))
+    assert count_places(sheet, seen) == int(over)
+    if not over:
+        for head in weights:
+            find_tile(sheet, look_up(head, SEQUENTIAL, weights.min(), weights.max()))
+
+
+def find_columns(sheet: Array, color: tuple[int, int, int]) -> Array:
+    """In which columns of a sheet a colour stands."""
+    return np.flatnonzero((sheet == color).all(-1).any(0))
+
+
+def test_statistics_of_channels() -> None:
+    """From left to right each channel's range, in it a deviation, and its mean: as high as they are large."""
+    names = ("mean", "std", "min", "max", "zeros")
+    array = np.array([[[2.0, 0.5, 0.0, 4.0, 0.0], [1.0, 0.25, -4.0, 2.0, 0.5]]], np.float32)
+    sheet = draw(array, columns=names)
+    light, darker = (214, 226, 240), (150, 184, 220)
+    middle = (sheet.shape[1] + 64) // 2
+    heights, centres = [], []
+    for half in (slice(64, middle), slice(middle, sheet.shape[1])):
+        part = sheet[:, half]
+        column = part[:, find_columns(part, light)[10]]
+        ink = np.flatnonzero((column == (24, 24, 27)).all(-1))
+        rows = np.flatnonzero(((column == light) | (column == darker)).all(-1))
+        deviation = np.flatnonzero((column == darker).all(-1))
+        heights.append((rows[-1] - rows[0], deviation[-1] - deviation[0]))
+        centres.append(ink.mean())
+    (first, first_deviation), (second, second_deviation) = heights
+    assert second / first == pytest.approx(6 / 4, abs=0.05)
+    assert first_deviation / second_deviation == pytest.approx(2, abs=0.2)
+    assert (centres[1] - centres[0]) / first == pytest.approx(1 / 4, abs=0.05)
+    bars = find_columns(sheet, (70, 124, 184))
+    assert bars.min() > middle - 28  # of zeros the second channel alone has any
+
+
+def test_histograms_of_channels() -> None:
+    """Bins are colours, the least below; a channel that is not finite does not hide the others."""
+    names = ("mean", *(f"histogram[{place}]" for place in range(3)))
+    array = np.array([[[np.nan, 5, 0, 1], [1, 0, 10, 2]]], np.float32)
+    sheet = draw(array, columns=names)
+    bins = look_up(array[0, :, 1:].T[::-1], SEQUENTIAL, 0.0, 10.0)
+    width = 900 - 64
+    wanted = bins.repeat(6, 0).repeat(width // 2, 1).astype(np.uint8)
+    assert count_places(sheet, wanted) == 1
+
+
+def test_many_channels() -> None:
+    """More channels than pixels share columns: the greatest of neighbours is seen."""
+    array = np.zeros((1, 5000, 3), np.float32)
+    array[0, 3210] = (0.0, -1.0, 9.0)
+    sheet = draw(array, columns=("mean", "min", "max"))
+    column = find_columns(sheet, (214, 226, 240))
+    assert len(column) <= 2
+    assert column[0] - 28 - 64 == pytest.approx(3210 / 5000 * (900 - 64), abs=2)
+
+
+def test_where_the_largest_bar_stands() -> None:
+    """A vector of more numbers than pixels is as even as one of fewer: a bar stands where its number does."""
+    array = np.full((1, 1000), 0.01, np.float32)
+    array[0, 238] = 5
+    sheet = draw(array, layout="NC")
+    tall = np.flatnonzero((sheet == (70, 124, 184)).all(-1).sum(0) > 60)
+    assert tall[0] - 28 - 64 == pytest.approx(0.238 * (900 - 64), abs=2)

@@ -38,6 +38,7 @@ def test_limits(limited: Live) -> None:
         "max_resized_pixels": 40_000,
         "max_json_depth": 16,
         "max_results": 8,
+        "max_changed_inputs": 16_384,
         "max_reply_bytes": 400_000,
         "max_queue_rows": 6,
         "max_queue_bytes": 2**30,
