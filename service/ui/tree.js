@@ -1,11 +1,11 @@
 // The list of a model's layers: found by name, glob and type; arrow keys go through it.
 
-import { element, find } from "./maps.js";
+import { element, find } from "./dom.js";
+import { matches } from "./selectors.js";
 
-function matches(pattern, name) {
-  // As the server's globs: * any characters, ? one; words without either are looked for anywhere in the name.
-  const escaped = pattern.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
-  return /[*?]/.test(pattern) ? new RegExp(`^${escaped}$`, "s").test(name) : name.toLowerCase().includes(pattern.toLowerCase());
+function fits(pattern, name) {
+  // Words without * or ? are looked for anywhere in the name.
+  return /[*?]/.test(pattern) ? matches(pattern, name) : name.toLowerCase().includes(pattern.toLowerCase());
 }
 
 export function writeShape(layer) {
@@ -46,8 +46,7 @@ export function showLayers(layers, chosen, onChoose) {
   const rows = [];
   let before = 0;
   for (const layer of layers) {
-    const fits = (!pattern || matches(pattern, layer.name)) && (!type || layer.type === type);
-    if (fits) rows.push(makeRow(layer, layer.leaf ? before : layer.cost ?? 0, Boolean(pattern || type), onChoose));
+    if ((!pattern || fits(pattern, layer.name)) && (!type || layer.type === type)) rows.push(makeRow(layer, layer.leaf ? before : layer.cost ?? 0, Boolean(pattern || type), onChoose));
     if (layer.leaf && layer.cost !== null) before = layer.cost;
   }
   find("tree").replaceChildren(...rows);
