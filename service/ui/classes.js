@@ -49,8 +49,8 @@ async function askLabels(state, signal) {
   return labels;
 }
 
-function nameClass(labels, number) {
-  return labels.get(number) ?? String(number);
+export function nameClass(labels, number) {
+  return labels?.get(number) ?? String(number);
 }
 
 function percent(share) {
@@ -82,7 +82,7 @@ export async function showClasses(state, onChoose, signal) {
   if (!findScores(state)) return;
   const shares = await askScores(state, {}, signal);
   const classes = rank(shares);
-  listClasses(state, classes, state.labels ?? new Map(), shares, onChoose);
+  listClasses(state, classes, state.labels, shares, onChoose);
   find("classes").hidden = false;
   find("class").max = String(shares.length - 1);
   const labels = await askLabels(state, signal);

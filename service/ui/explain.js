@@ -1,7 +1,7 @@
 // Maps of what speaks for an answer, each over the picture as it is preprocessed; several methods stand side by side.
 
 import { ask, decode } from "./api.js";
-import { findScores } from "./classes.js";
+import { findScores, nameClass } from "./classes.js";
 import { makeOverlayScale, paint, paintOverlay } from "./colors.js";
 import { element, find } from "./dom.js";
 import { zoom } from "./maps.js";
@@ -118,7 +118,7 @@ export async function showExplanation(state, name, signal, onCancel) {
   (state.picture.width ? paintOverlay : paint)(canvas, map, scale);
   frame.disabled = false;
   frame.addEventListener("click", () => zoom(map, scale));
-  note.textContent = describe(reply, name);
+  note.textContent = describe(state, reply, name);
   answers.set(name, { map, scale });
   showOverlay(state);
 }
@@ -134,9 +134,11 @@ function readMap({ shape, values }) {
   }) };
 }
 
-function describe(reply, name) {
+function describe(state, reply, name) {
+  // Which class it is of: the receipt tells it where it was the best one.
   const receipt = reply.receipts[name];
-  const of = receipt.labels?.[0] ?? receipt.classes?.[0];
+  const chosen = METHODS[name].answerless || state.class === "" ? undefined : nameClass(state.labels, Number(state.class));
+  const of = receipt.labels?.[0] ?? receipt.classes?.[0] ?? chosen;
   return [of === undefined ? "" : `class ${of}`, ...(reply.warnings ?? [])].filter(Boolean).join(". ");
 }
 
