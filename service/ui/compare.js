@@ -55,14 +55,31 @@ export async function showComparison(state, signal) {
   state.compared = null;
   showCompareChoices(state);
   if (!state.compares || !state.picture) return;
-  await openOther(state, signal);
-  showCompareChoices(state);
-  const sides = await Promise.all(state.sides.map((side) => askSide(side, signal)));
-  state.compared = { sides, ...measure(...sides) };
-  sides.forEach((side, at) => drawSide(find("sides").children[at], side));
-  const matched = state.compared.cosine !== undefined && sides.every(({ field }) => field.height * field.width > 1);
-  showPlaces([...find("sides").children], sides, matched);
-  showNumbers(state.compared);
+  say("Asking …");
+  try {
+    await openOther(state, signal);
+    showCompareChoices(state);
+    const sides = await Promise.all(state.sides.map((side) => askSide(side, signal)));
+    state.compared = { sides, ...measure(...sides) };
+  } catch (error) {
+    if (!signal.aborted) say("No answer.");
+    throw error;
+  }
+  draw(state.compared);
+}
+
+function say(text) {
+  find("similarity").replaceChildren();
+  find("similarity-note").textContent = text;
+  for (const id of ["sides", "match-reading"]) find(id).hidden = true;
+}
+
+function draw({ sides, ...numbers }) {
+  for (const id of ["sides", "match-reading"]) find(id).hidden = false;
+  const places = [...find("sides").children];
+  sides.forEach((side, at) => drawSide(places[at], side));
+  showPlaces(places, sides, numbers.cosine !== undefined && sides.every(({ field }) => field.height * field.width > 1));
+  showNumbers(numbers);
 }
 
 function measure(a, b) {

@@ -107,7 +107,8 @@ export async function showExplanation(state, name, signal, onCancel) {
   try {
     reply = await ask("explain", body, signal);
   } catch (error) {
-    note.textContent = "No answer";
+    note.textContent = error.status === 422 ? error.message : "No answer"; // 422: not of this model, which is no problem
+    if (error.status === 422) return;
     throw error;
   } finally {
     figure.classList.remove("busy");

@@ -1,5 +1,6 @@
 // How a tensor of one row is drawn: as maps of channels, as tokens over their grid of patches, as one row of bars.
 
+const MOST_SKIPPED = 16;
 const MAPS = { NCHW: ([channels, height, width]) => ({ kind: "chw", channels, height, width, skip: 0 }), NHWC: ([height, width, channels]) => ({ kind: "hwc", channels, height, width, skip: 0 }) };
 
 export function describeLayout(shape, layout, grid = { skip: 0 }) {
@@ -11,9 +12,13 @@ export function describeLayout(shape, layout, grid = { skip: 0 }) {
 
 export function findGrid(tokens, skip, layers, input) {
   // Where the tokens behind skip others stand: in the grid of the layer of maps that they were made of, else in the one
-  // whose patches are nearest to squares of the model's input. Without a grid their number is all there is to tell.
-  const count = tokens - skip;
-  const sides = findPatches(count, layers) ?? divide(count, input);
+  // whose patches are nearest to squares of the model's input. Of a model that does not tell how many stand in front, as
+  // many as such a layer leaves over. Without a grid their number is all there is to tell.
+  for (let guess = skip; guess <= (skip || MOST_SKIPPED); guess += 1) {
+    const sides = findPatches(tokens - guess, layers);
+    if (sides) return { height: sides[0], width: sides[1], skip: guess };
+  }
+  const sides = divide(tokens - skip, input);
   return sides ? { height: sides[0], width: sides[1], skip } : { skip };
 }
 

@@ -31,6 +31,7 @@ export async function showView(state, signal) {
 
 function showFacts(layer) {
   const { parameters } = layer;
+  find("steps").hidden = true;
   find("view-title").textContent = layer.name === "." ? "The whole model" : layer.name;
   find("view-facts").textContent = [layer.type, writeShape(layer), parameters ? `${parameters.toLocaleString("en")} parameters` : "", ...layer.hazards].filter(Boolean).join(" · ");
   for (const id of PARTS) find(id).hidden = false;

@@ -18,6 +18,7 @@ from tests.service.support import configured, net
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 WIDE = (1600, 1000)
 DONE_MS = 30_000
+LARGE_MS = 240_000  # with a large model, which loads first
 
 
 @dataclass
@@ -28,14 +29,14 @@ class Opened:
     addresses: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    def wait(self) -> None:
+    def wait(self, timeout: int = DONE_MS) -> None:
         """Until nothing is asked."""
-        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=DONE_MS)
+        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=timeout)
 
-    def show_maps(self) -> None:
+    def show_maps(self, timeout: int = DONE_MS) -> None:
         """Until the layer's maps are there, and nothing is asked."""
-        self.page.wait_for_selector("#maps canvas", timeout=DONE_MS)
-        self.wait()
+        self.page.wait_for_selector("#maps canvas", timeout=timeout)
+        self.wait(timeout)
 
 
 Open = Callable[..., Opened]

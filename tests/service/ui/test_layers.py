@@ -97,6 +97,16 @@ def test_grid(
     assert [grid["height"], grid["width"]] == wanted if wanted else "height" not in grid
 
 
+def test_tokens_of_a_layer(shown: Live, open_page: Open) -> None:
+    """The layer that the tokens were made of tells their grid, and how many stand in front where a model does not."""
+    opened = open_page(shown.url)
+    layers = [{"outputs": [{"layout": "NCHW", "shape": [1, 768, 6, 20]}]}]
+    wanted = {"height": 6, "width": 20}
+    assert call(opened, "layout", "findGrid", 121, 1, layers, None) == {**wanted, "skip": 1}
+    assert call(opened, "layout", "findGrid", 121, 0, layers, None) == {**wanted, "skip": 1}
+    assert call(opened, "layout", "findGrid", 121, 3, layers, {"shape": [3, 64, 64]}) == {"skip": 3}
+
+
 def test_gradients_diverge(shown: Live, open_page: Open) -> None:
     """Gradients have a scale around zero, whatever their signs are."""
     opened = open_page(f"{shown.url}/#model=digits&layer=block3&site=grad_output&class=3&sample=digit-2")
