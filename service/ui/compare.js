@@ -55,15 +55,18 @@ export async function showComparison(state, signal) {
   state.compared = null;
   showCompareChoices(state);
   if (!state.compares || !state.picture) return;
-  say("Asking …");
+  if (find("sides").hidden) say("Asking …");
+  find("compare-result").classList.add("asking"); // what is there stays, faint, so that nothing jumps
   try {
     await openOther(state, signal);
     showCompareChoices(state);
     const sides = await Promise.all(state.sides.map((side) => askSide(side, signal)));
     state.compared = { sides, ...measure(...sides) };
   } catch (error) {
-    if (!signal.aborted) say("No answer.");
+    if (!signal.aborted) say(error.status === 503 ? "No answer yet." : "No answer.");
     throw error;
+  } finally {
+    if (!signal.aborted) find("compare-result").classList.remove("asking");
   }
   draw(state.compared);
 }

@@ -33,7 +33,9 @@ def _read_files() -> dict[str, tuple[bytes, str]]:
 def _write_palette() -> bytes:
     """A module of the colours that pictures of this server have, so that the page's are the same."""
     tables = {"SEQUENTIAL": SEQUENTIAL, "DIVERGING": DIVERGING, "NOT_FINITE": np.array(NOT_FINITE)}
-    lines = [f"export const {name} = Uint8Array.of({','.join(map(str, table.flat))});" for name, table in tables.items()]
+    lines = [
+        f"export const {name} = Uint8Array.of({','.join(map(str, table.flat))});" for name, table in tables.items()
+    ]
     return "\n".join([*lines, f"export const [STRONGEST, COMMON] = [{STRONGEST}, {COMMON}];", ""]).encode()
 
 

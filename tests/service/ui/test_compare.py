@@ -84,7 +84,7 @@ def test_by_keys(shown: Live, open_page: Open) -> None:
 
 
 def test_two_layers(shown: Live, open_page: Open) -> None:
-    """Of two layers CKA over the coarser one's places; nothing is said of single places, whose vectors differ in kind."""
+    """Of two layers CKA over the coarser one's places; of single places, vectors of two kinds, nothing is said."""
     opened = open_page(f"{shown.url}/#{LAYERS}")
     opened.show_maps()
     wide, coarse = (captured(shown, TWO, name) for name in ("block1", "block3"))
@@ -96,7 +96,7 @@ def test_two_layers(shown: Live, open_page: Open) -> None:
 
 
 def test_two_models(shown: Live, open_page: Open) -> None:
-    """A layer of another model, chosen on the page: its first layer of maps at first, then any; tokens as their grid."""
+    """A layer of another model is chosen on the page and stays while this side's changes; tokens are their grid."""
     opened = open_page(f"{shown.url}/#model=digits&layer=block2&sample=digit-2")
     opened.show_maps()
     opened.page.select_option("#other-model", "square")
@@ -123,7 +123,7 @@ def test_vectors(shown: Live, open_page: Open) -> None:
 
 
 def test_dropped_there(shown: Live, open_page: Open) -> None:
-    """A picture that is dropped on the comparison is the other one; the link, which has no picture of yours, says so not."""
+    """A picture that is dropped on the comparison is the other one, until the same is chosen again."""
     opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-0")
     opened.show_maps()
     drop(opened, DIGIT.read_bytes(), "mine.png", place="compare")
@@ -133,6 +133,21 @@ def test_dropped_there(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
     opened.page.click("#other-same")
     expect(opened.page.locator("#compare-result")).to_be_hidden()
+
+
+def test_failed_model(shown: Live, open_page: Open) -> None:
+    """A model that can't be had is told of, and is not asked again; the maps stay, and another comparison is made."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-2")
+    opened.show_maps()
+    opened.page.select_option("#other-model", "never")
+    expect(opened.page.locator("#problem")).to_be_visible(timeout=30_000)
+    expect(opened.page.locator("#similarity-note")).to_contain_text("No answer")
+    expect(opened.page.locator("#retry")).to_be_hidden(timeout=30_000)
+    expect(opened.page.locator("#maps .tile").first).to_be_visible()
+    opened.page.select_option("#other-model", "square")
+    expect(opened.page.locator("#similarity div").first).to_be_visible(timeout=30_000)
+    opened.wait()
+    expect(opened.page.locator("#problem")).to_be_hidden()
 
 
 def test_link(shown: Live, open_page: Open) -> None:

@@ -20,7 +20,8 @@ from tests.service.proxy import proxied
 from tests.service.support import configured, image, picture
 from tests.service.ui.conftest import LARGE_MS, Open
 from tests.service.ui.nets import MARKUP, Held
-from tests.service.ui.support import DIGIT, captured, check_tiles, drop, read_pixels
+from tests.service.ui.support import DIGIT, captured, check_tiles, drop
+
 
 def test_drop(shown: Live, open_page: Open) -> None:
     """A dropped picture shows the first maps of the model at once; each tile's pixels are colours of the array."""
@@ -226,10 +227,20 @@ def test_keyboard(shown: Live, open_page: Open) -> None:
     expect(page.locator("#zoom-reading")).to_contain_text("row 1, column 1")
     page.keyboard.press("Escape")
     expect(page.locator("#zoom")).to_be_hidden()
+    tab_to(page, "document.activeElement.dataset.method === 'saliency'")
+    page.keyboard.press("Space")
+    expect(page.locator("#explanations .frame")).to_be_enabled()
+    tab_to(page, "document.activeElement.closest('#other-samples')?.id && document.activeElement.dataset.sample")
+    page.keyboard.press("Enter")
+    expect(page.locator("#sides .seen canvas").first).to_be_visible(timeout=30_000)
+    tab_to(page, "document.activeElement.matches('.seen canvas')")
+    opened.wait()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#match-reading")).to_contain_text("on the left is most like")
 
 
 def tab_to(page: Any, condition: str) -> None:
-    for _ in range(200):
+    for _ in range(300):
         page.keyboard.press("Tab")
         if page.evaluate(condition):
             return

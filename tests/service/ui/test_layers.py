@@ -87,10 +87,8 @@ def test_wide_tokens(shown: Live, open_page: Open) -> None:
         (12, 0, [3, 64, 64], None),
     ],
 )
-def test_grid(
-    shown: Live, open_page: Open, tokens: int, skip: int, shape: list[int], wanted: list[int] | None
-) -> None:
-    """Where no layer tells the grid of patches, it is the one whose patches are squares of the input, if there is one."""
+def test_grid(shown: Live, open_page: Open, tokens: int, skip: int, shape: list[int], wanted: list[int] | None) -> None:
+    """Where no layer tells the grid of patches, it is the one whose patches are squares of the input, if any is."""
     opened = open_page(shown.url)
     grid = call(opened, "layout", "findGrid", tokens, skip, [], {"shape": shape})
     assert grid["skip"] == skip
