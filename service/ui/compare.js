@@ -124,7 +124,7 @@ function showNumbers({ cosine, cka, debiased, shared, one }) {
 function describeNumbers({ cosine, shared, one }) {
   if (cosine !== undefined) return "1: the vectors, means over all places, point the same way. 0: they have nothing in common.";
   if (!shared) return "The two have no places in common, and vectors of two kinds have no cosine.";
-  const text = `Over ${shared.rows * shared.columns} places (${shared.rows} × ${shared.columns}), for any two widths. 1: the same but for a rotation and a scale; 0: unrelated. Few places raise it, not the debiased one.`;
+  const text = `Over ${shared.rows * shared.columns} places (${shared.rows} × ${shared.columns}), for any two widths. 1: the same up to rotation and scale; 0: unrelated. Few places raise the first number, not the second.`;
   return one ? text : `${text} The pictures differ: places are matched by where they are.`;
 }
 

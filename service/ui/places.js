@@ -70,10 +70,10 @@ function cover(frame, { width, height }, cosines) {
 function describe(number, [x, y], there, cosines) {
   const best = cosines.reduce((at, value, place) => (value > cosines[at] || Number.isNaN(cosines[at]) ? place : at), 0);
   const low = cosines.reduce((a, b) => (b < a || Number.isNaN(a) ? b : a), NaN);
-  const start = `Row ${y}, column ${x} on the ${["left", "right"][number]}`;
+  const start = `Row ${y}, column ${x} of the ${["first", "second"][number]}`;
   if (Number.isNaN(cosines[best])) return `${start} is like no place: its vector is zero.`;
   const [row, column] = [Math.floor(best / there.width), best % there.width];
-  return `${start} is most like row ${row}, column ${column} on the ${["right", "left"][number]}: cosine ${write(cosines[best])}, the least ${write(low)}.`;
+  return `${start} is most like row ${row}, column ${column} of the ${["second", "first"][number]}: cosine ${write(cosines[best])}, the least ${write(low)}.`;
 }
 
 export function installPlaces(frames) {

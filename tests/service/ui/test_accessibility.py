@@ -42,6 +42,10 @@ def test_states(shown: Live, guarded: Live, open_page: Open, width: int, height:
     opened.show_maps()
     opened.page.click(".tile")
     check(opened, width)
+    options = {"size": (width, height), "scheme": scheme, "bypass_csp": True}
+    named = open_page(f"{shown.url}/#model=marked&sample=digit-2&other-sample=digit-0", **options)
+    named.show_maps()  # of a layer with a long name
+    check(named, width)
     asked = open_page(guarded.url, (width, height), scheme, bypass_csp=True)
     expect(asked.page.locator("#key-form")).to_be_visible()
     check(asked, width)

@@ -61,10 +61,10 @@ def test_two_pictures(shown: Live, open_page: Open) -> None:
     left.hover(position={"x": box["width"] * 2.5 / 8, "y": box["height"] * 6.5 / 8})
     cosines = find_cosines(here[:, 6, 2], there)
     row, column = divmod(int(cosines.argmax()), 8)
-    expect(page.locator("#match-reading")).to_contain_text(f"most like row {row}, column {column} on the right")
+    expect(page.locator("#match-reading")).to_contain_text(f"most like row {row}, column {column} of the second")
     check_heat(opened, 1, cosines)
     right.hover(position={"x": box["width"] * 0.5 / 8, "y": box["height"] * 0.5 / 8})
-    expect(page.locator("#match-reading")).to_contain_text("Row 0, column 0 on the right")
+    expect(page.locator("#match-reading")).to_contain_text("Row 0, column 0 of the second")
     check_heat(opened, 0, find_cosines(there[:, 0, 0], here))
 
 
@@ -76,11 +76,11 @@ def test_by_keys(shown: Live, open_page: Open) -> None:
     opened.page.locator("#sides .seen canvas").first.focus()
     opened.page.keyboard.press("ArrowUp")
     opened.page.keyboard.press("ArrowLeft")
-    expect(opened.page.locator("#match-reading")).to_contain_text("Row 3, column 3 on the left")
+    expect(opened.page.locator("#match-reading")).to_contain_text("Row 3, column 3 of the first")
     check_heat(opened, 1, find_cosines(here[:, 3, 3], there))
     for _ in range(9):
         opened.page.keyboard.press("ArrowDown")
-    expect(opened.page.locator("#match-reading")).to_contain_text("Row 7, column 3 on the left")
+    expect(opened.page.locator("#match-reading")).to_contain_text("Row 7, column 3 of the first")
 
 
 def test_two_layers(shown: Live, open_page: Open) -> None:
@@ -155,6 +155,7 @@ def test_link(shown: Live, open_page: Open) -> None:
     opened = open_page(f"{shown.url}/#{LAYERS}")
     opened.show_maps()
     opened.page.click("#other-samples [data-sample=digit-0]")
+    expect(opened.page.locator("#sides .side").nth(1)).to_contain_text("digit-0.png", timeout=30_000)
     opened.wait()
     again = open_page(opened.page.url)
     again.show_maps()

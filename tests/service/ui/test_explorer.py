@@ -236,7 +236,7 @@ def test_keyboard(shown: Live, open_page: Open) -> None:
     tab_to(page, "document.activeElement.matches('.seen canvas')")
     opened.wait()
     page.keyboard.press("ArrowRight")
-    expect(page.locator("#match-reading")).to_contain_text("on the left is most like")
+    expect(page.locator("#match-reading")).to_contain_text("of the first is most like")
 
 
 def tab_to(page: Any, condition: str) -> None:
