@@ -32,7 +32,8 @@ function draw() {
   const query = Number(find("token").value);
   const maps = Array.from({ length: heads }, (_, head) => {
     const from = (head * tokens + query) * tokens;
-    return { ...layout, values: values.subarray(from + layout.skip, from + tokens), channel: head, label: `head ${head}`, title: `${state.layer}, head ${head}` };
+    const name = `head ${head}`;
+    return { ...layout, values: values.subarray(from + layout.skip, from + tokens), channel: head, label: name, title: `${state.layer}, ${name}` };
   });
   const read = (text) => {
     find("reading").textContent = text;

@@ -4,7 +4,7 @@ import { ask, decode } from "./api.js";
 import { write } from "./colors.js";
 import { element, find } from "./dom.js";
 import { readLayout, split } from "./layout.js";
-import { drawBars, drawTiles } from "./maps.js";
+import { drawBars, drawTiles, nameChannels } from "./maps.js";
 import { installPlaces, showPlaces } from "./places.js";
 import { makeBody } from "./requests.js";
 import { findTensor, makeSelector } from "./selectors.js";
@@ -103,7 +103,7 @@ function drawSide(place, side) {
   const tiles = place.querySelector(".tiles");
   if (side.layout.kind === "bars") return drawBars(tiles, side.values);
   const maps = split(side.values, side.layout, side.layout.channels).slice(0, TILES);
-  return drawTiles(tiles, maps.map((map, channel) => ({ ...map, channel, label: `channel ${channel}`, title: `${side.layer}, channel ${channel}` })), {});
+  return drawTiles(tiles, nameChannels(maps, side.layer), {});
 }
 
 function describeSize({ kind, channels, height, width }) {
@@ -124,7 +124,8 @@ function showNumbers({ cosine, cka, debiased, shared, one }) {
 function describeNumbers({ cosine, shared, one }) {
   if (cosine !== undefined) return "1: the vectors, means over all places, point the same way. 0: they have nothing in common.";
   if (!shared) return "The two have no places in common, and vectors of two kinds have no cosine.";
-  const text = `Over ${shared.rows * shared.columns} places (${shared.rows} × ${shared.columns}), for any two widths. 1: the same up to rotation and scale; 0: unrelated. Few places raise the first number, not the second.`;
+  const { rows, columns } = shared;
+  const text = `Over ${rows * columns} places (${rows} × ${columns}), for any two widths. 1: the same up to rotation and scale; 0: unrelated. Few places raise the first number, not the second.`;
   return one ? text : `${text} The pictures differ: places are matched by where they are.`;
 }
 

@@ -1,7 +1,10 @@
 // How a tensor of one row is drawn: as maps of channels, as tokens over their grid of patches, as one row of bars.
 
 const MOST_SKIPPED = 16;
-const MAPS = { NCHW: ([channels, height, width]) => ({ kind: "chw", channels, height, width, skip: 0 }), NHWC: ([height, width, channels]) => ({ kind: "hwc", channels, height, width, skip: 0 }) };
+const MAPS = {
+  NCHW: ([channels, height, width]) => ({ kind: "chw", channels, height, width, skip: 0 }),
+  NHWC: ([height, width, channels]) => ({ kind: "hwc", channels, height, width, skip: 0 }),
+};
 
 export function describeLayout(shape, layout, grid = { skip: 0 }) {
   // {kind, channels, width, height, skip}. shape is without the axis of rows; grid is where its tokens stand, if they do.

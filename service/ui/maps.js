@@ -3,6 +3,10 @@
 import { makeScale, paint, paintScale, write } from "./colors.js";
 import { element, find, locate, STEPS } from "./dom.js";
 
+export function nameChannels(maps, layer) {
+  return maps.map((map, channel) => ({ ...map, channel, label: `channel ${channel}`, title: `${layer}, channel ${channel}` }));
+}
+
 export function drawTiles(container, maps, { each = false, signed = false, onRead = () => {} }) {
   // A button for each map, on one scale or each on its own; returns that scale, null where each has its own.
   const common = makeScale(concatenate(maps), signed);

@@ -35,10 +35,11 @@ function writeCurl(state) {
   const address = new URL("extract", document.baseURI).href;
   const key = sessionStorage.getItem("layertap-key") ? ' -H "Authorization: Bearer $LAYERTAP_KEY"' : "";
   const commands = listRequests(state).map(({ side, name, layers, objective }) => {
-    const query = { model: side.model, layers: JSON.stringify(layers), format: "npz", ...(objective ? { objective: JSON.stringify(objective) } : {}) };
+    const more = objective ? { objective: JSON.stringify(objective) } : {};
+    const query = { model: side.model, layers: JSON.stringify(layers), format: "npz", ...more };
     const text = Object.entries(query).map(([field, value]) => `${field}=${encodeURIComponent(value)}`).join("&");
-    const type = side.picture.type || "image/*";
-    return [`curl -sS${key} -H ${quote(`Content-Type: ${type}`)}`, `--data-binary ${quote(`@${side.picture.name}`)}`, `-o ${name}.npz ${quote(`${address}?${text}`)}`].join(" \\\n  ");
+    const type = quote(`Content-Type: ${side.picture.type || "image/*"}`);
+    return [`curl -sS${key} -H ${type}`, `--data-binary ${quote(`@${side.picture.name}`)}`, `-o ${name}.npz ${quote(`${address}?${text}`)}`].join(" \\\n  ");
   });
   return commands.join("\n");
 }
@@ -56,8 +57,9 @@ function writePython(state) {
   const key = sessionStorage.getItem("layertap-key") ? ', api_key=os.environ["LAYERTAP_KEY"]' : "";
   const compared = state.compared;
   const calls = listRequests(state).map(({ side, name, layers, objective }) => {
-    const more = `${compared ? `, model=${JSON.stringify(side.model)}` : ""}${objective ? `, objective=${writeLiteral(objective)}` : ""}`;
-    return `    ${compared ? name : "result"} = client.extract([${JSON.stringify(side.picture.name)}], ${writeLiteral(layers)}${more})${compared ? `["maps"][0]${writePlaces(side.layout)}` : ""}`;
+    const call = `client.extract([${JSON.stringify(side.picture.name)}], ${writeLiteral(layers)}`;
+    if (compared) return `    ${name} = ${call}, model=${JSON.stringify(side.model)})["maps"][0]${writePlaces(side.layout)}`;
+    return `    result = ${call}${objective ? `, objective=${writeLiteral(objective)}` : ""})`;
   });
   return [
     ...(key ? ["import os", ""] : []),
@@ -89,7 +91,7 @@ function writeComparison({ sides, cosine, shared }) {
 }
 
 function writeJson(state) {
-  const bodies = listRequests(state).map(({ side, layers, objective }) => ({ ...makeBody(side, layers, objective ? { objective } : {}), inputs: [{ image: "… base64 …" }] }));
+  const bodies = listRequests(state).map(({ side, layers, objective }) => ({ ...makeBody(side, layers, { objective }), inputs: [{ image: "… base64 …" }] }));
   return JSON.stringify(bodies.length === 1 ? bodies[0] : bodies, null, 1);
 }
 

@@ -5,7 +5,7 @@ import { forgetAttention, showAttention } from "./attention.js";
 import { write } from "./colors.js";
 import { element, find } from "./dom.js";
 import { readLayout, split } from "./layout.js";
-import { drawBars, drawTiles, fillBars, showScale } from "./maps.js";
+import { drawBars, drawTiles, fillBars, nameChannels, showScale } from "./maps.js";
 import { countChannels, findLayer, makeBody, makeView } from "./requests.js";
 import { findTensor } from "./selectors.js";
 import { writeShape } from "./tree.js";
@@ -30,10 +30,10 @@ export async function showView(state, signal) {
 }
 
 function showFacts(layer) {
-  const { parameters } = layer;
+  const parameters = layer.parameters ? `${layer.parameters.toLocaleString("en")} parameters` : "";
   find("steps").hidden = true;
   find("view-title").textContent = layer.name === "." ? "The whole model" : layer.name;
-  find("view-facts").textContent = [layer.type, writeShape(layer), parameters ? `${parameters.toLocaleString("en")} parameters` : "", ...layer.hazards].filter(Boolean).join(" · ");
+  find("view-facts").textContent = [layer.type, writeShape(layer), parameters, ...layer.hazards].filter(Boolean).join(" · ");
   for (const id of PARTS) find(id).hidden = false;
 }
 
@@ -56,7 +56,7 @@ function draw(state, layout, values) {
     drawBars(find("maps"), values, read);
     return showScale(null);
   }
-  const maps = split(values, layout, layout.channels).map((map, channel) => ({ ...map, channel, label: `channel ${channel}`, title: `${state.layer}, channel ${channel}` }));
+  const maps = nameChannels(split(values, layout, layout.channels), state.layer);
   showScale(drawTiles(find("maps"), maps, { each: state.each, signed: state.site === "grad_output", onRead: read }));
   const channels = countChannels(state);
   find("more").hidden = maps.length >= channels;
