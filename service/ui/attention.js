@@ -14,7 +14,7 @@ export async function showAttention(state, signal) {
   const reply = await ask("extract", makeBody(state, makeView(state).layers), signal);
   const { shape, values } = decode(reply.features.maps);
   const [windows, heads, queries, tokens] = shape;
-  const grid = findGrid(tokens, reply.receipts.maps.prefix_tokens ?? 0, state.layers, state.entry?.inputs[0]);
+  const grid = findGrid(tokens, reply.receipts.maps, state.layers, state.entry?.inputs[0]);
   if (windows !== 1 || queries !== tokens || !grid.height) {
     find("maps").replaceChildren();
     find("reading").textContent = "The tokens of this attention are no grid of patches.";

@@ -13,10 +13,13 @@ export function describeLayout(shape, layout, grid = { skip: 0 }) {
   return { kind: "bars", channels: 1, height: 1, width: shape.reduce((product, size) => product * size, 1), skip: 0 };
 }
 
-export function findGrid(tokens, skip, layers, input) {
-  // Where the tokens behind skip others stand: in the grid of the layer of maps that they were made of, else in the one
-  // whose patches are nearest to squares of the model's input. Of a model that does not tell how many stand in front, as
-  // many as such a layer leaves over. Without a grid their number is all there is to tell.
+export function findGrid(tokens, receipt, layers, input) {
+  // Where the tokens behind those of the prefix stand: as their receipt tells it, else in the grid of the layer of maps
+  // that they were made of, else in the one whose patches are nearest to squares of the model's input. Of a model that
+  // does not tell how many stand in front, as many as such a layer leaves over. Without a grid their number is all.
+  const skip = receipt.prefix_tokens ?? 0;
+  const told = receipt.grid_size;
+  if (told && told[0] * told[1] === tokens - skip) return { height: told[0], width: told[1], skip };
   for (let guess = skip; guess <= (skip || MOST_SKIPPED); guess += 1) {
     const sides = findPatches(tokens - guess, layers);
     if (sides) return { height: sides[0], width: sides[1], skip: guess };
@@ -56,6 +59,5 @@ export function readLayout(reply, key, layout, side) {
   // That of one result of a reply, by what its receipt says of tokens; side has the model's layers and its entry.
   const { shape } = reply.features[key];
   if (layout !== "NTC" || shape.length !== 3) return describeLayout(shape.slice(1), layout);
-  const skip = reply.receipts[key].prefix_tokens ?? 0;
-  return describeLayout(shape.slice(1), layout, findGrid(shape[1], skip, side.layers, side.entry?.inputs[0]));
+  return describeLayout(shape.slice(1), layout, findGrid(shape[1], reply.receipts[key], side.layers, side.entry?.inputs[0]));
 }
