@@ -1,13 +1,16 @@
 // The model's answer: its top classes, and how they change when channels of the layer do.
 
 import { ask, decode } from "./api.js";
-import { element, find } from "./maps.js";
-import { makeSelector } from "./view.js";
+import { element, find } from "./dom.js";
+import { makeBody } from "./requests.js";
+import { makeSelector } from "./selectors.js";
 
 const TOP = 5;
-const NAMED = 100; // of the best classes, which have names
+const BEST_CLASSES = "top_classes"; // the field of /explain that counts the best classes, and the one of its reply that lists them
+const MOST_NAMED = 1000; // of them
+const CHEAP_METHODS = ["grad_cam", "saliency"]; // to learn names by: a backward through little of the model, or all of it
 
-function findScores(state) {
+export function findScores(state) {
   // The selector of the model's scores, null where its output is no row of classes.
   const layer = state.layers.find((each) => each.name === ".");
   const outputs = layer ? layer.outputs.filter((each) => each.shape.length === 2 && each.dtype.startsWith("float")) : [];
@@ -16,9 +19,7 @@ function findScores(state) {
 }
 
 async function askScores(state, more, signal) {
-  const layers = [{ ...findScores(state), as: "scores" }];
-  const inputs = [{ image: state.picture.data }];
-  const reply = await ask("extract", { model: state.model, inputs, layers, encoding: "base64", ...more }, signal);
+  const reply = await ask("extract", makeBody(state, [{ ...findScores(state), as: "scores" }], more), signal);
   const { values } = decode(reply.features.scores);
   const most = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const powers = values.map((value) => Math.exp(value - most));
@@ -30,41 +31,62 @@ function rank(shares) {
   return [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, TOP);
 }
 
-async function askLabels(state, classes, signal) {
-  // The names of classes, which an explanation tells of a picture's best ones; of others their numbers.
-  const model = state.models.find((each) => each.name === state.model);
-  if (!model?.labels) return classes.map(String);
-  const reply = await ask("explain", { model: state.model, inputs: [{ image: state.picture.data }], method: "saliency", top_classes: NAMED, encoding: "base64" }, signal);
-  const names = new Map((reply.top_classes?.[0] ?? []).map((each) => [each.class, each.label]));
-  return classes.map((each) => names.get(each) ?? String(each));
+async function askLabels(state, signal) {
+  // The names of a model's classes by their numbers, once a model: an explanation tells them of a picture's best ones.
+  if (state.labels || !state.entry?.labels) return state.labels ?? new Map();
+  const labels = new Map();
+  for (const method of CHEAP_METHODS) {
+    try {
+      const body = { model: state.model, inputs: [{ image: state.picture.data }], method, [BEST_CLASSES]: MOST_NAMED, encoding: "base64" };
+      const reply = await ask("explain", body, signal);
+      for (const each of reply[BEST_CLASSES]?.[0] ?? []) labels.set(each.class, each.label);
+      break;
+    } catch (error) {
+      if (error.status !== 422) throw error; // else a method that the model can't do
+    }
+  }
+  state.labels = labels;
+  return labels;
+}
+
+export function nameClass(labels, number) {
+  return labels?.get(number) ?? String(number);
 }
 
 function percent(share) {
   return `${(share * 100).toFixed(1)} %`;
 }
 
-function listClasses(classes, names, shares) {
-  const rows = classes.map((each, at) => {
+function listClasses(state, classes, labels, shares, onChoose) {
+  const rows = classes.map((each) => {
+    const name = nameClass(labels, each);
     const row = element("li");
-    const bar = element("meter", undefined, { min: "0", max: "1", "aria-label": `Share of class ${names[at]}` });
+    const button = element("button", undefined, { type: "button", "data-class": String(each), "aria-pressed": String(state.class === String(each)) });
+    const bar = element("meter", undefined, { min: "0", max: "1", "aria-label": `Share of class ${name}` });
     bar.value = shares[each];
-    row.append(element("span", names[at], { class: "name" }), element("span", percent(shares[each]), { class: "facts" }), bar);
+    button.append(element("span", name, { class: "name" }), element("span", percent(shares[each]), { class: "facts" }), bar);
+    button.addEventListener("click", () => onChoose(state.class === String(each) ? "" : String(each)));
+    row.append(button);
     return row;
   });
   find("class-list").replaceChildren(...rows);
 }
 
-export async function showClasses(state, signal) {
+export function markClass(state) {
+  find("class").value = state.class;
+  for (const button of find("class-list").querySelectorAll("button")) button.setAttribute("aria-pressed", String(button.dataset.class === state.class));
+}
+
+export async function showClasses(state, onChoose, signal) {
   find("classes").hidden = true;
-  find("lens").hidden = false;
   if (!findScores(state)) return;
   const shares = await askScores(state, {}, signal);
   const classes = rank(shares);
-  listClasses(classes, classes.map(String), shares);
+  listClasses(state, classes, state.labels, shares, onChoose);
   find("classes").hidden = false;
   find("class").max = String(shares.length - 1);
-  const names = await askLabels(state, classes, signal);
-  listClasses(classes, names, shares);
+  const labels = await askLabels(state, signal);
+  if (labels.size) listClasses(state, classes, labels, shares, onChoose);
 }
 
 function readChannels(text) {
@@ -75,14 +97,14 @@ function readChannels(text) {
 async function showChange(state, signal) {
   const by = Number(find("change-by").value);
   const change = by === 0 ? { op: "zero" } : { op: "scale", by };
-  const place = makeSelector(state, readChannels(find("change-channels").value));
+  const place = makeSelector(state.layers, state.layer, readChannels(find("change-channels").value));
   const before = await askScores(state, {}, signal);
   const after = await askScores(state, { interventions: [{ ...place, ...change }] }, signal);
   const classes = [...new Set([...rank(before), ...rank(after)])];
-  const names = await askLabels(state, classes, signal);
-  const rows = classes.map((each, at) => {
+  const labels = await askLabels(state, signal);
+  const rows = classes.map((each) => {
     const row = element("tr");
-    row.append(element("th", names[at], { scope: "row" }), element("td", percent(before[each])), element("td", percent(after[each])));
+    row.append(element("th", nameClass(labels, each), { scope: "row" }), element("td", percent(before[each])), element("td", percent(after[each])));
     return row;
   });
   find("change-result").querySelector("tbody").replaceChildren(...rows);

@@ -1,26 +1,12 @@
-// Colours of numbers: one scale for what is never below 0, one around 0 for the rest. Lightness rises along the
-// first, and falls to both sides of the middle of the second, so that both can be read without seeing hues.
+// Colours of numbers, by the server's own tables: one scale for what is never below 0, one around 0 for the rest.
 
-const SEQUENTIAL = [[16, 20, 48], [34, 58, 112], [30, 106, 136], [52, 150, 130], [126, 188, 108], [216, 216, 112], [252, 244, 200]];
-const DIVERGING = [[20, 62, 120], [72, 132, 186], [166, 202, 226], [244, 242, 238], [240, 190, 148], [206, 106, 62], [130, 44, 24]];
+import { COMMON, DIVERGING, NOT_FINITE, SEQUENTIAL, STRONGEST } from "./palette.js";
 
-function makeTable(anchors) {
-  const table = new Uint8ClampedArray(256 * 3);
-  for (let index = 0; index < 256; index += 1) {
-    const place = (index / 255) * (anchors.length - 1);
-    const left = Math.min(Math.floor(place), anchors.length - 2);
-    for (let part = 0; part < 3; part += 1) {
-      const [from, to] = [anchors[left][part], anchors[left + 1][part]];
-      table[index * 3 + part] = Math.round(from + (to - from) * (place - left));
-    }
-  }
-  return table;
-}
+const TABLES = { sequential: SEQUENTIAL, diverging: DIVERGING };
+const LAST = SEQUENTIAL.length / 3 - 1;
 
-const TABLES = { sequential: makeTable(SEQUENTIAL), diverging: makeTable(DIVERGING) };
-
-export function makeScale(values) {
-  // The scale of some numbers: {kind, low, high}; numbers that are not finite have no say.
+export function makeScale(values, signed = false) {
+  // The scale of some numbers: {kind, low, high}; around 0 where some are below it, or by nature on both sides of it.
   let low = Infinity;
   let high = -Infinity;
   for (const value of values) {
@@ -28,43 +14,58 @@ export function makeScale(values) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
-  if (low > high) return { kind: "sequential", low: 0, high: 0 };
-  if (low >= 0) return { kind: "sequential", low, high };
+  if (low > high) [low, high] = [0, 0];
+  if (low >= 0 && !signed) return { kind: "sequential", low, high };
   const limit = Math.max(-low, high);
   return { kind: "diverging", low: -limit, high: limit };
 }
 
-export function paint(canvas, map, scale) {
-  // Draw {width, height, values} with a pixel for each value; what is not finite stays transparent.
+export function makeOverlayScale(values) {
+  // The scale of an explanation: from 0, which stands for nothing; a few numbers far from all others do not set it.
+  const sizes = Float64Array.from(values, Math.abs).filter(Number.isFinite).sort();
+  const place = COMMON * (sizes.length - 1);
+  const [left, right] = [sizes[Math.floor(place)] ?? 0, sizes[Math.ceil(place)] ?? 0];
+  const bound = left + (right - left) * (place - Math.floor(place)) || Infinity;
+  return makeScale([0, ...[...values].filter(Number.isFinite).map((value) => Math.min(Math.max(value, -bound), bound))]);
+}
+
+function findPlace(value, scale) {
+  // 0 to 1; where the scale is empty its beginning, of a diverging one its middle.
+  const width = scale.high - scale.low;
+  if (!(width > 0)) return scale.kind === "diverging" ? 0.5 : 0;
+  return Math.min(Math.max((value - scale.low) / width, 0), 1);
+}
+
+function fill(canvas, map, scale, cover) {
   canvas.width = map.width;
   canvas.height = map.height;
   const context = canvas.getContext("2d");
   const image = context.createImageData(map.width, map.height);
   const table = TABLES[scale.kind];
-  const width = scale.high - scale.low;
   map.values.forEach((value, at) => {
-    if (!Number.isFinite(value)) return;
-    const share = width > 0 ? (value - scale.low) / width : 0;
-    const index = Math.round(Math.min(Math.max(share, 0), 1) * 255) * 3;
-    image.data.set([table[index], table[index + 1], table[index + 2], 255], at * 4);
+    const place = findPlace(value, scale);
+    const index = Math.round(place * LAST) * 3;
+    const color = Number.isFinite(value) ? table.subarray(index, index + 3) : NOT_FINITE;
+    image.data.set(color, at * 4);
+    image.data[at * 4 + 3] = cover(value, place);
   });
   context.putImageData(image, 0, 0);
+}
+
+export function paint(canvas, map, scale) {
+  // Draw {width, height, values} with a pixel for each value.
+  fill(canvas, map, scale, () => 255);
 }
 
 export function paintOverlay(canvas, map, scale) {
-  // The same, more transparent where the map is small, to lie over a picture.
-  paint(canvas, map, scale);
-  const context = canvas.getContext("2d");
-  const image = context.getImageData(0, 0, map.width, map.height);
-  map.values.forEach((value, at) => {
-    image.data[at * 4 + 3] = scale.high > 0 ? Math.round(215 * Math.min(Math.max(value / scale.high, 0), 1)) : 0;
-  });
-  context.putImageData(image, 0, 0);
+  // The same, more transparent where the map is small (of a diverging scale: near 0), to lie over a picture.
+  const strength = (place) => (scale.kind === "diverging" ? Math.abs(place * 2 - 1) : place);
+  fill(canvas, map, scale, (value, place) => (Number.isFinite(value) ? Math.round(255 * STRONGEST * strength(place)) : 0));
 }
 
 export function paintScale(canvas, scale) {
-  const values = Float32Array.from({ length: 256 }, (_, index) => scale.low + ((scale.high - scale.low) * index) / 255);
-  paint(canvas, { width: 256, height: 1, values }, scale.high > scale.low ? scale : { ...scale, high: scale.low + 1 });
+  const values = Float32Array.from({ length: 256 }, (_, index) => index / 255);
+  paint(canvas, { width: 256, height: 1, values }, { ...scale, low: 0, high: 1 });
 }
 
 export function write(value) {

@@ -1,87 +1,25 @@
 // The explorer: a picture, a model, a layer, and what of it is on the screen. All that is shown is asked of the public API.
 
-import { ask, encode, keepKey, ProblemError } from "./api.js";
+import { ask, keepKey } from "./api.js";
 import { installAttention } from "./attention.js";
-import { installClasses, showClasses } from "./classes.js";
-import { installExplain, showExplanation } from "./explain.js";
-import { element, find, installZoom } from "./maps.js";
-import { readHash, showSnippet, writeHash } from "./share.js";
+import { installClasses, markClass, showClasses } from "./classes.js";
+import { installCompare, showCompareChoices, showComparison } from "./compare.js";
+import { element, find } from "./dom.js";
+import { forgetExplanations, markMethods, showExplanation, showMethods, showOverlay } from "./explain.js";
+import { readHash, writeHash } from "./link.js";
+import { installZoom } from "./maps.js";
+import { addPlace, installPictures, readPicture, SAMPLES, takeSample } from "./picture.js";
+import { makeRunner } from "./runner.js";
+import { showSnippet } from "./snippets.js";
+import { chooseLayer, makeState } from "./state.js";
 import { installTree, mark, showLayers, showTypes } from "./tree.js";
 import { forgetView, loadMore, showView } from "./view.js";
 
-const SAMPLES = { "digit-2": "A two", "digit-0": "A zero", shapes: "Shapes" };
-const ACTIVATIONS = new Set(["ReLU", "ReLU6", "GELU", "SiLU", "Hardswish"]);
-const RETRIES = 40;
-
-export const state = { models: [], limits: {}, model: "", layers: [], layer: "", picture: null, site: "output", each: false, class: "", method: "", shown: 16 };
-const waiting = new Map(); // what a retry does again, by parts of the page
-const asking = {}; // by parts of the page, what is asked now; a newer choice ends it
-let pending = 0;
-
-function say(text) {
-  find("status").textContent = text;
-}
-
-function clearProblem() {
-  find("problem").hidden = true;
-  find("key-form").hidden = true;
-}
-
-async function showProblem(error, again, part, tries) {
-  // A problem in words, and what helps: a key, a wait, a button. Returns what is to be said meanwhile.
-  if (error.name === "AbortError") return "";
-  if (!(error instanceof ProblemError)) throw error;
-  waiting.set(part, again);
-  if (error.status === 401) {
-    find("key-form").hidden = false;
-    find("key").focus();
-  }
-  const entry = error.status === 503 ? await findModel() : null;
-  const failed = entry && entry.state === "failed";
-  find("problem-text").textContent = failed && entry.reason ? `${error.message} (${entry.reason})` : error.message;
-  find("problem-hint").textContent = error.hint;
-  find("problem").hidden = error.status === 401 && !sessionStorage.getItem("layertap-key");
-  find("retry").hidden = ![0, 429, 503, 504].includes(error.status) || failed;
-  if (error.status !== 503 || failed || tries >= RETRIES) return "";
-  const { signal } = asking[part];
-  setTimeout(() => !signal.aborted && run(again, part, tries + 1), Math.max(error.seconds, 0.5) * 1000);
-  return "The model is loading …";
-}
-
-async function findModel() {
-  try {
-    await listModels();
-  } catch {
-    return null;
-  }
-  return state.models.find((each) => each.name === state.model);
-}
-
-async function run(action, part = "all", tries = 0) {
-  // In each part of the page one thing at a time: what was asked before is given up, of all parts by what is of all.
-  for (const each of part === "all" ? Object.keys(asking) : [part]) {
-    asking[each]?.abort();
-    waiting.delete(each);
-  }
-  asking[part] = new AbortController();
-  const { signal } = asking[part];
-  let text = "";
-  pending += 1;
-  say("Asking …");
-  try {
-    text = (await action(signal)) ?? "";
-    if (waiting.size === 0) clearProblem();
-  } catch (error) {
-    if (!signal.aborted) text = await showProblem(error, action, part, tries);
-  } finally {
-    pending -= 1;
-    if (pending === 0) say(text);
-  }
-}
-
-function retry() {
-  for (const [part, again] of [...waiting]) run(again, part);
-}
+const state = makeState();
+const { run, stop, retry, isWaiting } = makeRunner(async (part) => {
+  await listModels();
+  return (part === "compare" && state.models.find((each) => each.name === state.other.model)) || state.entry;
+});
 
 async function listModels(signal) {
   const reply = await ask("models", null, signal);
@@ -95,34 +33,26 @@ async function listModels(signal) {
   });
   find("model").replaceChildren(...options);
   find("model").value = state.model;
-  const entry = reply.models.find((each) => each.name === state.model);
-  find("model-note").textContent = entry && entry.state === "failed" ? `failed: ${entry.reason || "no reason is known"}` : "";
+  find("model-note").textContent = state.entry?.state === "failed" ? `failed: ${state.entry.reason || "no reason is known"}` : "";
 }
 
 async function openModel(signal) {
   if (!state.models.length) await listModels(signal);
   const reply = await ask(`models/${encodeURIComponent(state.model)}/layers`, null, signal);
-  state.layers = reply.layers;
+  Object.assign(state, { layers: reply.layers, seconds: reply.seconds });
   showTypes(state.layers);
-  if (!state.layers.some((layer) => layer.name === state.layer)) state.layer = chooseLayer();
+  if (!state.layers.some((layer) => layer.name === state.layer)) state.layer = chooseLayer(state.layers);
   list();
   await listModels(signal);
   refresh();
-}
-
-function chooseLayer() {
-  // Maps to begin with: the first that an activation makes, else the first there are, else any layer's output.
-  const maps = state.layers.filter((layer) => layer.leaf && layer.outputs.length && ["NCHW", "NHWC"].includes(layer.layout) && Math.min(...layer.outputs.at(-1).shape.slice(1)) > 1);
-  const first = maps.find((layer) => ACTIVATIONS.has(layer.type)) || maps[0];
-  return (first || state.layers.find((layer) => layer.leaf && layer.outputs.length) || { name: "" }).name;
 }
 
 function list() {
   showLayers(state.layers, state.layer, (layer) => {
     Object.assign(state, { layer: layer.name, shown: 16 });
     mark(state.layer);
-    if (!state.method) find("overlay").hidden = true; // of the attention of another layer
     showMaps();
+    compare();
   });
 }
 
@@ -130,107 +60,95 @@ function refresh() {
   // All that depends on the picture: the layer's maps first.
   if (!state.picture || !state.layer) return writeHash(state);
   showMaps();
-  run((signal) => showClasses(state, signal), "classes");
+  run((signal) => showClasses(state, chooseClass, signal), "classes");
+  showMethods(state, toggleMethod);
   explain();
+  compare();
 }
 
 function showMaps() {
-  if (state.site !== "attention" && !state.method) find("overlay").hidden = true;
   writeHash(state);
   run(showLayer, "maps");
-}
-
-function explain() {
-  writeHash(state);
-  run((signal) => showExplanation(state, signal), "explanation");
 }
 
 async function showLayer(signal) {
   if (!state.picture) return "Choose a picture first.";
   await showView(state, signal);
+  showOverlay(state);
   showSnippet(state);
   return "";
 }
 
-function refuseLarge(size) {
-  const limit = state.limits.max_body_bytes;
-  if (!limit || size * 1.34 < limit) return;
-  const most = (limit / 1.34 / 2 ** 20).toFixed(1);
-  throw new ProblemError(413, `The file has ${(size / 2 ** 20).toFixed(1)} MiB; this server takes about ${most} MiB.`, "choose a smaller picture", 0);
+function explain(methods = state.methods) {
+  writeHash(state);
+  if (!state.picture) return;
+  for (const name of methods) run((signal) => showExplanation(state, name, signal, () => toggleMethod(name)), `explanation ${name}`);
+}
+
+function toggleMethod(name) {
+  const chosen = state.methods.includes(name);
+  state.methods = chosen ? state.methods.filter((each) => each !== name) : [...state.methods, name];
+  if (chosen) stop(`explanation ${name}`);
+  markMethods(state);
+  showOverlay(state);
+  explain(chosen ? [] : [name]);
+}
+
+function chooseClass(text) {
+  state.class = text;
+  markClass(state);
+  explain();
+  if (state.site === "grad_output") showMaps();
+}
+
+function compare() {
+  writeHash(state);
+  if (!state.picture || !state.layer) return;
+  run(async (signal) => {
+    await showComparison(state, signal);
+    showSnippet(state);
+  }, "compare");
 }
 
 function takePicture(blob, name, sample = "") {
   run(async (signal) => {
-    refuseLarge(blob.size);
-    const bytes = new Uint8Array(await blob.arrayBuffer());
-    state.picture = { name, sample, type: blob.type, data: encode(bytes) };
+    const picture = await readPicture(blob, name, sample, state.limits);
+    if (state.picture) URL.revokeObjectURL(state.picture.url);
+    state.picture = picture;
     const image = find("picture");
-    URL.revokeObjectURL(image.src);
-    image.src = URL.createObjectURL(blob);
+    image.src = picture.url;
     image.alt = `The picture ${name}`;
-    image.hidden = false;
+    image.hidden = !picture.width;
     find("overlay").hidden = true;
     find("picture-name").textContent = name;
     forgetView();
+    forgetExplanations();
     await (state.layers.length ? refresh() : openModel(signal));
   });
 }
 
-async function takeSample(name) {
-  const reply = await fetch(`ui/${name}.png`);
-  takePicture(await reply.blob(), `${name}.png`, name);
-}
-
-function installPicture() {
-  const drop = find("drop");
-  for (const kind of ["dragover", "dragenter"]) {
-    document.addEventListener(kind, (event) => {
-      event.preventDefault();
-      drop.classList.add("over");
-    });
-  }
-  document.addEventListener("dragleave", () => drop.classList.remove("over"));
-  document.addEventListener("drop", (event) => {
-    event.preventDefault();
-    drop.classList.remove("over");
-    const file = event.dataTransfer?.files[0];
-    if (file) takePicture(file, file.name);
-  });
-  document.addEventListener("paste", (event) => {
-    const file = event.clipboardData?.files[0];
-    if (file) takePicture(file, file.name || "pasted");
-  });
-  find("pick").addEventListener("click", () => find("file").click());
-  find("file").addEventListener("change", (event) => {
-    const file = event.target.files[0];
-    if (file) takePicture(file, file.name);
-    event.target.value = "";
-  });
-  find("picture").addEventListener("error", () => {
-    find("picture").hidden = true;
-  });
-  for (const [name, title] of Object.entries(SAMPLES)) {
-    const button = element("button", undefined, { type: "button", "aria-label": `Sample: ${title}`, "data-sample": name });
-    button.append(element("img", undefined, { src: `ui/${name}.png`, alt: "" }));
-    button.addEventListener("click", () => takeSample(name));
-    find("samples").append(button);
-  }
+function takeOther(blob, name, sample = "") {
+  run(async () => {
+    state.other.picture = await readPicture(blob, name, sample, state.limits);
+    compare();
+  }, "compare");
 }
 
 function installChoices() {
   find("model").addEventListener("change", (event) => {
-    Object.assign(state, { model: event.target.value, layers: [], layer: "", shown: 16, class: "" });
-    find("class").value = "";
+    Object.assign(state, { model: event.target.value, layers: [], labels: null, layer: "", shown: 16, class: "" });
+    markClass(state);
     find("tree").replaceChildren();
     forgetView();
+    forgetExplanations();
     run(openModel);
   });
   for (const id of ["match", "type"]) find(id).addEventListener("input", list);
   find("site").addEventListener("change", (event) => {
     state.site = event.target.value;
     showMaps();
-    explain();
   });
+  find("class").addEventListener("change", (event) => chooseClass(event.target.value));
   find("each").addEventListener("change", (event) => {
     state.each = event.target.checked;
     showMaps();
@@ -244,25 +162,31 @@ function installChoices() {
     event.preventDefault();
     keepKey(find("key").value.trim());
     find("key").value = "";
-    if (waiting.size) retry();
+    if (isWaiting()) retry();
     else run(openModel);
   });
 }
 
-function restore() {
-  const wanted = readHash();
-  Object.assign(state, wanted.state);
-  for (const id of ["site", "method", "class"]) find(id).value = state[id];
+async function restore() {
+  const { state: wanted, other, sample, otherSample } = readHash();
+  Object.assign(state, wanted);
+  Object.assign(state.other, other);
+  for (const id of ["site", "class"]) find(id).value = state[id];
   find("each").checked = state.each;
-  if (wanted.sample in SAMPLES) takeSample(wanted.sample);
+  if (otherSample in SAMPLES) await takeSample(otherSample, async (blob, name) => {
+    state.other.picture = await readPicture(blob, name, otherSample, {});
+  });
+  if (sample in SAMPLES) await takeSample(sample, takePicture);
   else run(openModel);
 }
 
-installPicture();
+installPictures();
+addPlace({ area: find("drop"), pick: find("pick"), file: find("file"), samples: find("samples") }, takePicture);
+addPlace({ area: find("compare"), pick: find("other-pick"), file: find("other-file"), samples: find("other-samples") }, takeOther);
 installChoices();
 installTree();
 installZoom();
 installClasses(state, run);
-installExplain(state, explain, () => state.site === "grad_output" && showMaps());
+installCompare(state, compare);
 installAttention();
 restore();

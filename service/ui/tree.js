@@ -1,11 +1,11 @@
 // The list of a model's layers: found by name, glob and type; arrow keys go through it.
 
-import { element, find } from "./maps.js";
+import { element, find } from "./dom.js";
+import { matches } from "./selectors.js";
 
-function matches(pattern, name) {
-  // As the server's globs: * any characters, ? one; words without either are looked for anywhere in the name.
-  const escaped = pattern.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
-  return /[*?]/.test(pattern) ? new RegExp(`^${escaped}$`, "s").test(name) : name.toLowerCase().includes(pattern.toLowerCase());
+function fits(pattern, name) {
+  // Words without * or ? are looked for anywhere in the name.
+  return /[*?]/.test(pattern) ? matches(pattern, name) : name.toLowerCase().includes(pattern.toLowerCase());
 }
 
 export function writeShape(layer) {
@@ -19,14 +19,28 @@ function writeName(layer, whole) {
   return whole ? layer.name : layer.name.slice(layer.name.lastIndexOf(".") + 1);
 }
 
-function makeRow(layer, before, whole, onChoose) {
+function findCosts(layers) {
+  // What each layer that has no parts adds to a forward, as a share of what the costliest one adds; none is told of less
+  // than a fiftieth of that.
+  const costs = new Map();
+  let before = 0;
+  for (const layer of layers) {
+    if (!layer.leaf || layer.cost === null) continue;
+    costs.set(layer.name, Math.max(0, layer.cost - before));
+    before = layer.cost;
+  }
+  const most = Math.max(...costs.values(), Number.MIN_VALUE);
+  return new Map([...costs].map(([name, cost]) => [name, cost / most]).filter(([, share]) => share > 0.02));
+}
+
+function makeRow(layer, cost, whole, onChoose) {
   const row = element("li");
   const button = element("button", undefined, { type: "button", "data-layer": layer.name, title: layer.name });
   const name = element("span", writeName(layer, whole), { class: "name" });
   const facts = element("span", `${layer.type} ${writeShape(layer)}`, { class: "facts" });
-  const cost = element("span", undefined, { class: "cost", "aria-hidden": "true" });
-  cost.style.setProperty("--share", String(Math.max(0, (layer.cost ?? 0) - before)));
-  button.append(name, facts, cost);
+  const bar = element("span", undefined, { class: "cost", "aria-hidden": "true" });
+  bar.style.setProperty("--share", String(cost));
+  button.append(name, facts, bar);
   button.style.setProperty("--depth", String(Math.min(layer.name.split(".").length - 1, 6)));
   if (layer.hazards.length) button.append(element("span", layer.hazards.join("; "), { class: "hazard" }));
   button.disabled = !layer.outputs.length;
@@ -44,11 +58,9 @@ export function showTypes(layers) {
 export function showLayers(layers, chosen, onChoose) {
   const [pattern, type] = [find("match").value.trim(), find("type").value];
   const rows = [];
-  let before = 0;
+  const costs = findCosts(layers);
   for (const layer of layers) {
-    const fits = (!pattern || matches(pattern, layer.name)) && (!type || layer.type === type);
-    if (fits) rows.push(makeRow(layer, layer.leaf ? before : layer.cost ?? 0, Boolean(pattern || type), onChoose));
-    if (layer.leaf && layer.cost !== null) before = layer.cost;
+    if ((!pattern || fits(pattern, layer.name)) && (!type || layer.type === type)) rows.push(makeRow(layer, costs.get(layer.name) ?? 0, Boolean(pattern || type), onChoose));
   }
   find("tree").replaceChildren(...rows);
   find("layer-count").textContent = `${rows.length} of ${layers.length} layers`;

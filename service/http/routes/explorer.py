@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from importlib.resources import files
 
+import numpy as np
 from fastapi import FastAPI, Request, Response
 from starlette.responses import RedirectResponse
+
+from layertap.service.pictures.colormaps import DIVERGING, NOT_FINITE, SEQUENTIAL
+from layertap.service.pictures.overlay import COMMON, STRONGEST
 
 PACKAGE = "layertap.service.ui"
 MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript", ".png": "image/png"}
@@ -22,7 +26,16 @@ def _read_files() -> dict[str, tuple[bytes, str]]:
         media_type = MEDIA_TYPES.get(file.name[file.name.rfind(".") :])
         if media_type is not None:
             found[file.name] = (file.read_bytes(), media_type)
-    return found
+    return {**found, "palette.js": (_write_palette(), MEDIA_TYPES[".js"])}
+
+
+def _write_palette() -> bytes:
+    """A module of the colours that pictures of this server have, so that the page's are the same."""
+    tables = {"SEQUENTIAL": SEQUENTIAL, "DIVERGING": DIVERGING, "NOT_FINITE": np.array(NOT_FINITE)}
+    lines = [
+        f"export const {name} = Uint8Array.of({','.join(map(str, table.flat))});" for name, table in tables.items()
+    ]
+    return "\n".join([*lines, f"export const [STRONGEST, COMMON] = [{STRONGEST}, {COMMON}];", ""]).encode()
 
 
 FILES = _read_files()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from playwright import sync_api
@@ -18,6 +18,7 @@ from tests.service.support import configured, net
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 WIDE = (1600, 1000)
 DONE_MS = 30_000
+LARGE_MS = 240_000  # with a large model, which loads first
 
 
 @dataclass
@@ -28,14 +29,14 @@ class Opened:
     addresses: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    def wait(self) -> None:
+    def wait(self, timeout: int = DONE_MS) -> None:
         """Until nothing is asked."""
-        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=DONE_MS)
+        sync_api.expect(self.page.locator("#status")).to_have_text("", timeout=timeout)
 
-    def show_maps(self) -> None:
+    def show_maps(self, timeout: int = DONE_MS) -> None:
         """Until the layer's maps are there, and nothing is asked."""
-        self.page.wait_for_selector("#maps canvas", timeout=DONE_MS)
-        self.wait()
+        self.page.wait_for_selector("#maps canvas", timeout=timeout)
+        self.wait(timeout)
 
 
 Open = Callable[..., Opened]
@@ -86,23 +87,34 @@ def _is_complaint(message: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def shown(serve: Serve) -> Iterator[Live]:
-    """A server whose models are good, held up, failed, and of hostile names."""
+    """A server whose models are good, held up, failed, of hostile names, of tokens in a square and in none."""
     specs = (
-        _make_spec("held", "Held", "startup"),
-        _make_spec("marked", "Marked", "lazy"),
+        make_spec("held", "Held"),
+        make_spec("marked", "Marked", load="lazy"),
+        make_spec("bracketed", "Bracketed"),
+        make_spec("square", "Patches", labels=("tench", "goldfish", "shark", "hammerhead", "ray")),
+        make_spec("wide", "Patches", width=32),
         net("never", "Never", required=False, load="lazy"),
     )
     with serve(configured(*specs), max_body_bytes=200_000, max_queue_rows=4) as live:
         yield live
 
 
-def _make_spec(name: str, factory: str, load: Literal["startup", "lazy"]) -> ModelSpec:
+@pytest.fixture(scope="module")
+def guarded(serve: Serve) -> Iterator[Live]:
+    """A server that asks for a key."""
+    with serve(api_keys="a-key") as live:
+        yield live
+
+
+def make_spec(name: str, factory: str, width: int = 16, **fields: Any) -> ModelSpec:
+    """The entry of a model of ``nets`` for pictures of 16 rows."""
     return ModelSpec(
         name,
         f"python:tests.service.ui.nets:{factory}",
         weights="random:0",
         device="cpu",
-        load=load,
-        inputs=(InputSpec("x", (3, 16, 16)),),
-        preprocess=PreprocessSpec(resize=16, crop=16, mean=(0.5,) * 3, std=(0.5,) * 3),
+        inputs=(InputSpec("x", (3, 16, width)),),
+        preprocess=PreprocessSpec(resize=(16, width), crop=None, mean=(0.5,) * 3, std=(0.5,) * 3),
+        **fields,
     )

@@ -31,3 +31,41 @@ class Held(Gated):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.flatten(self.conv(x), 1)[:, :4])
+
+
+class Bracketed(nn.Module):
+    """The names of its layers have all that selectors read as something else."""
+
+    NAMES = ("conv[0]", "conv#1", "conv:input", "up/add", "a*b")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate(self.NAMES):
+            self.add_module(name, nn.Conv2d(3 if number == 0 else 4, 4, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.NAMES:
+            x = self.get_submodule(name)(x)
+        return x.mean((2, 3))
+
+
+class Patches(nn.Module):
+    """A vision transformer of one block for pictures of any size: patches of 4 pixels a side behind a class token."""
+
+    num_prefix_tokens = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.patch(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(x), -1, -1), patches], 1)
+        normed = self.norm(tokens)
+        mixed: Tensor = self.attention(normed, normed, normed, need_weights=False)[0]
+        scores: Tensor = self.head((tokens + mixed)[:, 0])
+        return scores

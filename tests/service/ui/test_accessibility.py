@@ -5,21 +5,54 @@ from __future__ import annotations
 from importlib.resources import files
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.marks import slow
 from tests.server import Live
-from tests.service.ui.conftest import Open
+from tests.service.ui.conftest import Open, Opened
+from tests.service.ui.support import DIGIT, drop
 
 AXE = files("axe_core_python") / "axe.min.js"
 SIZES = [(360, 740, "light"), (1600, 1000, "dark"), slow(360, 740, "dark"), slow(1600, 1000, "light")]
 
 
+FULL = "model=digits&method=saliency,grad_cam&sample=digit-2&other-sample=digit-0"
+
+
 @pytest.mark.parametrize(("width", "height", "scheme"), SIZES)
 def test_page(shown: Live, open_page: Open, width: int, height: int, scheme: str) -> None:
-    """With maps, classes and an overlay on the screen, axe finds nothing serious, and nothing is cut off."""
-    url = f"{shown.url}/#model=digits&method=saliency&sample=digit-2"
-    opened = open_page(url, (width, height), scheme, bypass_csp=True)  # for axe alone, which is no part of the page
+    """With maps, classes, explanations and a comparison on the screen, nothing serious is found or cut off."""
+    opened = open_page(f"{shown.url}/#{FULL}", (width, height), scheme, bypass_csp=True)  # for axe, no part of the page
     opened.show_maps()
+    check(opened, width)
+
+
+@pytest.mark.parametrize(("width", "height", "scheme"), SIZES)
+def test_states(shown: Live, guarded: Live, open_page: Open, width: int, height: int, scheme: str) -> None:
+    """Nor before there is a picture, in an error, where a key is asked for, with a channel large."""
+    opened = open_page(shown.url, (width, height), scheme, bypass_csp=True)
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    check(opened, width)
+    drop(opened, b"no picture at all", "a-name-without-a-space-in-it-" * 4, "application/octet-stream")
+    expect(opened.page.locator("#problem")).to_be_visible()
+    opened.wait()
+    check(opened, width)
+    drop(opened, DIGIT.read_bytes())
+    opened.show_maps()
+    opened.page.click(".tile")
+    check(opened, width)
+    options = {"size": (width, height), "scheme": scheme, "bypass_csp": True}
+    named = open_page(f"{shown.url}/#model=marked&sample=digit-2&other-sample=digit-0", **options)
+    named.show_maps()  # of a layer with a long name
+    check(named, width)
+    asked = open_page(guarded.url, (width, height), scheme, bypass_csp=True)
+    expect(asked.page.locator("#key-form")).to_be_visible()
+    check(asked, width)
+
+
+def check(opened: Opened, width: int) -> None:
+    """No serious finding of axe, and nothing wider than the screen."""
     assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
     opened.page.evaluate(AXE.read_text())
     found = opened.page.evaluate("axe.run()")["violations"]

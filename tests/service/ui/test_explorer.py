@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from base64 import b64encode
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,68 +17,10 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import wait_until
 from tests.service.proxy import proxied
-from tests.service.support import Array, configured, image, picture
-from tests.service.ui.conftest import Open, Opened
+from tests.service.support import configured, image, picture
+from tests.service.ui.conftest import LARGE_MS, Open
 from tests.service.ui.nets import MARKUP, Held
-
-DIGIT = Path(__file__).parents[3] / "examples" / "digit.png"
-SEQUENTIAL = (
-    (16, 20, 48),
-    (34, 58, 112),
-    (30, 106, 136),
-    (52, 150, 130),
-    (126, 188, 108),
-    (216, 216, 112),
-    (252, 244, 200),
-)
-DIVERGING = (
-    (20, 62, 120),
-    (72, 132, 186),
-    (166, 202, 226),
-    (244, 242, 238),
-    (240, 190, 148),
-    (206, 106, 62),
-    (130, 44, 24),
-)
-PIXELS = """canvas => Array.from(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data)"""
-DROP = """([text, name, type]) => {
-  const transfer = new DataTransfer();
-  transfer.items.add(new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name, {type}));
-  document.getElementById("drop").dispatchEvent(new DragEvent("drop", {dataTransfer: transfer, bubbles: true}));
-}"""
-
-
-def drop(opened: Opened, data: bytes, name: str = "digit.png", kind: str = "image/png") -> None:
-    opened.page.evaluate(DROP, [b64encode(data).decode(), name, kind])
-
-
-def captured(live: Live, data: bytes, layer: object, **body: object) -> Array:
-    """One layer of one picture, by the API."""
-    reply = live.client.post("/extract", json={"inputs": [image(data)], "layers": [layer], **body}).json()
-    (feature,) = reply["features"].values()
-    return np.array(feature["data"], np.float32)[0]
-
-
-def colours(values: Array) -> Array:
-    """The colours of maps on one scale, computed anew."""
-    low, high = float(values.min()), float(values.max())
-    anchors = np.array(SEQUENTIAL if low >= 0 else DIVERGING, float)
-    if low < 0:
-        high = max(-low, high)
-        low = -high
-    places = np.rint((values.astype(float) - low) / (high - low) * 255) / 255
-    at = np.linspace(0, 1, len(anchors))
-    return np.stack([np.interp(places, at, anchors[:, part]) for part in range(3)], -1)
-
-
-def check_tiles(opened: Opened, maps: Array) -> None:
-    tiles = opened.page.locator(".tile canvas")
-    expect(tiles).to_have_count(len(maps))
-    wanted = colours(maps)
-    for number, expected in enumerate(wanted):
-        pixels = np.array(tiles.nth(number).evaluate(PIXELS), float).reshape(*maps.shape[1:], 4)
-        assert np.abs(pixels[..., :3] - expected).max() <= 4  # a step of the scale
-        assert (pixels[..., 3] == 255).all()
+from tests.service.ui.support import DIGIT, captured, check_tiles, drop
 
 
 def test_drop(shown: Live, open_page: Open) -> None:
@@ -143,19 +83,6 @@ def test_vector(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("canvas.bars")).to_have_attribute("aria-label", re.compile(f"^{len(scores)} values"))
     shown_max = opened.page.locator("#stats div", has_text="max").locator("dd").inner_text()
     assert float(shown_max) == pytest.approx(scores.max(), rel=1e-3)
-
-
-def test_explanation(shown: Live, open_page: Open) -> None:
-    """A map lies over the picture, most opaque where it is largest."""
-    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
-    opened.show_maps()
-    overlay = opened.page.locator("#overlay")
-    expect(overlay).to_be_visible()
-    reply = shown.client.post("/explain", json={"inputs": [image(DIGIT.read_bytes())], "method": "grad_cam"}).json()
-    wanted = np.array(reply["features"]["grad_cam"]["data"])[0]
-    alpha = np.array(overlay.evaluate(PIXELS)).reshape(*wanted.shape, 4)[..., 3]
-    assert alpha.argmax() == wanted.argmax()
-    expect(opened.page.locator("#method-note")).to_contain_text("class 2")
 
 
 def test_change(shown: Live, open_page: Open) -> None:
@@ -242,13 +169,6 @@ def test_busy(shown: Live, open_page: Open) -> None:
     opened.show_maps()
 
 
-@pytest.fixture(scope="module")
-def guarded(serve: Serve) -> Iterator[Live]:
-    """A server that asks for a key."""
-    with serve(api_keys="a-key") as live:
-        yield live
-
-
 def test_key(guarded: Live, open_page: Open) -> None:
     """A key is asked for, kept for the tab alone, and sent; a wrong one is asked for again."""
     opened = open_page(f"{guarded.url}/#sample=digit-2")
@@ -307,10 +227,20 @@ def test_keyboard(shown: Live, open_page: Open) -> None:
     expect(page.locator("#zoom-reading")).to_contain_text("row 1, column 1")
     page.keyboard.press("Escape")
     expect(page.locator("#zoom")).to_be_hidden()
+    tab_to(page, "document.activeElement.dataset.method === 'saliency'")
+    page.keyboard.press("Space")
+    expect(page.locator("#explanations .frame")).to_be_enabled()
+    tab_to(page, "document.activeElement.closest('#other-samples')?.id && document.activeElement.dataset.sample")
+    page.keyboard.press("Enter")
+    expect(page.locator("#sides .seen canvas").first).to_be_visible(timeout=30_000)
+    tab_to(page, "document.activeElement.matches('.seen canvas')")
+    opened.wait()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#match-reading")).to_contain_text("of the first is most like")
 
 
 def tab_to(page: Any, condition: str) -> None:
-    for _ in range(200):
+    for _ in range(300):
         page.keyboard.press("Tab")
         if page.evaluate(condition):
             return
@@ -327,30 +257,41 @@ def test_behind_a_prefix(serve: Serve, open_page: Open, strip: bool) -> None:
 
 @pytest.mark.slow
 def test_attention(serve: Serve, open_page: Open) -> None:
-    """Of a layer with attention each head is a tile: what the patch under the pointer looks at."""
-    spec = ModelSpec("vit", "torchvision:vit_b_16", weights="random:0", device="cpu")
-    layer = "encoder.layers.encoder_layer_2.self_attention"
+    """Of ViT-B/16: tokens over their patches, and each head a tile of what the patch under the pointer looks at."""
+    spec = ModelSpec("vit", "torchvision:vit_b_16", weights="random:0", device="cpu", load="lazy")
+    layer = "encoder.layers.encoder_layer_2"
     with serve(configured(spec)) as live:
-        opened = open_page(f"{live.url}/#model=vit&layer={layer}&site=attention&sample=shapes")
-        opened.show_maps()
+        opened = open_page(f"{live.url}/#model=vit&layer={layer}.self_attention&site=attention&sample=shapes")
+        opened.show_maps(LARGE_MS)
         opened.page.hover("#overlay", position={"x": 1, "y": 1})
         expect(opened.page.locator("#reading")).to_contain_text("token 1 ")
         data = (Path(__file__).parents[3] / "service" / "ui" / "shapes.png").read_bytes()
-        weights = captured(live, data, f"{layer}:attention", model="vit")
+        weights = captured(live, data, f"{layer}.self_attention:attention", model="vit")
         check_tiles(opened, weights[:, 1, 1:].reshape(12, 14, 14))
+        opened.page.click(f"[data-layer='{layer}']")
+        opened.wait(LARGE_MS)
+        opened.page.evaluate("document.querySelector('.tile').dataset.before = ''")
+        started = time.perf_counter()
+        drop(opened, data)
+        opened.page.wait_for_selector(".tile:not([data-before])", timeout=LARGE_MS)
+        print(f"vit_b_16: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
+        opened.wait(LARGE_MS)
+        tokens = captured(live, data, {"layer": layer, "channels": list(range(16))}, model="vit")
+        check_tiles(opened, tokens[1:].T.reshape(16, 14, 14))
 
 
 @pytest.mark.slow
 def test_time_to_maps(serve: Serve, open_page: Open) -> None:
     """A dropped picture of usual size is shown with the first maps of a ResNet-18; the time is printed."""
-    with serve(configured(ModelSpec("resnet18", "torchvision:resnet18", weights="random:0", device="cpu"))) as live:
+    spec = ModelSpec("resnet18", "torchvision:resnet18", weights="random:0", device="cpu", load="lazy")
+    with serve(configured(spec)) as live:
         opened = open_page(f"{live.url}/#model=resnet18")
-        opened.page.wait_for_selector("#tree button", timeout=30_000)
+        opened.page.wait_for_selector("#tree button", timeout=LARGE_MS)
         opened.wait()
         data = picture(3, (640, 480), "JPEG")
         started = time.perf_counter()
         drop(opened, data, "noise.jpg", "image/jpeg")
-        opened.page.wait_for_selector(".tile canvas")
+        opened.page.wait_for_selector(".tile canvas", timeout=LARGE_MS)
         print(f"resnet18: {time.perf_counter() - started:.3f} s from drop to maps")  # noqa: T201
         opened.wait()
         check_tiles(opened, captured(live, data, "relu", model="resnet18")[:16])

@@ -1,0 +1,81 @@
+// Pictures that a person gives: dropped, pasted, picked, or a sample; each place of the page that takes one says so here.
+
+import { encode, ProblemError } from "./api.js";
+import { element } from "./dom.js";
+
+export const SAMPLES = { "digit-2": "A two", "digit-0": "A zero", shapes: "Shapes" };
+const places = []; // {area, take}; what is dropped or pasted beside all of them is the first one's
+
+export async function readPicture(blob, name, sample, limits) {
+  // {name, sample, type, data, url, width, height}: its bytes in base64, and an address for this page alone.
+  refuseLarge(blob.size, limits.max_body_bytes);
+  const bytes = new Uint8Array(await blob.arrayBuffer());
+  const url = URL.createObjectURL(blob);
+  return { name, sample, type: blob.type, data: encode(bytes), url, ...(await measure(url)) };
+}
+
+async function measure(url) {
+  // The sides of the upright picture, 0 where the browser can't show it (the server may read it all the same).
+  const image = new Image();
+  image.src = url;
+  try {
+    await image.decode();
+    return { width: image.naturalWidth, height: image.naturalHeight };
+  } catch {
+    return { width: 0, height: 0 };
+  }
+}
+
+function refuseLarge(size, limit) {
+  if (!limit || size * 1.34 < limit) return;
+  const most = (limit / 1.34 / 2 ** 20).toFixed(1);
+  throw new ProblemError(413, `The file has ${(size / 2 ** 20).toFixed(1)} MiB; this server takes about ${most} MiB.`, "choose a smaller picture", 0);
+}
+
+export async function takeSample(name, take) {
+  const reply = await fetch(`ui/${name}.png`);
+  await take(await reply.blob(), `${name}.png`, name);
+}
+
+function choosePlace(node) {
+  return places.find((each) => each.area.contains(node)) ?? places[0];
+}
+
+export function installPictures() {
+  const mark = (place) => {
+    for (const each of places) each.area.classList.toggle("over", each === place);
+  };
+  for (const kind of ["dragover", "dragenter"]) {
+    document.addEventListener(kind, (event) => {
+      event.preventDefault();
+      mark(choosePlace(event.target));
+    });
+  }
+  document.addEventListener("dragleave", () => mark(null));
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    mark(null);
+    const file = event.dataTransfer?.files[0];
+    if (file) choosePlace(event.target).take(file, file.name);
+  });
+  document.addEventListener("paste", (event) => {
+    const file = event.clipboardData?.files[0];
+    if (file) choosePlace(event.target).take(file, file.name || "pasted");
+  });
+}
+
+export function addPlace({ area, pick, file, samples }, take) {
+  // A place that takes pictures: an area to drop on, a button and its file input, a group for buttons of samples.
+  places.push({ area, take });
+  pick.addEventListener("click", () => file.click());
+  file.addEventListener("change", () => {
+    if (file.files[0]) take(file.files[0], file.files[0].name);
+    file.value = "";
+  });
+  for (const [name, title] of Object.entries(SAMPLES)) {
+    const button = element("button", undefined, { type: "button", "aria-label": `Sample: ${title}`, "data-sample": name });
+    button.append(element("img", undefined, { src: `ui/${name}.png`, alt: "" }));
+    button.addEventListener("click", () => takeSample(name, take));
+    samples.append(button);
+  }
+}

@@ -1,0 +1,38 @@
+// What is asked of the server for what is on the screen.
+
+import { describeLayout } from "./layout.js";
+import { findTensor, makeSelector, nameLayer } from "./selectors.js";
+
+export function makeObjective(state) {
+  return { kind: "logit", class: state.class === "" ? "top" : Number(state.class) };
+}
+
+export function makeBody(side, layers, more = {}) {
+  return { model: side.model, inputs: [{ image: side.picture.data }], layers, encoding: "base64", ...more };
+}
+
+export function findLayer(side) {
+  return side.layers.find((each) => each.name === side.layer);
+}
+
+export function makeAttentionLayer(state) {
+  const path = findLayer(state).attention.at(-1).path;
+  return { ...nameLayer(state.layers, state.layer), site: "attention", ...(path ? { path } : {}), as: "maps" };
+}
+
+export function countChannels(state) {
+  // How many maps the chosen layer has; 0 where it is a vector.
+  const tensor = findTensor(findLayer(state));
+  const { kind, channels } = describeLayout(tensor.shape.slice(1), tensor.layout);
+  return kind === "bars" ? 0 : channels;
+}
+
+export function makeView(state) {
+  // The part of a body that is of what is on the screen: layers, and where gradients are asked the objective.
+  if (state.site === "attention") return { layers: [makeAttentionLayer(state)] };
+  const site = state.site === "output" ? {} : { site: state.site };
+  const channels = state.shown < countChannels(state) ? { channels: Array.from({ length: state.shown }, (_, at) => at) } : {};
+  const select = (more) => makeSelector(state.layers, state.layer, { ...site, ...more });
+  const layers = [select({ ...channels, as: "maps" }), select({ stats: true, as: "stats" })];
+  return state.site === "grad_output" ? { layers, objective: makeObjective(state) } : { layers };
+}

@@ -1,0 +1,187 @@
+"""The comparison on the page: two pictures, layers or models, with the numbers that numpy has for them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from tests.server import Live
+from tests.service.support import Array
+from tests.service.ui.conftest import Open, Opened
+from tests.service.ui.support import DIGIT, captured, check_tiles, drop, read_pixels
+from tests.service.ui.test_similarity import align, flat, shrink
+
+UI = Path(__file__).parents[3] / "service" / "ui"
+TWO, ZERO = ((UI / f"digit-{number}.png").read_bytes() for number in (2, 0))
+PICTURES = "model=digits&layer=block3&sample=digit-2&other-sample=digit-0"
+LAYERS = "model=digits&layer=block1&sample=digit-2&other-layer=block3"
+
+
+def read_number(opened: Opened, name: str) -> float:
+    return float(opened.page.locator("#similarity div", has_text=name).locator("dd").first.inner_text())
+
+
+def find_cosines(place: Array, maps: Array) -> Array:
+    """The cosine of a vector to each of a picture's places, (height, width)."""
+    lengths = np.linalg.norm(maps, axis=0) * np.linalg.norm(place)
+    cosines: Array = np.einsum("c,chw->hw", place, maps) / lengths
+    return cosines
+
+
+def get_heat(opened: Opened, side: int, shape: tuple[int, ...]) -> Any:
+    """How opaque each place of a picture is."""
+    return read_pixels(opened.page.locator("#sides .seen canvas").nth(side), *shape)[..., 3]
+
+
+def check_heat(opened: Opened, side: int, cosines: Array) -> None:
+    wanted = 255 * 0.85 * (cosines - cosines.min()) / (cosines.max() - cosines.min())
+    np.testing.assert_allclose(get_heat(opened, side, cosines.shape), wanted, atol=2)
+
+
+def test_two_pictures(shown: Live, open_page: Open) -> None:
+    """Of one layer the cosine of the two pictures' mean vectors, both sides' maps, and where the places are alike."""
+    opened = open_page(f"{shown.url}/#{PICTURES}")
+    opened.show_maps()
+    page = opened.page
+    here, there = (captured(shown, data, "block3") for data in (TWO, ZERO))
+    x, y = here.mean((1, 2)), there.mean((1, 2))
+    assert read_number(opened, "cosine") == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-3)
+    for number, maps in enumerate((here, there)):
+        check_tiles(opened, maps[:8], f"#sides .side:nth-child({number + 1})")
+    check_heat(opened, 1, find_cosines(here[:, 4, 4], there))
+    left, right = page.locator("#sides .seen canvas").nth(0), page.locator("#sides .seen canvas").nth(1)
+    box = left.bounding_box()
+    left.hover(position={"x": box["width"] * 2.5 / 8, "y": box["height"] * 6.5 / 8})
+    cosines = find_cosines(here[:, 6, 2], there)
+    row, column = divmod(int(cosines.argmax()), 8)
+    expect(page.locator("#match-reading")).to_contain_text(f"most like row {row}, column {column} of the second")
+    check_heat(opened, 1, cosines)
+    right.hover(position={"x": box["width"] * 0.5 / 8, "y": box["height"] * 0.5 / 8})
+    expect(page.locator("#match-reading")).to_contain_text("Row 0, column 0 of the second")
+    check_heat(opened, 0, find_cosines(there[:, 0, 0], here))
+
+
+def test_by_keys(shown: Live, open_page: Open) -> None:
+    """Places are chosen by arrow keys as by the pointer, and never leave the picture."""
+    opened = open_page(f"{shown.url}/#{PICTURES}")
+    opened.show_maps()
+    here, there = (captured(shown, data, "block3") for data in (TWO, ZERO))
+    opened.page.locator("#sides .seen canvas").first.focus()
+    opened.page.keyboard.press("ArrowUp")
+    opened.page.keyboard.press("ArrowLeft")
+    expect(opened.page.locator("#match-reading")).to_contain_text("Row 3, column 3 of the first")
+    check_heat(opened, 1, find_cosines(here[:, 3, 3], there))
+    for _ in range(9):
+        opened.page.keyboard.press("ArrowDown")
+    expect(opened.page.locator("#match-reading")).to_contain_text("Row 7, column 3 of the first")
+
+
+def test_two_layers(shown: Live, open_page: Open) -> None:
+    """Of two layers CKA over the coarser one's places; of single places, vectors of two kinds, nothing is said."""
+    opened = open_page(f"{shown.url}/#{LAYERS}")
+    opened.show_maps()
+    wide, coarse = (captured(shown, TWO, name) for name in ("block1", "block3"))
+    assert read_number(opened, "linear CKA") == pytest.approx(align(flat(shrink(wide, 4)), flat(coarse)), rel=1e-3)
+    expect(opened.page.locator("#similarity-note")).to_contain_text("64 places (8 × 8)")
+    expect(opened.page.locator("#sides .seen canvas").first).to_be_hidden()
+    check_tiles(opened, wide[:8], "#sides .side:nth-child(1)")
+    check_tiles(opened, coarse[:8], "#sides .side:nth-child(2)")
+
+
+def test_two_models(shown: Live, open_page: Open) -> None:
+    """A layer of another model is chosen on the page and stays while this side's changes; tokens are their grid."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block2&sample=digit-2")
+    opened.show_maps()
+    opened.page.select_option("#other-model", "square")
+    opened.page.select_option("#other-layer", "norm")
+    opened.wait()
+    maps = captured(shown, TWO, "block2")
+    tokens = captured(shown, TWO, "norm", model="square")[1:].T.reshape(8, 4, 4)
+    assert read_number(opened, "linear CKA") == pytest.approx(align(flat(shrink(maps, 4)), flat(tokens)), rel=1e-3)
+    check_tiles(opened, tokens, "#sides .side:nth-child(2)")
+    opened.page.click("[data-layer='block3']")
+    opened.wait()
+    expect(opened.page.locator("#sides .side .name").first).to_have_text("block3")
+
+
+def test_vectors(shown: Live, open_page: Open) -> None:
+    """Two vectors of one layer have a cosine; of two layers there is no number, and it says why."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=head&sample=digit-2&other-sample=digit-0")
+    opened.show_maps()
+    x, y = (captured(shown, data, "head") for data in (TWO, ZERO))
+    assert read_number(opened, "cosine") == pytest.approx(x @ y / np.linalg.norm(x) / np.linalg.norm(y), rel=1e-3)
+    opened.page.select_option("#other-layer", "block3")
+    expect(opened.page.locator("#similarity-note")).to_contain_text("no places in common")
+    expect(opened.page.locator("#similarity div")).to_have_count(0)
+
+
+def test_dropped_there(shown: Live, open_page: Open) -> None:
+    """A picture that is dropped on the comparison is the other one, until the same is chosen again."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-0")
+    opened.show_maps()
+    drop(opened, DIGIT.read_bytes(), "mine.png", place="compare")
+    expect(opened.page.locator("#compare-result")).to_be_visible()
+    opened.wait()
+    expect(opened.page.locator("#sides .side").nth(1)).to_contain_text("mine.png")
+    expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
+    opened.page.click("#other-same")
+    expect(opened.page.locator("#compare-result")).to_be_hidden()
+
+
+def test_failed_model(shown: Live, open_page: Open) -> None:
+    """A model that can't be had is told of, and is not asked again; the maps stay, and another comparison is made."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block3&sample=digit-2")
+    opened.show_maps()
+    opened.page.select_option("#other-model", "never")
+    expect(opened.page.locator("#problem")).to_be_visible(timeout=30_000)
+    expect(opened.page.locator("#similarity-note")).to_contain_text("No answer")
+    expect(opened.page.locator("#retry")).to_be_hidden(timeout=30_000)
+    expect(opened.page.locator("#maps .tile").first).to_be_visible()
+    opened.page.select_option("#other-model", "square")
+    expect(opened.page.locator("#similarity div").first).to_be_visible(timeout=30_000)
+    opened.wait()
+    expect(opened.page.locator("#problem")).to_be_hidden()
+
+
+def test_link(shown: Live, open_page: Open) -> None:
+    """The address restores a comparison; one that was ended is not in it."""
+    opened = open_page(f"{shown.url}/#{LAYERS}")
+    opened.show_maps()
+    opened.page.click("#other-samples [data-sample=digit-0]")
+    expect(opened.page.locator("#sides .side").nth(1)).to_contain_text("digit-0.png", timeout=30_000)
+    opened.wait()
+    again = open_page(opened.page.url)
+    again.show_maps()
+    sides = again.page.locator("#sides .side figcaption")
+    assert sides.all_inner_texts() == opened.page.locator("#sides .side figcaption").all_inner_texts()
+    assert read_number(again, "linear CKA") == read_number(opened, "linear CKA")
+    again.page.click("#other-stop")
+    expect(again.page.locator("#compare-result")).to_be_hidden()
+    assert "other" not in again.page.url
+
+
+@pytest.mark.parametrize("view", [PICTURES, LAYERS, f"{LAYERS}&other-model=wide"], ids=["pictures", "layers", "models"])
+def test_snippets(shown: Live, open_page: Open, tmp_path: Path, view: str) -> None:
+    """The Python that is shown to copy prints the number on the page; the addresses of curl answer."""
+    opened = open_page(f"{shown.url}/#{view.replace('other-layer=block3&other-model', 'other-layer=norm&other-model')}")
+    opened.show_maps()
+    snippet = opened.page.locator("#snippet")
+    for address in re.findall(r"'(http://[^']*)'", snippet.inner_text()):
+        assert shown.client.post(address, content=TWO, headers={"content-type": "image/png"}).status_code == 200
+    assert snippet.inner_text().count("curl") == 2
+    opened.page.click("text=Python")
+    for name, data in (("digit-2.png", TWO), ("digit-0.png", ZERO)):
+        (tmp_path / name).write_bytes(data)
+    command = [sys.executable, "-c", snippet.inner_text()]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout
+    shown_number = opened.page.locator("#similarity dd").first.inner_text()
+    assert float(printed) == pytest.approx(float(shown_number), rel=1e-3)
+    opened.page.click("text=JSON")
+    expect(snippet).to_contain_text('"as": "maps"')

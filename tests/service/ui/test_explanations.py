@@ -1,0 +1,120 @@
+"""Explanations on the page: what a model can do is offered, side by side; classes have their names."""
+
+from __future__ import annotations
+
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from layertap.models.selection.hook_points import Method
+from tests.server import Live
+from tests.service.support import image
+from tests.service.ui.conftest import Open
+from tests.service.ui.nets import Held
+from tests.service.ui.support import DIGIT, drop, read_pixels
+
+DATA = DIGIT.read_bytes()
+
+
+@pytest.mark.parametrize("model", ["digits", "marked", "square", "wide"])
+def test_offered(shown: Live, open_page: Open, model: str) -> None:
+    """A method is offered where the server can do it of this model, and only there."""
+    statuses = {
+        method: shown.client.post(
+            "/explain", json={"model": model, "inputs": [image(DATA)], "method": method}
+        ).status_code
+        for method in get_args(Method)
+    }
+    assert set(statuses.values()) <= {200, 422}
+    opened = open_page(f"{shown.url}/#model={model}&sample=digit-2")
+    opened.show_maps()
+    offered = opened.page.locator("#methods button").evaluate_all("all => all.map(each => each.dataset.method)")
+    assert sorted(offered) == sorted(method for method, status in statuses.items() if status == 200)
+
+
+def test_side_by_side(shown: Live, open_page: Open) -> None:
+    """Each chosen method has a picture with its map, the last one also lies over the picture that was dropped."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam,integrated_gradients")
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    drop(opened, DATA)
+    opened.show_maps()
+    page = opened.page
+    for method in ("grad_cam", "integrated_gradients"):
+        reply = shown.client.post("/explain", json={"inputs": [image(DATA)], "method": method}).json()
+        wanted = np.array(reply["features"][method]["data"])[0]
+        wanted = np.abs(wanted if wanted.ndim == 2 else wanted.sum(0))
+        strength = np.minimum(wanted / np.quantile(wanted, 0.99), 1)
+        figure = page.locator(f"#explanations figure[data-method={method}]")
+        pixels = read_pixels(figure.locator("canvas"), *wanted.shape)
+        np.testing.assert_allclose(pixels[..., 3], 255 * 0.85 * strength, atol=2)
+        expect(figure).to_contain_text("class 2")
+    np.testing.assert_array_equal(read_pixels(page.locator("#overlay"), *wanted.shape), pixels)
+    page.click("#methods [data-method=integrated_gradients]")
+    expect(page.locator("#explanations figure")).to_have_count(1)
+    assert page.locator("#overlay").evaluate("canvas => canvas.width") == 8  # the Grad-CAM's
+    assert "method=grad_cam" in page.url
+    assert "integrated_gradients" not in page.url
+
+
+def test_enlarged(shown: Live, open_page: Open) -> None:
+    """An explanation's numbers can be read by keys."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened.show_maps()
+    opened.page.click("#explanations .frame")
+    expect(opened.page.locator("#zoom-title")).to_have_text("Grad-CAM")
+    opened.page.keyboard.press("ArrowDown")
+    expect(opened.page.locator("#zoom-reading")).to_contain_text("Grad-CAM, row 1, column 0")
+
+
+def test_cancel(shown: Live, open_page: Open) -> None:
+    """A slow method shows that it goes on, and is given up by a button; the rest of the page stays."""
+    module = shown.engine.manager.registry.get_entry("held").model.module  # type: ignore[union-attr]
+    assert isinstance(module, Held)
+    opened = open_page(f"{shown.url}/#model=held&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    module.gate.clear()
+    try:
+        page.click("#methods [data-method=occlusion]")
+        expect(page.locator("#explanations progress")).to_be_visible()
+        page.click("#explanations .cancel")
+        expect(page.locator("#explanations figure")).to_have_count(0)
+        expect(page.locator("#methods [data-method=occlusion]")).to_have_attribute("aria-pressed", "false")
+        opened.wait()
+    finally:
+        module.gate.set()
+    expect(page.locator("#maps canvas").first).to_be_visible()
+    expect(page.locator("#problem")).to_be_hidden()
+
+
+def test_names(shown: Live, open_page: Open) -> None:
+    """Classes go by their names, which are asked of a model once."""
+    opened = open_page(f"{shown.url}/#model=square&sample=digit-2")
+    opened.show_maps()
+    names = opened.page.locator("#class-list .name")
+    expect(names).to_have_count(5)
+    assert sorted(names.all_inner_texts()) == ["goldfish", "hammerhead", "ray", "shark", "tench"]
+    drop(opened, DATA)
+    opened.show_maps()
+    assert len([address for address in opened.addresses if address.endswith("/explain")]) == 1
+
+
+def test_chosen_class(shown: Live, open_page: Open) -> None:
+    """A press on a class explains that one, another press the best one again."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened.show_maps()
+    second = opened.page.locator("#class-list button").nth(1)
+    number = second.get_attribute("data-class")
+    second.click()
+    opened.wait()
+    note = opened.page.locator("#explanations figcaption")
+    expect(note).to_contain_text(f"class {number}")
+    expect(opened.page.locator("#class")).to_have_value(str(number))
+    assert f"class={number}" in opened.page.url
+    second.click()
+    opened.wait()
+    expect(note).to_contain_text(re.compile("class 2$"))

@@ -1,0 +1,118 @@
+"""Layers of every kind on the page: any of a model's, names that selectors read, tokens that stand in no square."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from playwright.sync_api import expect
+
+from tests.server import Live
+from tests.service.support import picture
+from tests.service.ui.conftest import Open
+from tests.service.ui.nets import Bracketed
+from tests.service.ui.support import DIGIT, call, captured, check_tiles, drop
+
+
+def test_every_layer(shown: Live, open_page: Open) -> None:
+    """After a picture is dropped any layer is one press away, and its maps, or its bars, are there."""
+    opened = open_page(shown.url)
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    drop(opened, DIGIT.read_bytes())
+    opened.show_maps()
+    buttons = opened.page.locator("#tree button:not(:disabled)")
+    for number in range(buttons.count()):
+        name = buttons.nth(number).get_attribute("data-layer")
+        buttons.nth(number).click()
+        opened.wait()
+        expect(opened.page.locator("#view-title")).to_have_text("The whole model" if name == "." else str(name))
+        assert opened.page.locator("#maps canvas").count() >= 1
+        expect(opened.page.locator("#problem")).to_be_hidden()
+
+
+@pytest.mark.parametrize("name", Bracketed.NAMES)
+def test_special_names(shown: Live, open_page: Open, name: str) -> None:
+    """A layer is shown, and changed, whatever its name has of the grammar of selectors."""
+    opened = open_page(f"{shown.url}/#model=bracketed&layer={quote(name)}&sample=digit-2")
+    opened.show_maps()
+    expect(opened.page.locator("#view-title")).to_have_text(name)
+    reply = shown.client.get("/models/bracketed/layers").json()["layers"]
+    assert [each["name"] for each in reply if each["leaf"]] == list(Bracketed.NAMES)
+    place = "".join("?" if each in "[]#:/*" else each for each in name)
+    maps = captured(shown, _read_sample(), {"layer": place, "as": "maps"}, model="bracketed")
+    check_tiles(opened, maps)
+    opened.page.click("text=See what changes")
+    opened.page.wait_for_selector("#change-result:not([hidden])")
+    opened.wait()
+    expect(opened.page.locator("#problem")).to_be_hidden()
+
+
+def _read_sample() -> bytes:
+    return (DIGIT.parents[1] / "service" / "ui" / "digit-2.png").read_bytes()
+
+
+def test_wide_tokens(shown: Live, open_page: Open) -> None:
+    """Tokens stand in the grid of their patches where that is no square, and so does what a patch attends to."""
+    opened = open_page(f"{shown.url}/#model=wide&layer=norm")
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    data = picture(7, (64, 32))
+    drop(opened, data)
+    opened.show_maps()
+    tokens = captured(shown, data, "norm", model="wide")
+    assert tokens.shape == (33, 8)
+    check_tiles(opened, tokens[1:].T.reshape(8, 4, 8))
+    expect(opened.page.locator("#reading")).to_contain_text("4 × 8 tokens, without 1 prefix token")
+    opened.page.click("[data-layer='attention']")
+    opened.wait()
+    opened.page.select_option("#site", "attention")
+    opened.wait()
+    opened.page.fill("#token", "9")
+    expect(opened.page.locator("#reading")).to_contain_text("token 9 ")
+    weights = captured(shown, data, "attention:attention", model="wide")
+    check_tiles(opened, weights[:, 9, 1:].reshape(2, 4, 8))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "skip", "shape", "wanted"),
+    [
+        (197, 1, [3, 224, 224], [14, 14]),
+        (201, 5, [3, 224, 224], [14, 14]),
+        (128, 0, [3, 128, 256], [8, 16]),
+        (129, 1, [256, 128, 3], [16, 8]),
+        (16, 0, [3, 64, 16], [8, 2]),
+        (13, 0, [3, 64, 64], None),
+        (12, 0, [3, 64, 64], None),
+    ],
+)
+def test_grid(shown: Live, open_page: Open, tokens: int, skip: int, shape: list[int], wanted: list[int] | None) -> None:
+    """Where no layer tells the grid of patches, it is the one whose patches are squares of the input, if any is."""
+    opened = open_page(shown.url)
+    grid = call(opened, "layout", "findGrid", tokens, {"prefix_tokens": skip}, [], {"shape": shape})
+    assert grid["skip"] == skip
+    assert [grid["height"], grid["width"]] == wanted if wanted else "height" not in grid
+
+
+def test_tokens_of_a_layer(shown: Live, open_page: Open) -> None:
+    """A receipt tells the grid of tokens, else the layer that they were made of, with what stands in front."""
+    opened = open_page(shown.url)
+    layers = [{"outputs": [{"layout": "NCHW", "shape": [1, 768, 6, 20]}]}]
+    wanted = {"height": 6, "width": 20}
+    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 1}, layers, None) == {**wanted, "skip": 1}
+    assert call(opened, "layout", "findGrid", 121, {}, layers, None) == {**wanted, "skip": 1}
+    square = {"shape": [3, 64, 64]}
+    assert call(opened, "layout", "findGrid", 121, {"prefix_tokens": 3}, layers, square) == {"skip": 3}
+    told = {"prefix_tokens": 1, "grid_size": [10, 12]}
+    assert call(opened, "layout", "findGrid", 121, told, layers, None) == {"height": 10, "width": 12, "skip": 1}
+
+
+def test_gradients_diverge(shown: Live, open_page: Open) -> None:
+    """Gradients have a scale around zero, whatever their signs are."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block3&site=grad_output&class=3&sample=digit-2")
+    opened.show_maps()
+    low, high = (float(opened.page.locator(f"#scale-{end}").inner_text()) for end in ("low", "high"))
+    assert low == -high < 0
+    maps = captured(shown, _read_sample(), {"layer": "block3", "site": "grad_output"}, objective={"class": 3})
+    assert high == pytest.approx(float(np.abs(maps[:16]).max()), rel=1e-3)
