@@ -107,7 +107,7 @@ class Features:
     those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
     others, of other shapes; ``by_input`` are the keys of results of one such input. ``content`` is a digest of all that
     decided them, where answers are kept. ``tokens`` counts those of all texts, special ones among them, padding not.
-    ``top`` has each row's best classes, the best one first, where they were asked for.
+    ``top_classes`` has each row's best classes, the best one first, where they were asked for.
     """
 
     model: str
@@ -125,7 +125,7 @@ class Features:
     by_input: frozenset[str] = frozenset()
     content: str = ""
     tokens: int = 0
-    top: tuple[tuple[TopClass, ...], ...] = ()
+    top_classes: tuple[tuple[TopClass, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:

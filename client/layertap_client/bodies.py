@@ -60,7 +60,7 @@ class ExplainOptions(CallOptions, total=False):
     layer: str | None
     discard_ratio: float
     classes: Sequence[int | str]
-    top: int
+    top_classes: int
     steps: int
     samples: int
     noise: float

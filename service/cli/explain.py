@@ -48,7 +48,7 @@ def explain(
     buffers = reply_format.encode(features, EncodeOptions(sent=pictures))
     with file.open("wb") as stream:
         stream.writelines(buffers)
-    for best in features.top[0] if features.top else ():
+    for best in features.top_classes[0] if features.top_classes else ():
         name = f" {best.label}" if best.label is not None else ""
         stderr.print(f"class {best.number}{name}: {best.score:.4g}, {best.probability:.1%}", markup=False)
     stderr.print(f"{file}: {', '.join(features.arrays)}, fingerprint {features.fingerprint}", markup=False)

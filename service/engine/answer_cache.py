@@ -126,7 +126,7 @@ def measure(features: Features) -> int:
     """About how many bytes features take in memory, at least as many as they do."""
     texts = (*features.arrays, *features.warnings, *(name for names in features.interventions for name in names))
     entries = len(texts) + sum(map(_count_entries, features.receipts.values()))
-    entries += TOP_ENTRIES * sum(map(len, features.top))
+    entries += TOP_ENTRIES * sum(map(len, features.top_classes))
     return (
         features.nbytes
         + ANSWER_BYTES

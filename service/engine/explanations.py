@@ -85,7 +85,7 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     made: Features | None = None
     for asked in _list_asked(request, explanation):
         with admission.return_bytes():
-            part = await _explain_one(engine, asked, worker, admission, explanation.top if made is None else 0)
+            part = await _explain_one(engine, asked, worker, admission, explanation.top_classes if made is None else 0)
         admission.reserve_bytes(part.nbytes)
         made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
         arrays = made.arrays.values()
@@ -158,7 +158,7 @@ def _check_classes(request: ExtractRequest, explanation: Explanation, model: Mod
         raise RequestError.from_faults(faults)
 
 
-async def _explain_one(engine: Engine, asked: _Asked, worker: ModelWorker, admission: Admission, top: int) -> Features:
+async def _explain_one(engine: Engine, asked: _Asked, worker: ModelWorker, admission: Admission, top_classes: int) -> Features:
     """One map of all inputs."""
     model, method, request = worker.model, asked.spec, asked.request
     objective = request.objective or (Objective() if method.has_objective else None)
@@ -182,7 +182,7 @@ async def _explain_one(engine: Engine, asked: _Asked, worker: ModelWorker, admis
             perturbed.check(len(request.items), points[0][1].shape_for(1))
             if method.perturbation.measures == "score":
                 selectors.append(make_selector(resolved.point, SCORE))
-    scores = find_scores(model) if top else None
+    scores = find_scores(model) if top_classes else None
     wanted = replace(
         request,
         selectors=(*selectors, *([scores] if scores is not None else [])),
@@ -190,7 +190,7 @@ async def _explain_one(engine: Engine, asked: _Asked, worker: ModelWorker, admis
         objective=objective,
     )
     captured = await engine.extract_parts(wanted, admission)
-    take = partial(_take_top_classes, captured, top, model.labels)
+    take = partial(_take_top_classes, captured, top_classes, model.labels)
     parts = await engine.run_in_thread(take, admission.deadline)
     if perturbed is not None:
         made = [await perturb(engine, wanted, admission, perturbed, part) for part in parts]
@@ -214,8 +214,8 @@ async def _find_default_layer(engine: Engine, worker: ModelWorker, objective: Ob
     return cached or await worker.find_grad_cam_layer(trial, deadline)
 
 
-def _take_top_classes(parts: Sequence[Features], top: int, labels: Labels | None) -> list[Features]:
-    return [take_top_classes(part, top, labels) for part in parts]
+def _take_top_classes(parts: Sequence[Features], count: int, labels: Labels | None) -> list[Features]:
+    return [take_top_classes(part, count, labels) for part in parts]
 
 
 def _make_all(parts: Sequence[Features], asked: _Asked, points: Sequence[PointInfo], prefix_tokens: int) -> Features:
@@ -231,7 +231,7 @@ def _join_features(made: Sequence[Features], asked: _Asked, points: Sequence[Poi
         join_inputs(made),
         interventions=(),  # those of guided backpropagation are no one's wish
         warnings=tuple(_warn(rows, asked, points)),
-        top=tuple(row for part in made for row in part.top),
+        top_classes=tuple(row for part in made for row in part.top_classes),
     )
 
 

@@ -37,8 +37,8 @@ def take_top_classes(features: Features, count: int, labels: Labels | None) -> F
     arrays, receipts = dict(features.arrays), dict(features.receipts)
     scores = arrays.pop(SCORES)
     del receipts[SCORES]
-    top = tuple(_find_best(row, count, labels) for row in scores) if scores.ndim == 2 else ()
-    return replace(features, arrays=arrays, receipts=receipts, top=top)
+    best = tuple(_find_best(row, count, labels) for row in scores) if scores.ndim == 2 else ()
+    return replace(features, arrays=arrays, receipts=receipts, top_classes=best)
 
 
 def _find_best(scores: Array, count: int, labels: Labels | None) -> tuple[TopClass, ...]:

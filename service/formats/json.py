@@ -14,7 +14,7 @@ import orjson
 from layertap.service.features import Array, Features
 from layertap.service.formats.arrays import to_little_endian
 from layertap.service.formats.buffers import Buffers
-from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top
+from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top_classes
 from layertap.service.formats.reply_format import EncodeOptions, Encoding
 
 NUMBER_BYTES = 12  # a float32 written in full takes 8 to 14 characters with its comma
@@ -35,7 +35,7 @@ def encode(features: Features, options: EncodeOptions) -> Buffers:
         **({"verified": True} if features.verified else {}),
         **({"interventions": features.interventions} if features.interventions else {}),
         **({"warnings": features.warnings} if features.warnings else {}),
-        **({"top": describe_top(features)} if features.top else {}),
+        **({"top_classes": describe_top_classes(features)} if features.top_classes else {}),
     }
     return [orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)]
 

@@ -21,9 +21,9 @@ def describe_errors(features: Features) -> list[dict[str, Any]]:
     return [_drop_blanks(fault) for fault in features.errors]
 
 
-def describe_top(features: Features) -> list[list[dict[str, Any]]]:
+def describe_top_classes(features: Features) -> list[list[dict[str, Any]]]:
     """The best classes of each row."""
-    return [[each.as_dict() for each in row] for row in features.top]
+    return [[each.as_dict() for each in row] for row in features.top_classes]
 
 
 def describe_as_text(features: Features) -> dict[str, str]:
@@ -39,7 +39,7 @@ def describe_as_text(features: Features) -> dict[str, str]:
         **({"verified": "true"} if features.verified else {}),
         **({"interventions": orjson.dumps(features.interventions).decode()} if features.interventions else {}),
         **({"warnings": orjson.dumps(features.warnings).decode()} if features.warnings else {}),
-        **({"top": orjson.dumps(describe_top(features)).decode()} if features.top else {}),
+        **({"top_classes": orjson.dumps(describe_top_classes(features)).decode()} if features.top_classes else {}),
     }
 
 

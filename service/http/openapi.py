@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, models_json
 from layertap.models.selection.hook_points import Method
 from layertap.service.formats.table import FORMATS
 from layertap.service.pictures.options import Order
-from layertap.service.schemas.bodies import MAX_STEPS, MAX_TOP, ExplainBody, ExtractBody
+from layertap.service.schemas.bodies import MAX_STEPS, MAX_TOP_CLASSES, ExplainBody, ExtractBody
 from layertap.service.schemas.examples import EXAMPLES, EXPLAIN, EXTRACT, PARAMETERS
 from layertap.service.schemas.replies import (
     DryRunReply,
@@ -200,7 +200,7 @@ PLAIN_PATHS = {
                 "classes",
                 {"type": "string", "description": "separated by commas: numbers, or top; a map of each"},
             ),
-            _make_parameter("top", {"type": "integer", "minimum": 0, "maximum": MAX_TOP}),
+            _make_parameter("top_classes", {"type": "integer", "minimum": 0, "maximum": MAX_TOP_CLASSES}),
             *(
                 _make_parameter(name, {"type": "integer", "minimum": 1, "maximum": MAX_STEPS})
                 for name in ("steps", "samples")

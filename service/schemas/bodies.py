@@ -142,7 +142,7 @@ def _is_class(value: object) -> bool:
 
 MAX_CLASSES = 16
 MAX_STEPS = 512  # of integrated gradients, and samples of SmoothGrad
-MAX_TOP = 1000
+MAX_TOP_CLASSES = 1000
 TWO_CLASSES = ("'classes' are in place of a class or target of the objective", "give one of them")
 METHOD_SCHEMA = {"enum": list(get_args(Method)), "type": "string"}
 METHODS_SCHEMA = {
@@ -171,7 +171,7 @@ class ExplainBody(RequestBody):
     layer: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     discard_ratio: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     classes: Classes = ()
-    top: int = Field(5, ge=0, le=MAX_TOP)
+    top_classes: int = Field(5, ge=0, le=MAX_TOP_CLASSES)
     steps: int | None = Field(None, ge=1, le=MAX_STEPS)
     samples: int | None = Field(None, ge=1, le=MAX_STEPS)
     noise: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] | None = None
@@ -197,4 +197,4 @@ class ExplainBody(RequestBody):
         if self.classes and objective is not None and (objective.klass is not None or objective.target is not None):
             raise RequestError.from_faults([Fault(*TWO_CLASSES, "/classes")])
         options = {name: getattr(self, name) for name in ("steps", "samples", "noise", "seed", "window", "stride")}
-        return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top, **options)
+        return Explanation(self.method, selector, self.discard_ratio, self.classes, self.top_classes, **options)

@@ -63,7 +63,7 @@ EXPLAIN: dict[str, Json] = {
         "encoding": "base64",
         "inputs": [PICTURE],
     },
-    "occlusion": {"method": "occlusion", "window": 8, "stride": 4, "top": 3, "inputs": [PICTURE]},
+    "occlusion": {"method": "occlusion", "window": 8, "stride": 4, "top_classes": 3, "inputs": [PICTURE]},
 }
 # Values of parameters, by their names: all that one operation has make a request together.
 PARAMETERS: Json = {
@@ -84,7 +84,7 @@ PARAMETERS: Json = {
     "method": "grad_cam,integrated_gradients,smoothgrad,occlusion",
     "layer": "block2",
     "classes": "top,3",
-    "top": 3,
+    "top_classes": 3,
     "steps": 20,
     "samples": 10,
     "noise": 0.1,

@@ -60,7 +60,7 @@ class FeaturesReply(BaseModel):
     """Results by their keys, rows in the order of the inputs, and a receipt for each.
 
     ``errors`` are of the inputs that were left out. ``interventions`` names, for each that was asked for, what it
-    changed. ``top`` has the best classes of each row, of explanations alone.
+    changed. ``top_classes`` has the best classes of each row, of explanations alone.
     """
 
     model: str
@@ -72,7 +72,7 @@ class FeaturesReply(BaseModel):
     verified: bool = False
     interventions: list[list[str]] = []
     warnings: list[str] = []
-    top: list[list[TopClassReply]] = []
+    top_classes: list[list[TopClassReply]] = []
 
 
 class FeatureSize(BaseModel):

@@ -34,8 +34,8 @@ async function askLabels(state, classes, signal) {
   // The names of classes, which an explanation tells of a picture's best ones; of others their numbers.
   const model = state.models.find((each) => each.name === state.model);
   if (!model?.labels) return classes.map(String);
-  const reply = await ask("explain", { model: state.model, inputs: [{ image: state.picture.data }], method: "saliency", top: NAMED, encoding: "base64" }, signal);
-  const names = new Map((reply.top?.[0] ?? []).map((each) => [each.class, each.label]));
+  const reply = await ask("explain", { model: state.model, inputs: [{ image: state.picture.data }], method: "saliency", top_classes: NAMED, encoding: "base64" }, signal);
+  const names = new Map((reply.top_classes?.[0] ?? []).map((each) => [each.class, each.label]));
   return classes.map((each) => names.get(each) ?? String(each));
 }
 

@@ -228,12 +228,12 @@ def test_several_methods_and_classes(served: Live) -> None:
 def test_said_in_a_query(served: Live) -> None:
     """Names and classes separated by commas mean the same as lists."""
     x = random_images(1, 6)
-    query = {"model": "cnn", "method": "saliency,smoothgrad", "classes": "1,top", "samples": "3", "top": "1"}
+    query = {"model": "cnn", "method": "saliency,smoothgrad", "classes": "1,top", "samples": "3", "top_classes": "1"}
     reply = served.client.post("/explain", **raw(npy(x), "application/x-npy", **query))
-    body = {"method": ["saliency", "smoothgrad"], "classes": [1, "top"], "samples": 3, "top": 1}
+    body = {"method": ["saliency", "smoothgrad"], "classes": [1, "top"], "samples": 3, "top_classes": 1}
     again = ask(served, x, model="cnn", **body)
     assert reply.json()["fingerprint"] == again.json()["fingerprint"]
-    assert len(reply.json()["top"][0]) == 1
+    assert len(reply.json()["top_classes"][0]) == 1
     named = served.client.post("/explain", **raw(npy(x), "application/x-npy", model="cnn", method='["saliency"]'))
     assert list(arrays_of(named)) == ["saliency"]
 
@@ -265,22 +265,22 @@ def test_top_classes(served: Live) -> None:
     x = random_images(3, 8)
     scores = module_of(served, "cnn")(torch.from_numpy(x)).detach()
     reply = ask(served, x, model="cnn", method="integrated_gradients", steps=2)
-    for row, best in enumerate(reply.json()["top"]):
+    for row, best in enumerate(reply.json()["top_classes"]):
         order = scores[row].argsort(descending=True).tolist()
         assert [each["class"] for each in best] == order
         assert [each["label"] for each in best] == [LABELS["cnn"][number] for number in order]
         np.testing.assert_allclose([each["score"] for each in best], scores[row][order], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose([each["probability"] for each in best], scores[row].softmax(0)[order], rtol=1e-3)
     asked: Json = {"model": "cnn", "method": "saliency"}
-    with_none = ask(served, x, **asked, top=0)
-    assert "top" not in with_none.json()
+    with_none = ask(served, x, **asked, top_classes=0)
+    assert "top_classes" not in with_none.json()
     assert with_none.json()["fingerprint"] == ask(served, x, **asked).json()["fingerprint"]
-    body = {"inputs": [tensor(row) for row in x], **asked, "top": 2}
+    body = {"inputs": [tensor(row) for row in x], **asked, "top_classes": 2}
     file = served.client.post("/explain", json=body, params={"format": "safetensors"})
-    assert [len(row) for row in json.loads(metadata(file)["top"])] == [2, 2, 2]
-    rolled = ask(served, x, model="vit", method="attention_rollout", top=3)
-    assert [len(row) for row in rolled.json()["top"]] == [3, 3, 3]
-    assert "label" not in rolled.json()["top"][0][0]
+    assert [len(row) for row in json.loads(metadata(file)["top_classes"])] == [2, 2, 2]
+    rolled = ask(served, x, model="vit", method="attention_rollout", top_classes=3)
+    assert [len(row) for row in rolled.json()["top_classes"]] == [3, 3, 3]
+    assert "label" not in rolled.json()["top_classes"][0][0]
 
 
 def test_inputs_of_several_shapes(served: Live) -> None:
@@ -290,7 +290,7 @@ def test_inputs_of_several_shapes(served: Live) -> None:
     body = {"model": "cnn", "method": ["occlusion", "integrated_gradients"], "steps": 3, "encoding": "base64"}
     reply = served.client.post("/explain", json={**body, "inputs": [tensor(row) for row in x]})
     found = arrays_of(reply)
-    assert len(reply.json()["top"]) == 2
+    assert len(reply.json()["top_classes"]) == 2
     for row, image in enumerate(x):
         assert found[f"occlusion.input{row}"].shape == (1, *image.shape[1:])
         alone = explained(served, image[None], "integrated_gradients", model="cnn", steps=3)
@@ -313,7 +313,7 @@ BAD: dict[str, tuple[Json, int, str]] = {
     "no ReLU": ({"model": "vit", "method": "guided_backpropagation"}, 422, ""),
     "functional ReLU": ({"model": "functional", "method": "guided_backpropagation"}, 422, ""),
     "a layer": ({"method": "occlusion", "layer": "features"}, 422, ""),
-    "too many best": ({"method": "saliency", "top": 1001}, 422, "/top"),
+    "too many best": ({"method": "saliency", "top_classes": 1001}, 422, "/top_classes"),
 }
 
 
