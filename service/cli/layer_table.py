@@ -24,6 +24,7 @@ TYPE_STYLES = (
 )
 CONTAINER, QUIET, WARNING = "bold", "bright_black", "yellow"
 BAR_CELLS = 8
+MAX_WIDTH = 10_000  # of a tree that is only measured
 EIGHTHS = " ▏▎▍▌▋▊▉"
 HOT, WARM = 2 / 3, 1 / 3  # of the dearest layer's share
 
@@ -41,9 +42,10 @@ class Column:
 def print_layers(console: Console, rows: Sequence[TreeRow]) -> None:
     """Print a tree; on a narrow terminal what can be missed is left out, then names are cut."""
     dearest = max((row.layer.share for row in rows if row.layer and row.layer.is_leaf), default=0.0)
+    boundless = console.options.update(width=MAX_WIDTH)
     for columns in _list_choices():
         table = _make_table(rows, dearest, columns)
-        if Measurement.get(console, console.options, table).maximum <= console.width:
+        if Measurement.get(console, boundless, table).maximum <= console.width:
             break
     console.print(table)
 

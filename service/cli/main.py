@@ -28,7 +28,7 @@ for command in (serve, check, inspect, models, layers, plan, extract, show, expl
 def main() -> None:
     """Run the command line: a mistake, or an error of the tree, is one line on stderr and exit status 2."""
     try:
-        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False))
+        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="layertap", standalone_mode=False))
     except UsageError as error:
         _exit(_format_usage(error))
     except typer.Abort:  # Ctrl+C
