@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.layertap-installed
 PYTHON ?= python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom format bench lock clean
+.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom format bench pictures lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
