@@ -66,6 +66,9 @@ bench: $(STAMP) ## Measure start-up, then servers beside a plain loop (half an h
 	$(BIN)/python -m bench.table $(RESULTS)/serving-$(NOW).json
 	-$(BIN)/python -m bench.plot $(RESULTS)/serving-$(NOW).json --out $(RESULTS)/serving-$(NOW).svg
 
+pictures: $(STAMP) ## Draw the pictures of the guide and the README anew, by the commands that these print
+	$(BIN)/python -m tests.examples.draw_pages
+
 lock: $(BIN)/uv ## Bring requirements.lock in line with pyproject.toml; ARGS=--upgrade for the newest versions
 	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \
 		--no-emit-index-url --no-emit-find-links --custom-compile-command 'make lock' -o requirements.lock $(ARGS)

@@ -26,7 +26,9 @@ OutOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", help="json, npy, npz, safetensors, arrow, png or webp; to stdout where --out is not given."),
+    typer.Option(
+        "--format", help="json, npy, npz, safetensors, arrow, png or webp; to stdout where --out is not given."
+    ),
 ]
 
 

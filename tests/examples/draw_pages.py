@@ -61,8 +61,8 @@ def keep(drawn: Path, kept: Path) -> None:
     with Image.open(drawn) as picture:
         for colours in COLOURS:
             stream = BytesIO()
-            # Libimagequant is not in every build of Pillow; its own median cut takes long and spreads colours well.
-            reduced = picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+            method = Image.Quantize.MAXCOVERAGE  # median cut makes bands of a colour scale
+            reduced = picture.convert("RGB").quantize(colours, method, kmeans=2, dither=Image.Dither.NONE)
             reduced.save(stream, "PNG", optimize=True)
             if len(stream.getvalue()) <= MAX_BYTES:
                 break
