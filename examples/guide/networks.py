@@ -13,7 +13,7 @@ CLASSES = 10
 
 
 def digits() -> nn.Module:
-    """The embedded model with its weights: convolutions and a mean over the map, so that it takes pictures of any size."""
+    """The embedded model with its weights; its convolutions and the mean behind them take pictures of any size."""
     network = untrained_digits()
     network.load_state_dict(load_file(WEIGHTS))
     return network

@@ -39,9 +39,7 @@ def explain(
     classes: Annotated[str | None, typer.Option(help="Numbers or top, separated by commas: a map of each.")] = None,
     top_classes: Annotated[int | None, typer.Option(help="How many of the best classes are named; 5 without.")] = None,
     layer: Annotated[str | None, typer.Option(help="The layer that Grad-CAM is of.")] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="A kind, as logit or probability, or an object in JSON.")
-    ] = None,
+    objective: Annotated[str | None, typer.Option(help="A kind, as probability, or an object in JSON.")] = None,
     steps: Annotated[int | None, typer.Option(help="Of integrated_gradients, between zeros and the picture.")] = None,
     samples: Annotated[int | None, typer.Option(help="Of smoothgrad, each with its own noise.")] = None,
     noise: Annotated[float | None, typer.Option(help="Of smoothgrad, by the range of the input's values.")] = None,

@@ -26,9 +26,7 @@ OutOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option(
-        "--format", help="json, npy, npz, safetensors, arrow, png or webp; to stdout where --out is not given."
-    ),
+    typer.Option("--format", help="json, npy, npz, safetensors, arrow, png or webp; to stdout without --out."),
 ]
 
 

@@ -158,9 +158,7 @@ def _check_classes(request: ExtractRequest, explanation: Explanation, model: Mod
         raise RequestError.from_faults(faults)
 
 
-async def _explain_one(
-    engine: Engine, asked: _Asked, worker: ModelWorker, admission: Admission, top_classes: int
-) -> Features:
+async def _explain_one(engine: Engine, asked: _Asked, worker: ModelWorker, admission: Admission, top_classes: int) -> Features:
     """One map of all inputs."""
     model, method, request = worker.model, asked.spec, asked.request
     objective = request.objective or (Objective() if method.has_objective else None)

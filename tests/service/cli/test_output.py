@@ -62,7 +62,7 @@ def test_stdout_of_others(pictures: list[Path], words: tuple[str, ...], begins: 
 
 
 def test_json_on_stdout(command: Command, pictures: list[Path]) -> None:
-    """stdout without a format is JSON."""
+    """Without a format what goes to stdout is JSON."""
     done = command("extract", pictures[0], "--layers", "head", "--out", "-")
     assert done.status == 0
     assert json.loads(done.out)["features"]["head"]["shape"] == [1, 10]
