@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.layertap-installed
 PYTHON ?= python3.13 python3.12 python3.11 python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom dist format bench lock clean
+.PHONY: help setup serve test test-all test-hard fuzz soak lint audit sbom dist format bench pictures lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -70,6 +70,9 @@ bench: $(STAMP) ## Measure start-up, then servers beside a plain loop (half an h
 	$(BIN)/python -m bench.serving --json $(RESULTS)/serving-$(NOW).json $(ARGS)
 	$(BIN)/python -m bench.table $(RESULTS)/serving-$(NOW).json
 	-$(BIN)/python -m bench.plot $(RESULTS)/serving-$(NOW).json --out $(RESULTS)/serving-$(NOW).svg
+
+pictures: $(STAMP) ## Draw the pictures of the guide and the README anew, by the commands that these print
+	$(BIN)/python -m tests.examples.draw_pages
 
 lock: $(BIN)/uv ## Bring requirements.lock in line with pyproject.toml; ARGS=--upgrade for the newest versions
 	$(BIN)/uv pip compile pyproject.toml --quiet --extra dev --universal --python-version 3.11 --generate-hashes \

@@ -124,6 +124,11 @@ class Layer:
     hazards: tuple[str, ...]
 
     @property
+    def share(self) -> float:
+        """Its own share of the forward's cost, that of its parts included, over all of its calls."""
+        return sum(call.output.cost - call.input.cost for call in self.calls)
+
+    @property
     def has_attention(self) -> bool:
         """Whether it computes attention weights of its own."""
         return any(call.attention is not None for call in self.calls)

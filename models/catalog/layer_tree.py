@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
 from layertap.models.errors import escape
@@ -15,23 +16,57 @@ MAX_NAME = 512  # characters of a name
 Row = tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class TreeRow:
+    """A line of a tree: how it stands in the first column, and what is known of the layer, or function, that it is of.
+
+    ``guides`` lead to ``label`` from what it is a part of. ``layer``: None for a function, and for a root that was not
+    chosen. All texts are safe to show.
+    """
+
+    label: str
+    guides: str = ""
+    type: str = ""
+    output: str = ""
+    layer: Layer | None = None
+
+    @property
+    def cells(self) -> Row:
+        """Its columns as text."""
+        first, layer = self.guides + self.label, self.layer
+        if layer is None:
+            return first, self.type, self.output, "", "", ""
+        cost = f"{layer.calls[-1].output.cost:.0%}" if layer.calls else ""
+        calls = f"{len(layer.calls)} calls" if len(layer.calls) > 1 else ""
+        return first, self.type, self.output, f"{layer.parameters:,}", cost, calls
+
+
 def format_tree(model: str, layers: Iterable[Layer], *, functions: bool = False) -> str:
     """A table of layers beneath a model's name: class, shape for one row, parameters, cost of the forward up to there.
+
+    Its lines are those of ``list_rows``.
+    """
+    rows = [HEADERS, *(row.cells for row in list_rows(model, layers, functions=functions))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join(_format_row(row, widths) for row in rows)
+
+
+def list_rows(model: str, layers: Iterable[Layer], *, functions: bool = False) -> list[TreeRow]:
+    """The lines of a tree of layers beneath a model's name, from top to bottom.
 
     A layer stands beneath the nearest one that it is a part of, in execution order; with ``functions`` those that its
     own forward calls stand right beneath it.
     """
     by_name = {layer.name: layer for layer in layers}
     root = by_name.pop(ROOT, None)
-    rows = [HEADERS, (_escape_name(model), *_describe(root))]
+    rows = [_make_row(_escape_name(model), "", root)]
     if functions:
-        rows += _describe_functions(root, f"{ROOT}/")
-    for name, label, guides in _draw_branches(by_name):
-        rows.append((label, *_describe(by_name[name])))
+        rows += _list_functions(root, f"{ROOT}/")
+    for name, label, guides, beneath in _draw_branches(by_name):
+        rows.append(_make_row(label, guides, by_name[name]))
         if functions:
-            rows += _describe_functions(by_name[name], f"{guides}/")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "".join(_format_row(row, widths) for row in rows)
+            rows += _list_functions(by_name[name], f"{beneath}/")
+    return rows
 
 
 def _format_row(row: Row, widths: list[int]) -> str:
@@ -40,15 +75,15 @@ def _format_row(row: Row, widths: list[int]) -> str:
     return "  ".join(cells).rstrip() + "\n"
 
 
-def _draw_branches(layers: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Names with how they stand in the first column, and what stands before all beneath them, from top to bottom."""
+def _draw_branches(layers: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Names with their labels, what stands before these, and before all beneath them, from top to bottom."""
     children = _find_children(frozenset(layers), layers)
     pending = [(name, "", "", name is children[""][-1]) for name in reversed(children.get("", []))]
     while pending:  # no recursion: models may be deeper than Python's stack
         name, parent, guides, last = pending.pop()
         label = name.removeprefix(f"{parent}.") if parent else name
         beneath = guides + ("   " if last else "│  ")
-        yield name, f"{guides}{'└─' if last else '├─'} {_escape_name(label)}", beneath
+        yield name, _escape_name(label), guides + ("└─ " if last else "├─ "), beneath
         parts = children.get(name, [])
         pending += [(each, name, beneath, each is parts[-1]) for each in reversed(parts)]
 
@@ -75,24 +110,22 @@ def _list_ancestors(name: str) -> Iterator[str]:
         end = name.find(".", end + 1)
 
 
-def _describe(layer: Layer | None) -> Row:
+def _make_row(label: str, guides: str, layer: Layer | None) -> TreeRow:
     if layer is None:
-        return ("",) * (len(HEADERS) - 1)
-    if not layer.calls:
-        return _escape_name(layer.type), "never runs", f"{layer.parameters:,}", "", ""
-    last = layer.calls[-1].output
-    shapes = [_format_tensor(leaf) for leaf in last.tensors]
-    more = f" +{len(shapes) - 1}" if len(shapes) > 1 else ""
-    calls = f"{len(layer.calls)} calls" if len(layer.calls) > 1 else ""
-    return _escape_name(layer.type), f"{''.join(shapes[:1])}{more}", f"{layer.parameters:,}", f"{last.cost:.0%}", calls
+        return TreeRow(label, guides)
+    output = "never runs"
+    if layer.calls:
+        shapes = [_format_tensor(leaf) for leaf in layer.calls[-1].output.tensors]
+        output = "".join(shapes[:1]) + (f" +{len(shapes) - 1}" if len(shapes) > 1 else "")
+    return TreeRow(label, guides, _escape_name(layer.type), output, layer)
 
 
-def _describe_functions(layer: Layer | None, start: str) -> Iterator[Row]:
+def _list_functions(layer: Layer | None, guides: str) -> Iterator[TreeRow]:
     """What the functions return that the last call of a layer calls."""
     for leaf in layer.calls[-1].get_boundary("function").tensors if layer and layer.calls else ():
         name, site, path = split_function(leaf.path)
         if site == "output":
-            yield start + name + "".join(f"[{key}]" for key in path), "", _format_tensor(leaf), "", "", ""
+            yield TreeRow(name + "".join(f"[{key}]" for key in path), guides, output=_format_tensor(leaf))
 
 
 def _format_tensor(leaf: TensorInfo) -> str:

@@ -52,6 +52,19 @@ def suggest_type(kind: str | None, catalog: Catalog) -> str:
     return " ".join(filter(None, (suggest(catalog.suggest_types(kind)), f"types here: {', '.join(types[:20])}")))
 
 
+def filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
+    """The layers that fit a glob, have a type and are leaves or not; UnknownLayerError for a type that none has."""
+    if hint := suggest_type(kind, catalog):
+        raise UnknownLayerError(f"no layer of this model has type {escape(kind or '')}", hint=hint)
+    return [
+        layer
+        for layer in catalog.layers.values()
+        if (match is None or matches_glob(match, layer.name))
+        and kind in (None, layer.type)
+        and leaf in (None, layer.is_leaf)
+    ]
+
+
 def prefer_layer(selector: Selector, catalog: Catalog) -> Selector:
     """The selector as of a layer whose name has a slash, where there is one, though it reads like a function's."""
     function = selector.function

@@ -15,11 +15,11 @@ from layertap.models.selection.hook_points import Reduction, Selector
 from layertap.models.selection.poolings import POOLINGS
 from layertap.service.cli.console import stderr, stdout
 from layertap.service.cli.options import ConfigOption, ModelOption
+from layertap.service.cli.output import FormatOption, OutOption, choose_output
 from layertap.service.cli.setup import create_configured_engine
 
 if TYPE_CHECKING:
     from layertap.service.features import Features
-    from layertap.service.formats.reply_format import ReplyFormat
 
 POOLS = ", ".join(POOLINGS)
 
@@ -30,44 +30,29 @@ def extract(
     model: ModelOption = None,
     pool: Annotated[str, typer.Option(help=f"One of {POOLS}.")] = "none",
     normalize: Annotated[bool, typer.Option(help="L2 over the last axis of pooled results.")] = False,
-    file: Annotated[
-        Path | None,
-        typer.Option("--out", help="A file, in the format that its suffix names (.npz, .json); a summary without it."),
-    ] = None,
+    file: OutOption = None,
+    form: FormatOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Take layers of a model for pictures on disk, without a server.
+    """Take layers of a model for pictures on disk, without a server; a summary without --out and --format.
 
     Pictures that can't be read are named and left out; the exit status is 1 then, and 2 where nothing is left.
     """
-    reply_format = choose_format(file)
+    output = choose_output(file, form)
     engine = create_configured_engine(config)
     from layertap.service.cli.extraction import extract_files
     from layertap.service.formats.reply_format import EncodeOptions
 
-    reserved = reply_format.reserved | reply_format.reserved_for_files
+    reserved = output.format.reserved | output.format.reserved_for_files if output else frozenset[str]()
     selectors = parse_selectors(layers, _make_reduction(pool, normalize))
     features = asyncio.run(extract_files(engine, images, selectors, model, reserved))
-    if file is None:
+    if output is None:
         stdout.print(_summarize(features))
     else:
-        buffers = reply_format.encode(features, EncodeOptions())
-        with file.open("wb") as stream:
-            stream.writelines(buffers)
-        stderr.print(f"{file}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
+        output.write(output.format.encode(features, EncodeOptions()))
+        stderr.print(f"{output.name}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
     if features.skipped:
         raise typer.Exit(1)
-
-
-def choose_format(file: Path | None) -> ReplyFormat:
-    """The format that a file's suffix names, JSON without one; LayertapError where there is none."""
-    from layertap.service.formats.table import FORMATS
-
-    name = file.suffix.removeprefix(".") if file else "json"
-    if name not in FORMATS:
-        raise LayertapError(f"can't write {file}", hint="use a name that ends in ." + ", .".join(FORMATS))
-    FORMATS[name].check()
-    return FORMATS[name]
 
 
 def _make_reduction(pool: str, normalize: bool) -> Reduction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,19 +20,31 @@ from layertap.service.cli.plan import plan
 from layertap.service.cli.serve import serve
 from layertap.service.cli.show import show
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Any layer of any PyTorch model, over HTTP.")
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's, or that of typer's own copy of click
+app = typer.Typer(add_completion=False, help="Any layer of any PyTorch model, over HTTP.")
 for command in (serve, check, inspect, models, layers, plan, extract, show, explain, bulk, load):
     app.command()(command)
 
 
 def main() -> None:
-    """Run the command line: an error of the tree is one line on stderr and exit status 2."""
+    """Run the command line: a mistake, or an error of the tree, is one line on stderr and exit status 2."""
     try:
-        app(standalone_mode=True)
+        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="layertap", standalone_mode=False))
+    except UsageError as error:
+        _exit(_format_usage(error))
+    except typer.Abort:  # Ctrl+C
+        sys.exit(130)
     except LayertapError as error:
         _exit(format_error(error))
     except OSError as error:  # of the operator's own files
         _exit(f"{error.filename}: {error.strerror}")
+
+
+def _format_usage(error: Any) -> str:
+    """What is wrong with the words of a command, and where it says what it takes."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    command = error.ctx.command_path if error.ctx else "layertap"
+    return f"{message} (see {command} --help)"
 
 
 def _exit(reason: str) -> NoReturn:

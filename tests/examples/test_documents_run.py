@@ -6,16 +6,21 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
+from tests.examples.draw_pages import MAX_BYTES, find_pictures, list_differences
 from tests.examples.printed import ROOT, Project, open_project, read_blocks, read_diffs
 from tests.examples.test_examples import COMMANDS
 from tests.marks import slow_but
 
 README_LINES = 120
-PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if read_blocks(path) and not read_diffs(path)]
+GUIDE = ROOT / "docs" / "guide.md"
+PAGES = [
+    path
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+    if read_blocks(path) and not read_diffs(path) and path != GUIDE
+]
 QUICK = [path for path in PAGES if path.stem != "tutorial"]
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 
@@ -45,11 +50,22 @@ def test_readme(project: Project) -> None:
     """The README's two commands and five things to do run as printed; the picture it shows is what they draw."""
     project.run(".venv/bin/python examples/pictures.py out/pictures")
     run_document(ROOT / "README.md", project)
-    with Image.open(project.path / "maps.png") as picture, Image.open(ROOT / "docs" / "maps.png") as shown:
-        assert picture.size == shown.size
-        assert np.abs(np.asarray(picture, int) - np.asarray(shown, int)).mean() < 1  # bits depend on the machine
+    pictures = find_pictures(ROOT / "README.md")
+    assert pictures
+    assert list_differences(pictures, project.path) == []
     with Image.open(project.path / "cam.png") as picture:
         assert picture.width > 2 * 288
+
+
+@needs_curl
+@pytest.mark.slow
+def test_guide(project: Project) -> None:
+    """The guide runs as printed, and each picture that it shows is what its command draws."""
+    run_document(GUIDE, project)
+    pictures = find_pictures(GUIDE)
+    assert len(pictures) == 5
+    assert list_differences(pictures, project.path) == []
+    assert max(kept.stat().st_size for kept in pictures.values()) <= MAX_BYTES
 
 
 @needs_curl

@@ -13,11 +13,11 @@ from typing import Annotated
 import orjson
 from fastapi import APIRouter, Depends, Query, Request, Response
 
-from layertap.models.catalog.catalog import Catalog, Layer
+from layertap.models.catalog.catalog import Layer
 from layertap.models.catalog.layer_tree import format_tree
-from layertap.models.errors import LoadError, RequestError, UnknownLayerError, escape
+from layertap.models.errors import LoadError, RequestError
 from layertap.models.model_info import ModelInfo
-from layertap.models.selection.matches import matches_glob, suggest_type
+from layertap.models.selection.matches import filter_layers
 from layertap.service.config.document import ConfigError
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.model_updates import ModelUpdates
@@ -131,7 +131,7 @@ async def list_layers(
             if functions and not model.catalog.has_functions:
                 await worker.survey(model.shapes, timeout.deadline, functions=True)
             data = await engine.run_in_thread(
-                lambda: listing_format.encode(model, _filter_layers(model.catalog, match, type, leaf), functions),
+                lambda: listing_format.encode(model, filter_layers(model.catalog, match, type, leaf), functions),
                 timeout.deadline,
             )
     except DeadlineError as error:
@@ -208,19 +208,6 @@ async def unload_model(engine: EngineDependency, name: str) -> Json:
 
 def _make_json(body: Json, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
-
-
-def _filter_layers(catalog: Catalog, match: str | None, kind: str | None, leaf: bool | None) -> list[Layer]:
-    """The layers that all filters leave; UnknownLayerError for a type that none has."""
-    if hint := suggest_type(kind, catalog):
-        raise UnknownLayerError(f"no layer of this model has type {escape(kind or '')}", hint=hint)
-    return [
-        layer
-        for layer in catalog.layers.values()
-        if (match is None or matches_glob(match, layer.name))
-        and kind in (None, layer.type)
-        and leaf in (None, layer.is_leaf)
-    ]
 
 
 def _encode_json(model: ModelInfo, layers: list[Layer], functions: bool) -> bytes:

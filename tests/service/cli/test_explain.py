@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import typer.main
 
+from layertap.service.cli.main import app
+from layertap.service.schemas.bodies import ExplainBody, RequestBody
 from tests.server import Live
 from tests.service.cli.commands import Command
 
@@ -35,10 +40,58 @@ def test_drawn(command: Command, live: Live, pictures: list[Path], tmp_path: Pat
     assert file.read_bytes() == reply.content
 
 
+OPTIONS = {
+    "smoothgrad": {"samples": "3", "noise": "0.2", "seed": "7", "top_classes": "2"},
+    "integrated_gradients": {"steps": "3", "objective": "probability"},
+    "occlusion": {"window": "16", "stride": "16", "classes": "3"},
+    "grad_cam": {"layer": "block2"},
+}
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_options(command: Command, live: Live, pictures: list[Path], tmp_path: Path, method: str) -> None:
+    """Each field of the body has an option of its name, and does the same."""
+    file, options = tmp_path / "out.json", OPTIONS[method]
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    done = command("explain", pictures[0], "--method", method, *words, "--out", file)
+    assert done.status == 0
+    query = {"method": method, "format": "json", **options}
+    reply = live.client.post("/explain", files=[("images", pictures[0].read_bytes())], params=query)
+    assert reply.status_code == 200
+    found, wanted = json.loads(file.read_text()), reply.json()
+    assert found["fingerprint"] == wanted["fingerprint"]
+    for key in wanted["features"]:  # changed inputs share forwards as it happens: bits differ
+        np.testing.assert_allclose(found["features"][key]["data"], wanted["features"][key]["data"], atol=1e-4)
+    assert done.notes.count("class ") == int(options.get("top_classes", 5))
+
+
+def test_every_field_has_an_option() -> None:
+    """What is special to explanations can be said on the command line."""
+    special = ExplainBody.model_fields.keys() - RequestBody.model_fields.keys()
+    parameters = typer.main.get_command(app).commands["explain"].params  # type: ignore[attr-defined]
+    named = {option for each in parameters for option in each.opts}
+    assert {f"--{name.replace('_', '-')}" for name in special} <= named
+
+
+def test_opened(command: Command, pictures: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a file there is a picture, and its place is told."""
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    done = command("explain", pictures[0], "--method", "saliency")
+    assert done.status == 0
+    assert Path(done.out.strip()).read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--method", "lime"), "the name of a method"),
+        (("--method", "lime"), "--method: Input should be the name of a method"),
+        (("--method", "lime"), "use grad_cam, "),
+        (("--method", "smoothgrad", "--samples", "0"), "--samples: "),
+        (("--method", "rollout"), "attention_rollout"),
+        (("--method", "saliency", "--window", "3"), "window"),
+        (("--method", "saliency", "--discard-ratio", "1"), "--discard-ratio: "),
+        (("--method", "saliency", "--objective", "love"), "--objective: "),
         (("--method", "saliency", "--classes", "1,1"), "each once"),
         (("--method", "saliency", "--classes", "77"), "class 77 is out of range"),
         (("--method", "saliency", "--layer", "block1"), "'layer' is for Grad-CAM"),

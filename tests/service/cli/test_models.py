@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.server import Live
 from tests.service.cli.commands import CONFIG, ROOT, Command
+from tests.service.cli.terminal import COLOURS, run_in_terminal, strip_escapes
 
 
 def test_models(command: Command, tmp_path: Path) -> None:
@@ -29,6 +33,61 @@ def test_layers(command: Command) -> None:
     assert [words for words in shown if words not in " ".join(done.out.split())] == []
     assert all(len(line) <= 100 for line in done.out.splitlines())
     assert "\x1b" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "query"),
+    [
+        (("--match", "block?.conv*"), {"match": "block?.conv*"}),
+        (("--type", "Conv2d", "--functions"), {"type": "Conv2d", "functions": "true"}),
+        (("--leaf", "--match", "block2*"), {"leaf": "true", "match": "block2*"}),
+        (("--no-leaf",), {"leaf": "false"}),
+    ],
+)
+def test_filters(command: Command, live: Live, words: tuple[str, ...], query: dict[str, str]) -> None:
+    """Filters are the route's: as text the same layers, as JSON the same description."""
+    done = command("layers", "digits", *words, "--json")
+    wanted = live.client.get("/models/digits/layers", params=query).json()
+    found = json.loads(done.out)
+    assert found.keys() == wanted.keys()
+    assert found["layers"]
+    for one, other in zip(found["layers"], wanted["layers"], strict=True):
+        assert {**one, "cost": 0} == {**other, "cost": 0}  # which is measured anew
+    tree = live.client.get("/models/digits/layers", params=query, headers={"Accept": "text/plain"}).text
+    assert mask_costs(command("layers", "digits", *words).out) == mask_costs(tree)
+
+
+def mask_costs(text: str) -> str:
+    """A tree without its percentages, which are measured anew each time, and without the spaces beside them."""
+    return re.sub(r" *\d+%", " %", text)
+
+
+def test_in_a_terminal() -> None:
+    """A terminal gets colours, each layer's share as a bar and a number, calls and hazards."""
+    status, text = run_in_terminal("layers", "digits")
+    assert status == 0
+    assert COLOURS.search(text)
+    lines = strip_escapes(text).splitlines()
+    header = next(line for line in lines if line.startswith("layer"))
+    assert header.split() == ["layer", "type", "output", "parameters", "share", "up", "to", "here"]
+    (relu,) = (line for line in lines if "relu" in line and "1×32×16×16" in line)
+    assert relu.rstrip().endswith("2 calls, inplace")
+    convolutions = [line for line in lines if "Conv2d" in line]
+    assert len(convolutions) == 7
+    assert any("████████" in line for line in lines)  # the dearest of all
+    assert any("22 layers, a forward of one row takes" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_in_a_narrow_terminal_without_colours() -> None:
+    """NO_COLOR is respected; where columns are few, what can be missed is left out and no line is broken."""
+    status, text = run_in_terminal("layers", "digits", "--match", "block2*", width=64, NO_COLOR="1")
+    assert status == 0
+    assert not COLOURS.search(text)
+    lines = [line for line in strip_escapes(text).splitlines() if "block2" in line or line.startswith("layer")]
+    assert len(lines) == 8  # the header, the block and its six parts
+    assert "parameters" not in text
+    assert all(len(line) <= 64 for line in lines)
 
 
 RAISING = """
