@@ -1,4 +1,4 @@
-"""``python -m bench.capacity plan FILE | check | index``: machines for a rate, how true that is, index writes."""
+"""``python -m bench.capacity plan FILE | simulate FILE | check | index``: machines for a rate, and how true that is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def told(simulated: Mapping[str, Any]) -> list[str]:
     return [*cells, f"{simulated['p50_ms']:.1f}", f"{simulated['p99_ms']:.1f}", f"{name}, {share:.0%}"]
 
 
+def simulate(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """One machine, and clients of which each waits for its answer."""
+    costs, machine = read_plan(chosen.file)
+    machine = replace(machine, cores=chosen.cores or machine.cores)
+    simulated = [SimulatedFleet(costs, Fleet(machine), chosen.images, 0).run_closed(each) for each in chosen.clients]
+    rows = [
+        [str(clients), f"{it.per_second:,.0f}", f"{1000 * it.p50_s:.1f}", f"{1000 * it.p99_s:.1f}", f"{it.rows:.1f}"]
+        for clients, it in zip(chosen.clients, simulated, strict=True)
+    ]
+    print_table(f"{machine.cores} cores", ["clients", "images/s", "p50 ms", "p99 ms", "rows a forward"], rows)
+    return [asdict(each) for each in simulated]
+
+
 def check_costs(chosen: argparse.Namespace) -> dict[str, Any]:
     """A real server beside formula and simulation."""
     from bench.capacity.check import check, summarize
@@ -121,17 +135,25 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     planning.add_argument("--rates", type=int, nargs="+", default=[100, 1000, 10_000], help="images a second")
     planning.add_argument("--images", type=int, default=5000, help="of a simulation, at least")
     planning.set_defaults(do=plan)
+    simulating = commands.add_parser("simulate", help="one machine and clients that wait for their answers")
+    simulating.add_argument("file", type=Path, help="as of plan")
+    simulating.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
+    simulating.add_argument("--cores", type=int, help="in place of the file's")
+    simulating.add_argument("--images", type=int, default=5000)
+    simulating.set_defaults(do=simulate)
     checking = commands.add_parser("check", help="a real server beside formula and simulation")
     checking.add_argument("--model", default="mobilenet_v3_small")
-    checking.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64])
+    checking.add_argument(
+        "--connections", type=int, nargs="+", default=[16, 64], help="so many that all cores are busy"
+    )
     checking.add_argument("--rounds", type=int, default=3)
-    checking.add_argument("--seconds", type=float, default=4.0, help="of each measurement, six a round")
+    checking.add_argument("--seconds", type=float, default=4.0, help="of each measurement, five a round")
     checking.set_defaults(do=check_costs)
     writing = commands.add_parser("index", help="vectors written a second")
     writing.add_argument("--rows", type=int, default=20_000)
     writing.add_argument("--dimensions", type=int, default=2048)
     writing.set_defaults(do=write_index)
-    for command in (planning, checking, writing):
+    for command in (planning, simulating, checking, writing):
         command.add_argument("--json", type=Path, help="a file for the results")
     return parser.parse_args(words)
 

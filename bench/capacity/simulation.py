@@ -2,8 +2,8 @@
 
 An image passes its machine's network, its server's own process, decoding, the copy to a device, a forward with
 whatever waits there, the server's own process again and the network; then it is written to the index. On a machine
-without devices each core takes a batch of what waits, and decodes and runs it; the server's own process shares these
-cores, which is put into their time.
+without devices each core takes a batch of what waits, and decodes and runs it; where all cores do, they are slower by
+the share that the server's own process takes of them.
 """
 
 from __future__ import annotations
@@ -76,13 +76,12 @@ class SimulatedMachine:
         costs, machine = self._costs, self._machine
         self.images += 1
         yield from self.use("network in", costs.image_bytes / machine.network_bytes_s)
+        yield from self.use("front", costs.front_s / 2)
         if machine.devices:
-            yield from self.use("front", costs.front_s / 2)
             yield from self.use("decode", costs.decode_s)
             yield from self.use("copy to the device", costs.device_bytes / machine.device_bytes_s)
         yield self._queue()
-        if machine.devices:
-            yield from self.use("front", costs.front_s / 2)
+        yield from self.use("front", costs.front_s / 2)
         yield from self.use("network out", costs.reply_bytes / machine.network_bytes_s)
         self.images -= 1
 
@@ -122,7 +121,13 @@ class SimulatedMachine:
 
     def _get_batch_s(self, rows: int) -> float:
         seconds = rows * self._costs.get_forward_s(rows)
-        return seconds if self._machine.devices else seconds + rows * (self._costs.decode_s + self._costs.front_s)
+        if self._machine.devices:
+            return seconds
+        seconds += rows * self._costs.decode_s
+        if self.forwards.idle:
+            return seconds
+        cores, taken = self._machine.cores, self.parts["front"].busy_s / max(self._environment.now, 1e-9)
+        return seconds * cores / (cores - min(taken, cores / 2))
 
     def _vary(self, seconds: float) -> float:
         return seconds * self._random.lognormvariate(0, SPREAD)
