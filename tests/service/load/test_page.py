@@ -102,7 +102,7 @@ def test_figures(page: Path, ran: tuple[Options, Report]) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=["narrow", "wide"])
 def test_in_a_browser(chromium: Any, page: Path, size: tuple[int, int], scheme: str) -> None:
-    """It asks for nothing but itself, nothing complains, and nothing is wider than the window."""
+    """It asks for nothing but itself, nothing complains, nothing is wider than the window; paper is white."""
     viewport = {"width": size[0], "height": size[1]}
     context = chromium.new_context(viewport=viewport, color_scheme=scheme)
     opened, addresses, complaints = context.new_page(), list[str](), list[str]()
@@ -115,6 +115,8 @@ def test_in_a_browser(chromium: Any, page: Path, size: tuple[int, int], scheme: 
     assert opened.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert [each for each in addresses if each not in (page.as_uri(), "data:,")] == []
     assert complaints == []
+    opened.emulate_media(media="print")
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     context.close()
 
 
