@@ -113,7 +113,7 @@ def test_commands() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert set(re.findall(r"^\| `layertap (\w+)", text, re.MULTILINE)) == set(commands)
     sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    assert {"serve", "extract"} <= sections.keys()
-    for name in ("serve", "extract"):
+    assert {"serve", "extract", "load"} <= sections.keys()
+    for name in ("serve", "extract", "load"):
         options = {each.opts[0] for each in commands[name].params if each.opts[0].startswith("--")} - {"--help"}
         assert set(re.findall(r"^\| `(--[\w-]+)`", sections[name], re.MULTILINE)) == options

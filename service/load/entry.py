@@ -28,7 +28,7 @@ class PictureEntry(Strict):
 
 
 class InputEntry(Strict):
-    """One of ``picture``, ``random`` (a row's shape) and ``bad``; ``name`` is the model's, of rows sent by ``infer``."""
+    """One of ``picture``, ``random`` (a row's shape) and ``bad``; ``name`` is the model's, of rows by ``infer``."""
 
     picture: Annotated[PictureEntry | None, BeforeValidator(lambda it: {"file": it} if isinstance(it, str) else it)] = (
         None

@@ -65,7 +65,8 @@ def make_multipart(pictures: Sequence[Picture]) -> Body:
     return Body(content + f"--{boundary}--\r\n".encode(), {"Content-Type": f"multipart/form-data; boundary={boundary}"})
 
 
-def _make_npy(rows: Rows) -> Body:
+def make_npy(rows: Rows) -> Body:
+    """Rows as one array."""
     stream = BytesIO()
     np.save(stream, rows)
     return Body(stream.getvalue(), {"Content-Type": "application/x-npy"})
@@ -80,7 +81,7 @@ def _make_native_path(entry: Entry) -> str:
 
 
 def _make_native_body(entry: Entry, inputs: Inputs) -> Body:
-    return _make_npy(inputs) if isinstance(inputs, np.ndarray) else make_multipart(inputs)
+    return make_npy(inputs) if isinstance(inputs, np.ndarray) else make_multipart(inputs)
 
 
 def _make_embeddings_body(entry: Entry, inputs: Inputs) -> Body:

@@ -22,6 +22,7 @@ from tests.service.load.entries import BLOCKS, UNKNOWN, VECTOR, of
 HOSTILE = "<script>alert(1)</script> & \"quoted\" 'name'"
 VOID = {"meta", "link"}
 PLOTS = 6
+PAPER = 720  # CSS pixels of A4 between its margins
 SIZES = [(360, 800), (1300, 900)]
 
 
@@ -102,7 +103,7 @@ def test_figures(page: Path, ran: tuple[Options, Report]) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=["narrow", "wide"])
 def test_in_a_browser(chromium: Any, page: Path, size: tuple[int, int], scheme: str) -> None:
-    """It asks for nothing but itself, nothing complains, and nothing is wider than the window."""
+    """It asks for nothing but itself, nothing complains, nothing is wider than the window or the paper."""
     viewport = {"width": size[0], "height": size[1]}
     context = chromium.new_context(viewport=viewport, color_scheme=scheme)
     opened, addresses, complaints = context.new_page(), list[str](), list[str]()
@@ -115,6 +116,10 @@ def test_in_a_browser(chromium: Any, page: Path, size: tuple[int, int], scheme: 
     assert opened.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert [each for each in addresses if each not in (page.as_uri(), "data:,")] == []
     assert complaints == []
+    opened.emulate_media(media="print")
+    opened.set_viewport_size({"width": PAPER, "height": 1000})
+    assert opened.evaluate("document.documentElement.scrollWidth") <= PAPER
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     context.close()
 
 

@@ -1,0 +1,1 @@
+"""How many machines for how many images a second: a formula, a simulation, and a run that both are held against."""
