@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("requirements.lock", "fuzz/requirements.txt")
+LOCKS = ("requirements.lock", "fuzz/requirements.txt", "deploy/helm/requirements.txt")
 
 
 @pytest.mark.parametrize("name", LOCKS)
@@ -38,9 +38,17 @@ def test_services_have_few_rights() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
 
 
-def test_image_has_a_user_of_its_own() -> None:
-    """The image does not run as root, who is known by number: a cluster can check it."""
-    stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
-    users = re.findall(r"^USER (.+)$", stages[-1], re.MULTILINE)
+@pytest.mark.parametrize("target", ["", "compiler"])
+def test_image_has_a_user_of_its_own(target: str) -> None:
+    """No image runs as root; its user is known by number: a cluster can check it."""
+    texts = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    stages = {}
+    for text in texts:
+        base, _, name = text.partition("\n")[0].partition(" AS ")
+        stages[name] = (base, re.findall(r"^USER (.+)$", text, re.MULTILINE))
+    users = []
+    while target in stages:  # up to the image that is somebody else's
+        target, own = stages[target]
+        users = own + users
     assert users
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", users[-1])
