@@ -25,4 +25,3 @@ def find_grid(tokens: int, known: Grid | None = None) -> Grid | None:
         return known
     side = isqrt(max(tokens, 0))
     return (side, side) if side and side**2 == tokens else None
-
