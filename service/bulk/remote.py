@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 from safetensors.numpy import load
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, Column, Outline, Question, check_rows
+from layertap.service.bulk.entries import Entry, cut_batches
+from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, Work, check_rows
+from layertap.service.bulk.pipeline import answer_batches
 
 PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
 FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
@@ -67,6 +68,10 @@ class RemoteExtractor:
         if reply.status_code == httpx.codes.UNPROCESSABLE_ENTITY:  # it may name few of the pictures that it is about
             raise RequestError(error.detail, hint=error.hint)
         raise error
+
+    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``work``, in their order; LayertapError."""
+        return answer_batches(cut_batches(work.entries, work.limits), self, work.question, work.outline)
 
     async def close(self) -> None:
         """Close all connections."""
