@@ -36,11 +36,12 @@ class Options(BaseModel):
     max_replicas: int = Field(8, gt=0)
 
 
-def build_app(options: Options) -> serve.Application:
+def build_app(args: Mapping[str, Any]) -> serve.Application:
     """The application for ``serve run``, and for ``import_path`` of a Serve configuration; SettingsError.
 
-    Its replicas have the settings of the process that builds it.
+    ``args`` are ``Options``, as Ray hands them over; ValidationError. Replicas have the settings of whoever builds it.
     """
+    options = Options.model_validate(args)
     settings = read_settings()
     chosen = pick_chosen(settings, keys=True)
 

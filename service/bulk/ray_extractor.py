@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import pickle
+import socket
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
@@ -23,6 +24,7 @@ from layertap.service.ray_settings import read_settings_on_ray
 if TYPE_CHECKING:  # torch is imported on the cluster alone
     from layertap.service.bulk.local import LocalExtractor
 
+CONNECT_S = 10.0
 GROUP = 4  # batches that an actor takes at once, to decode some while it runs others
 IN_FLIGHT = 2  # groups of an actor: the next is there when one is done
 GROUPS = "groups"  # the only column, of pickled lists
@@ -54,6 +56,7 @@ class RayExtractor:
         # Once: what it has loaded is gone with its process.
         once = self._ray.remote(num_cpus=self._share.cpus, num_gpus=self._share.gpus, max_calls=1)
         reference = once(_describe).remote(self._chosen, question)
+        outline: Outline
         outline, limits = await asyncio.to_thread(self._get, reference)
         self.max_picture_bytes, self.max_batch_bytes, self.max_rows = limits
         return outline
@@ -168,11 +171,23 @@ def _connect(address: str | None) -> Any:
         import ray
     except ImportError:
         raise LayertapError("Ray is not installed", hint="pip install 'layertap[ray,arrow]'") from None
+    _check_address(address)
+    options = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise LayertapError(f"there is no Ray cluster at {address}", hint="see ray status") from error
+        ray.init(address, **options)
+    except Exception as error:  # whatever it is: Ray raises Exception itself where a node does not start in time
+        raise LayertapError(f"Ray does not start: {error}", hint="see ray status") from error
     return ray
+
+
+def _check_address(address: str | None) -> None:
+    """LayertapError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise LayertapError(f"there is no Ray cluster at {address}: {error}", hint="see ray status") from None
 
 
 def _find_cause(error: BaseException) -> LayertapError:

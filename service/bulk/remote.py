@@ -127,7 +127,7 @@ class RemoteExtractor:
         while True:
             try:
                 reply = await self._client.request(method, path, **options)
-                if reply.status_code not in RETRIED:
+                if reply.status_code not in RETRIED and not _is_of_proxy(reply):
                     self._patience = PATIENCE_S
                     return reply
                 reason, asked = f"{reply.status_code} {reply.reason_phrase}", reply.headers.get("retry-after", "")
@@ -141,6 +141,11 @@ class RemoteExtractor:
                 self._tell(f"waiting for {self._url}: {reason}")
             await asyncio.sleep(max(wait, min(float(asked), LONGEST_WAIT_S) if asked.isdigit() else 0.0))
             wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def _is_of_proxy(reply: httpx.Response) -> bool:
+    """Whether a 500 is not the server's own, which are JSON: Ray's proxy sends one in place of a replica that died."""
+    return reply.status_code == 500 and "json" not in reply.headers.get("content-type", "")
 
 
 def _write_question(question: Question) -> dict[str, Any]:
