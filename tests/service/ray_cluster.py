@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,15 @@ CPUS = 4  # that Ray gives away, whatever there are
 STARTS, START_S = 3, 150  # Ray's own time limits are short for a machine that does much else
 READY_S = 240
 STARTED = "Ray runtime started"
+OPTIONS = (
+    *("--head", "--block", f"--num-cpus={CPUS}", "--num-gpus=0", "--object-store-memory=200000000"),
+    *("--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"),
+    *("--include-dashboard=false", "--include-log-monitor=false"),
+)
+PORTS = (  # each has to be known: for one that it chooses itself Ray waits 15 seconds, which a busy machine may exceed
+    *("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port"),
+    *("runtime-env-agent-port", "metrics-export-port"),
+)
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what keeps Ray from taking another address than the loopback's
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -104,42 +113,45 @@ def run_cluster() -> Iterator[Cluster]:
     environment = {**kept, **ENVIRONMENT, "RAY_AUTH_TOKEN": token_hex(32)}
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:  # short: sockets
         folder = Path(name)
-        ports = _find_ports(7)
-        process = _start(folder, ports, environment)
+        process, ports = _start(folder, environment)
         try:
             yield Cluster(process, f"127.0.0.1:{ports[0]}", ports[-1], environment, folder)
         finally:
             _end(process)
 
 
-def _start(folder: Path, ports: list[int], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
-    names += ("runtime-env-agent-port", "metrics-export-port")
-    options = [f"--{name}={port}" for name, port in zip(names, ports, strict=False)]
-    options += ["--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0", f"--temp-dir={folder}"]
-    options += ["--include-dashboard=false", "--include-log-monitor=false", "--object-store-memory=200000000"]
+def _start(folder: Path, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A cluster's process, and the ports that it was given; the last one is free."""
     log = folder / "log"
     for _ in range(STARTS):
+        ports = _find_ports(len(PORTS) + 1)
+        options = [f"--{name}={port}" for name, port in zip(PORTS, ports, strict=False)]
+        command = [TOOLS / "ray", "start", *OPTIONS, *options, f"--temp-dir={folder}"]
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [TOOLS / "ray", "start", "--head", "--block", f"--num-cpus={CPUS}", "--num-gpus=0", *options],
-                env=environment, stdout=file, stderr=file,
-            )  # fmt: skip
+            process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
         end = time.monotonic() + START_S
+        started: list[int] = []
         while process.poll() is None and time.monotonic() < end:
             if STARTED in log.read_text():
-                return process
+                return process, ports
+            started = _list_descendants(process) or started
             time.sleep(0.1)
-        _end(process)
+        _end(process, started)
     raise AssertionError(f"Ray did not start: {log.read_text()}")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], started: Sequence[int] = ()) -> None:
     """End a cluster, and all that it has started: nothing of it is to be kept."""
-    for pid in [process.pid, *descendants(process.pid)]:
+    for pid in [process.pid, *(_list_descendants(process) or started)]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def _list_descendants(process: subprocess.Popen[bytes]) -> list[int]:
+    with suppress(FileNotFoundError):  # it has ended
+        return descendants(process.pid)
+    return []
 
 
 def _find_ports(count: int) -> list[int]:
