@@ -170,7 +170,7 @@ def _connect(address: str | None) -> Any:
     try:
         import ray
     except ImportError:
-        raise LayertapError("Ray is not installed", hint="pip install 'layertap[ray,arrow]'") from None
+        raise LayertapError("Ray is not installed", hint="pip install 'layertap[ray]'") from None
     _check_address(address)
     options = {"log_to_driver": False, "logging_level": logging.WARNING}
     try:

@@ -23,8 +23,16 @@ from tests.service.server_process import descendants
 
 TOOLS = Path(sys.executable).parent
 CPUS = 4  # that Ray gives away, whatever there are
-STARTS, START_S = 3, 150  # Ray's own time limits are short for a machine that does much else
+STARTS, START_S = 5, 150  # Ray's own time limits are short for a machine that does much else
 READY_S = 240
+DELETE = """
+import sys
+import ray
+from ray import serve
+
+ray.init(sys.argv[1], log_to_driver=False)
+serve.delete("layertap")
+"""
 STARTED = "Ray runtime started"
 OPTIONS = (
     *("--head", "--block", f"--num-cpus={CPUS}", "--num-gpus=0", "--object-store-memory=200000000"),
@@ -39,6 +47,7 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what keeps Ray from taking another address than the loopback's
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
+    "RAY_worker_niceness": "0",  # replicas and actors wait for all others by default
     "LAYERTAP_CACHE_DIR": str(CACHE),
 }
 
@@ -79,7 +88,7 @@ class Cluster:
             ],
         }
         (self.folder / "serve.yaml").write_text(yaml.safe_dump(document))
-        self.run("serve", "run", "--non-blocking", "--address", self.address, str(self.folder / "serve.yaml"))
+        self._run(TOOLS / "serve", "run", "--non-blocking", "--address", self.address, self.folder / "serve.yaml")
         wait(
             lambda: len(set(self.list_replicas()) - before) == len(self.list_replicas()) == replicas and self.is_ready()
         )
@@ -93,9 +102,12 @@ class Cluster:
             return httpx.get(f"{self.url}/readyz").status_code == 200
         return False
 
-    def run(self, *words: str) -> None:
-        """One of the tools that Ray installs."""
-        subprocess.run([TOOLS / words[0], *words[1:]], env=self.environment, check=True, timeout=READY_S)
+    def delete(self) -> None:
+        """Have no replicas any more, by Ray's own function: its command needs the dashboard."""
+        self._run(sys.executable, "-c", DELETE, self.address)
+
+    def _run(self, *words: str | Path) -> None:
+        subprocess.run(words, env=self.environment, check=True, timeout=READY_S)
 
 
 def wait(come_true: Callable[[], bool]) -> None:

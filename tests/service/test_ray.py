@@ -83,8 +83,8 @@ def test_same_replies(cluster: Cluster) -> None:
 
 def test_a_killed_replica(cluster: Cluster) -> None:
     """A replica is killed with requests that it has accepted: a client's retry gets each, and another is started."""
-    with serving(cpu_threads=1, workers=0) as live:
-        expected = [lt.Client(live.url).extract([picture(seed)], "pool").array for seed in range(5)]
+    with serving(cpu_threads=1, workers=0) as live, lt.Client(live.url) as own:
+        expected = [own.extract([picture(seed)], "pool").array for seed in range(5)]
     begun: set[int] = set()
     attempts: dict[int, int] = {}
 
@@ -126,7 +126,7 @@ def test_worker_processes(cluster: Cluster) -> None:
     wait(lambda: len(cluster.list_replicas()) == 1 and cluster.is_ready())
     workers = descendants(cluster.list_replicas()[0])
     assert len(workers) >= 3
-    cluster.run("serve", "shutdown", "--yes", "--address", cluster.address)
+    cluster.delete()
     wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
     assert not cluster.list_replicas()
 
@@ -143,11 +143,12 @@ def start_bulk(cluster: Cluster, *words: str | Path) -> subprocess.Popen[bytes]:
 
 def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     """By actors, killed and gone on with, one of its actors killed too: the bytes that one process writes."""
-    write_pictures(tmp_path / "source", 3000)
+    write_pictures(tmp_path / "source", 1500)
     (tmp_path / "source" / "00100.png").write_bytes(b"no picture")
     whole, out = tmp_path / "whole.parquet", tmp_path / "out.parquet"
     plain = start_bulk(cluster, tmp_path / "source", *WORDS, "--out", whole)
-    assert plain.wait(240) == 1, plain.communicate()
+    output, _ = plain.communicate(timeout=240)
+    assert plain.returncode == 1, output.decode()
     words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
     killed = start_bulk(cluster, *words)
     wait(lambda: bool(list(Path(f"{out}.parts").glob("part-*.parquet"))) or killed.poll() is not None)
