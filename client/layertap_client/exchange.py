@@ -113,8 +113,13 @@ def _is_repeatable(request: Request, outcome: Reply | Failure) -> bool:
     if isinstance(outcome, Failure):
         return request.repeatable or not outcome.sent
     if request.repeatable:
-        return outcome.status in REFUSALS | GATEWAYS
+        return outcome.status in REFUSALS | GATEWAYS or _is_of_proxy(outcome)
     return outcome.status == 429
+
+
+def _is_of_proxy(reply: Reply) -> bool:
+    """Whether a 500 is not the server's own, which are JSON: Ray's proxy sends one in place of a replica that died."""
+    return reply.status == 500 and "json" not in reply.headers.get("content-type", "")
 
 
 def _retry_after(outcome: Reply | Failure) -> float | None:

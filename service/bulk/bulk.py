@@ -10,17 +10,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
-from layertap.service.bulk.entries import BatchLimits, cut_batches
-from layertap.service.bulk.job import Extractor, Outline, Question, Rows
+from layertap.service.bulk.entries import BatchLimits
+from layertap.service.bulk.job import Extractor, Outline, Question, Rows, Work
 from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, lock_folder
 from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts
-from layertap.service.bulk.pipeline import run_batches
+from layertap.service.bulk.pipeline import write_rows
 from layertap.service.bulk.shards import LAYOUTS
 from layertap.service.bulk.sources import Source
 
@@ -154,8 +155,9 @@ async def run(job: Job, extractor: Extractor, open_source: Callable[[int], Sourc
         await asyncio.to_thread(check_keys, entries, parts)
         observer.start(first, source.count)
         writer = PartWriter(target.folder, manifest.outline, LAYOUTS[target.layout], first)
-        batches = cut_batches(entries, manifest.limits)
-        await run_batches(batches, extractor, job.question, manifest.outline, writer, observer.advance)
+        reopen = partial(open_source, extractor.max_picture_bytes)
+        work = Work(job.question, manifest.outline, manifest.limits, entries, reopen, first)
+        await write_rows(extractor.answer(work), writer, observer.advance)
         return await asyncio.to_thread(_finish, job, manifest)
 
 

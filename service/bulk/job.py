@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from layertap.models.errors import LayertapError, RequestError
-from layertap.service.bulk.entries import Entry
+from layertap.service.bulk.entries import BatchLimits, Entry
+from layertap.service.bulk.sources import Source
 from layertap.service.features import Array
 
 
@@ -94,10 +95,33 @@ class Rows:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-class Extractor(Protocol):
+@dataclass(frozen=True)
+class Work:
+    """What is left of a job: ``entries``, to be cut into batches; ``open_source`` has them after the ``first`` ones."""
+
+    question: Question
+    outline: Outline
+    limits: BatchLimits
+    entries: Iterator[Entry]
+    open_source: Callable[[], Source]
+    first: int
+
+
+class BatchExtractor(Protocol):
     """Whatever answers batches: an engine of this process, or a server. ``in_flight``: how many keep it busy."""
 
     in_flight: int
+
+    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
+        """What a batch gives; its entries have bytes. Reasons that name a picture are among the answer's errors.
+
+        RequestError, TooLargeError where fewer may be answered; any other LayertapError is no fault of a picture's.
+        """
+
+
+class Extractor(Protocol):
+    """Whoever answers a job: an engine of this process, a server, a cluster. Limits are known with the outline."""
+
     max_picture_bytes: int
     max_batch_bytes: int
     max_rows: int
@@ -105,11 +129,8 @@ class Extractor(Protocol):
     async def outline(self, question: Question) -> Outline:
         """What answers will be like; LayertapError."""
 
-    async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
-        """What a batch gives; its entries have bytes. Reasons that name a picture are among the answer's errors.
-
-        RequestError, TooLargeError where fewer may be answered; any other LayertapError is no fault of a picture's.
-        """
+    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``work``, in their order; LayertapError."""
 
     async def close(self) -> None:
         """Let go of everything."""

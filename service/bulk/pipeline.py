@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 
 from layertap.models.errors import RequestError, TooLargeError
 from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, Extractor, Outline, Question, Rows, join_answers, make_rows
+from layertap.service.bulk.job import Answer, BatchExtractor, Outline, Question, Rows, join_answers, make_rows
 from layertap.service.bulk.parts import PartWriter
 
 PART_BYTES = 64 * 2**20
@@ -20,37 +21,42 @@ PART_SHARE = 0.02  # of the time that the job has run: what a kill loses, and ho
 OnRows = Callable[[Rows], None]
 
 
-async def run_batches(
-    batches: Iterator[list[Entry]],
-    extractor: Extractor,
-    question: Question,
-    outline: Outline,
-    writer: PartWriter,
-    on_rows: OnRows,
-) -> None:
-    """Answer and write all batches in their order; LayertapError, with what was answered written."""
+async def write_rows(answers: AsyncGenerator[Rows, None], writer: PartWriter, on_rows: OnRows) -> None:
+    """Write all rows in their order; LayertapError, with what was answered written."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, "writer") as files:
+        begun = written = time.monotonic()
+        try:
+            async with aclosing(answers):
+                async for rows in answers:
+                    writer.add(rows)
+                    now = time.monotonic()
+                    if writer.nbytes >= PART_BYTES or now - written >= _choose_interval(now - begun):
+                        await loop.run_in_executor(files, writer.flush)
+                        written = now
+                    on_rows(rows)
+        finally:
+            files.submit(writer.flush).result()  # behind one that is under way, whose rows are the same
+
+
+async def answer_batches(
+    batches: Iterator[list[Entry]], extractor: BatchExtractor, question: Question, outline: Outline
+) -> AsyncGenerator[Rows, None]:
+    """The rows of all batches in their order, read in a thread while others are answered; LayertapError."""
     loop = asyncio.get_running_loop()
     pending: deque[asyncio.Task[Rows]] = deque()
-    with ThreadPoolExecutor(1, "reader") as reader, ThreadPoolExecutor(1, "writer") as files:
-        begun = written = time.monotonic()
+    with ThreadPoolExecutor(1, "reader") as reader:
         try:
             batch = await loop.run_in_executor(reader, next, batches, None)
             while batch is not None or pending:
                 while batch is not None and len(pending) < extractor.in_flight:
                     pending.append(asyncio.create_task(_answer(batch, extractor, question, outline)))
                     batch = await loop.run_in_executor(reader, next, batches, None)
-                rows = await pending.popleft()
-                writer.add(rows)
-                now = time.monotonic()
-                if writer.nbytes >= PART_BYTES or now - written >= _choose_interval(now - begun):
-                    await loop.run_in_executor(files, writer.flush)
-                    written = now
-                on_rows(rows)
+                yield await pending.popleft()
         finally:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-            files.submit(writer.flush).result()  # behind one that is under way, whose rows are the same
 
 
 def _choose_interval(elapsed: float) -> float:
@@ -58,7 +64,7 @@ def _choose_interval(elapsed: float) -> float:
     return min(max(elapsed * PART_SHARE, SHORTEST_PART_S), LONGEST_PART_S)
 
 
-async def _answer(batch: Sequence[Entry], extractor: Extractor, question: Question, outline: Outline) -> Rows:
+async def _answer(batch: Sequence[Entry], extractor: BatchExtractor, question: Question, outline: Outline) -> Rows:
     places = [place for place, entry in enumerate(batch) if entry.data is not None]
     answer = Answer(outline.fingerprint, {}, {})
     if places:
@@ -66,7 +72,7 @@ async def _answer(batch: Sequence[Entry], extractor: Extractor, question: Questi
     return await asyncio.to_thread(make_rows, batch, answer, outline, places)
 
 
-async def _extract(extractor: Extractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
+async def _extract(extractor: BatchExtractor, question: Question, entries: Sequence[Entry], outline: Outline) -> Answer:
     """What entries give. Where they can't be answered together each half is asked for: what is odd ends up alone."""
     try:
         answer = await extractor.extract(question, entries)

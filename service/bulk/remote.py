@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 from safetensors.numpy import load
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
-from layertap.service.bulk.entries import Entry
-from layertap.service.bulk.job import Answer, Column, Outline, Question, check_rows
+from layertap.service.bulk.entries import Entry, cut_batches
+from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, Work, check_rows
+from layertap.service.bulk.pipeline import answer_batches
 
 PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
 FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
@@ -67,6 +68,10 @@ class RemoteExtractor:
         if reply.status_code == httpx.codes.UNPROCESSABLE_ENTITY:  # it may name few of the pictures that it is about
             raise RequestError(error.detail, hint=error.hint)
         raise error
+
+    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``work``, in their order; LayertapError."""
+        return answer_batches(cut_batches(work.entries, work.limits), self, work.question, work.outline)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -122,7 +127,7 @@ class RemoteExtractor:
         while True:
             try:
                 reply = await self._client.request(method, path, **options)
-                if reply.status_code not in RETRIED:
+                if reply.status_code not in RETRIED and not _is_of_proxy(reply):
                     self._patience = PATIENCE_S
                     return reply
                 reason, asked = f"{reply.status_code} {reply.reason_phrase}", reply.headers.get("retry-after", "")
@@ -136,6 +141,11 @@ class RemoteExtractor:
                 self._tell(f"waiting for {self._url}: {reason}")
             await asyncio.sleep(max(wait, min(float(asked), LONGEST_WAIT_S) if asked.isdigit() else 0.0))
             wait = min(2 * wait, LONGEST_WAIT_S)
+
+
+def _is_of_proxy(reply: httpx.Response) -> bool:
+    """Whether a 500 is not the server's own, which are JSON: Ray's proxy sends one in place of a replica that died."""
+    return reply.status_code == 500 and "json" not in reply.headers.get("content-type", "")
 
 
 def _write_question(question: Question) -> dict[str, Any]:

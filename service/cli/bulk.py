@@ -43,6 +43,12 @@ def bulk(
     ] = None,
     column: Annotated[str | None, typer.Option(help="Of a .parquet source: where the pictures are.")] = None,
     url: Annotated[str | None, typer.Option(help="A server that answers, in place of this process.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Actors of a Ray cluster answer.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the cluster; without it the one of this machine, or one that is started.")
+    ] = None,
+    ray_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of each actor.")] = 1.0,
+    ray_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of each actor; a share of one, like 0.25.")] = 0.0,
     restart: Annotated[bool, typer.Option(help="Begin anew; what is there is removed.")] = False,
     config: ConfigOption = None,
 ) -> None:
@@ -57,24 +63,31 @@ def bulk(
 
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
+    if ray and url is not None:
+        raise LayertapError("--ray and --url are two that answer", hint="leave one out")
+    if ray_address is not None and not ray:
+        raise LayertapError("--ray-address is of a cluster that is not used", hint="add --ray")
+    create = partial(_create_extractor, url, config)
+    if ray:
+        create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
     question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
     job = Job(question, source, Destination.parse(out, layout), column)
     found = None if restart else find_complete(job, open_source(job.source, 1, job.column))
-    summary = found or asyncio.run(_run(job, url, config, restart=restart))
+    summary = found or asyncio.run(_run(job, create, restart=restart))
     when = "; it was complete before" if found else ""
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
     if summary.errors:
         raise typer.Exit(1)
 
 
-async def _run(job: Job, url: str | None, config: Path | None, *, restart: bool) -> Summary:
+async def _run(job: Job, create_extractor: Callable[[], Extractor], *, restart: bool) -> Summary:
     from layertap.service.bulk.bulk import check_replacement, remove, run
     from layertap.service.bulk.sources import open_source
 
     # Before a model is loaded.
     if next(open_source(job.source, 1, job.column).iterate(0), None) is None:
         raise LayertapError(f"there are no pictures in {job.source}")
-    extractor = _create_extractor(url, config)
+    extractor = create_extractor()
     try:
         if restart:  # once it is sure that the question has an answer: what is there may have taken a night
             check_replacement(job, await extractor.outline(job.question))
@@ -98,6 +111,17 @@ def _create_extractor(url: str | None, config: Path | None) -> Extractor:
         from layertap.service.bulk.local import LocalExtractor
 
         return LocalExtractor(create_configured_engine(config, workers=None))
+
+
+def _create_ray_extractor(address: str | None, cpus: float, gpus: float, config: Path | None) -> Extractor:
+    from layertap.service.ray_settings import pick_chosen
+    from layertap.service.settings import read_settings
+
+    chosen = pick_chosen(read_settings(config=config), keys=False)
+    with show_status("connecting to Ray"):
+        from layertap.service.bulk.ray_extractor import RayExtractor, Share
+
+        return RayExtractor(address, Share(cpus, gpus), chosen)
 
 
 class _Reporter:

@@ -49,6 +49,7 @@ REPEATED = {  # which calls are sent again after what
     "502": (reply(502), {"extract", "models"}),
     "504": (reply(504), {"extract", "models"}),
     "500": (reply(500), set()),
+    "500-of-a-proxy": (reply(500, b"Internal Server Error", content_type="text/plain"), {"extract", "models"}),
     "422": (reply(422), set()),
     "cut": (cut, {"extract", "models"}),
     "cut-reply": (cut_reply(b"12345", 3), {"extract", "models"}),

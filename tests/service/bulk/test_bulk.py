@@ -261,3 +261,20 @@ def test_check(command: Command, folder: Path, tmp_path: Path) -> None:
         assert done.status == 0
         assert "digits pool: same" in done.out
         assert "digits block2: same" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--ray", "--url", "http://127.0.0.1:9"), "--ray and --url"),
+        (("--ray-address", "127.0.0.1:9"), "add --ray"),
+    ],
+)
+def test_contradictory_answerers(
+    command: Command, folder: Path, tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    """Who is to answer has to be one; nothing is written before that is clear."""
+    done = command("bulk", folder, *words, "--out", tmp_path / "out.parquet")
+    assert done.status == 2
+    assert told in done.notes
+    assert not list(tmp_path.iterdir())

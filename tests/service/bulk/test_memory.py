@@ -67,7 +67,8 @@ def test_what_is_held_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         waiting.append(writer.nbytes)
 
     batches = cut_batches(source.iterate(), BatchLimits(ROWS, 2**20))
-    asyncio.run(pipeline.run_batches(batches, Ones(), Question(None), OUTLINE, writer, note))
+    answers = pipeline.answer_batches(batches, Ones(), Question(None), OUTLINE)
+    asyncio.run(pipeline.write_rows(answers, writer, note))
     assert sum(part.count for part in find_parts(tmp_path)) == PICTURES
     assert IN_FLIGHT * ROWS <= source.most <= (IN_FLIGHT + 3) * ROWS
     assert len(waiting) == PICTURES // ROWS

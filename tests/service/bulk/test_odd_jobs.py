@@ -16,7 +16,7 @@ from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, make_rows
 from layertap.service.bulk.parts import PartWriter
-from layertap.service.bulk.pipeline import run_batches
+from layertap.service.bulk.pipeline import answer_batches, write_rows
 from layertap.service.bulk.shards import LAYOUTS
 from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.cli.commands import Command
@@ -162,7 +162,8 @@ def run(tmp_path: Path, data: str) -> list[str | None]:
     rows: list[Rows] = []
     writer = PartWriter(tmp_path, OUTLINE, LAYOUTS["parquet"], 0)
     batch = [Entry(str(number), word.encode()) for number, word in enumerate(data.split())]
-    asyncio.run(run_batches(iter([batch]), Rule(), Question(None), OUTLINE, writer, rows.append))
+    answers = answer_batches(iter([batch]), Rule(), Question(None), OUTLINE)
+    asyncio.run(write_rows(answers, writer, rows.append))
     (path,) = tmp_path.glob("*.parquet")
     written = read(path)
     assert [vector == [1, 1] for vector in written["x"]] == [error is None for error in written["error"]]

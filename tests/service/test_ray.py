@@ -1,0 +1,181 @@
+"""On a real Ray cluster of this machine: the application on replicas, and bulk jobs by actors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import layertap_client as lt
+from tests.server import serving
+from tests.service.bulk.conftest import SMALL_PARTS, write_pictures
+from tests.service.ray_cluster import Cluster, run_cluster, wait
+from tests.service.server_process import descendants
+from tests.service.support import arrays_of, picture
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),  # a cluster, and several processes that import torch
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+]
+QUESTION = {"layers": ["block1", "block3", "pool"], "isolated": True}
+COUNT, THREADS, ENOUGH = 400, 6, 40
+WORDS = ("--layers", "pool", "--pool", "mean")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster with two replicas."""
+    with run_cluster() as cluster:
+        cluster.deploy(2)
+        yield cluster
+
+
+def ask(url: str, question: dict[str, object], seeds: range) -> dict[str, np.ndarray]:
+    """The arrays of one batch of pictures."""
+    files = [("request", (None, json.dumps(question), "application/json"))]
+    files += [("images", ("picture", picture(seed), "image/png")) for seed in seeds]
+    reply = httpx.post(f"{url}/extract", params={"format": "npz"}, files=files, timeout=120)
+    assert reply.status_code == 200, reply.text
+    return arrays_of(reply)
+
+
+def test_same_bits(cluster: Cluster) -> None:
+    """Every answer of a replica has the bits of a single process, also one that is too large for one message."""
+    with serving(cpu_threads=1, replicas=1, workers=0) as live:
+        expected = ask(live.url, QUESTION, range(7))
+    assert sum(array.nbytes for array in expected.values()) > 2**17
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: ask(cluster.url, QUESTION, range(7)), range(16)))
+    for arrays in answers:
+        assert list(arrays) == list(expected)
+        for name, array in arrays.items():
+            assert array.tobytes() == expected[name].tobytes()
+
+
+def test_same_replies(cluster: Cluster) -> None:
+    """Ids, problems, limits and headers are those of a server of one's own."""
+    with serving(cpu_threads=1, workers=0) as live, httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for path in ("/readyz", "/nothing", "/openapi.json", "/v1/models", "/v2/models/digits"):
+            own, there = (each.get(path, headers={"x-request-id": "mine"}) for each in (live.client, client))
+            assert (there.status_code, there.content) == (own.status_code, own.content)
+            assert there.headers.get_list("x-request-id") == ["mine"]
+            assert "server-timing" in there.headers
+            assert set(own.headers) <= set(there.headers)
+        assert client.get("/").headers.get_list("x-request-id")[0].isascii()
+        assert len(client.get("/").headers.get_list("x-request-id")) == 1
+        assert client.head("/").content == b""
+        large = client.post("/extract", content=bytes(33 * 2**20), headers={"content-type": "image/png"})
+        assert (large.status_code, large.json()["type"]) == (413, "urn:layertap:problem:too-large")
+        far = client.get("/models", headers={"x-forwarded-for": "192.0.2.7"})
+        assert (far.status_code, far.json()["title"]) == (403, "Forbidden")
+
+
+def test_a_killed_replica(cluster: Cluster) -> None:
+    """A replica is killed with requests that it has accepted: a client's retry gets each, and another is started."""
+    with serving(cpu_threads=1, workers=0) as live, lt.Client(live.url) as own:
+        expected = [own.extract([picture(seed)], "pool").array for seed in range(5)]
+    begun: set[int] = set()
+    attempts: dict[int, int] = {}
+
+    def work(number: int) -> None:
+        begun.add(number)
+        result = client.extract([picture(number % 5)], "pool")
+        attempts[number] = result.attempts
+        np.testing.assert_allclose(result.array, expected[number % 5], rtol=1e-4, atol=1e-5)
+
+    victim, other = cluster.list_replicas()
+    with lt.Client(cluster.url, timeout=240) as client, ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(work, number) for number in range(COUNT)]
+        wait(lambda: len(attempts) > ENOUGH)
+        os.kill(victim, signal.SIGSTOP)  # what it has accepted by now it can't answer
+        waiting = begun - set(attempts)
+        answered = len(attempts)
+        wait(lambda: len(attempts) >= min(answered + ENOUGH, COUNT) or len(begun) - len(attempts) == THREADS)
+        os.kill(victim, signal.SIGKILL)
+        for future in futures:
+            future.result()
+    assert sorted(attempts) == list(range(COUNT))
+    assert waiting
+    assert max(attempts.values()) > 1  # some were with it
+    wait(lambda: len(set(cluster.list_replicas()) - {victim}) == 2 and other in cluster.list_replicas())
+
+
+def test_worker_processes(cluster: Cluster) -> None:
+    """A replica of two CPUs has worker processes; they end with it when it is killed, and when the cluster ends it."""
+    cluster.deploy(1, num_cpus=2)
+    (replica,) = cluster.list_replicas()
+    workers = descendants(replica)
+    assert len(workers) >= 3  # a fork server, the model's host, one or more that answer
+    with serving(cpu_threads=1, workers=0) as live:
+        expected = ask(live.url, QUESTION, range(7))
+    for name, array in ask(cluster.url, QUESTION, range(7)).items():
+        np.testing.assert_allclose(array, expected[name], rtol=1e-4, atol=1e-5)
+    os.kill(replica, signal.SIGKILL)
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait(lambda: len(cluster.list_replicas()) == 1 and cluster.is_ready())
+    workers = descendants(cluster.list_replicas()[0])
+    assert len(workers) >= 3
+    cluster.delete()
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    assert not cluster.list_replicas()
+
+
+def start_bulk(cluster: Cluster, *words: str | Path) -> subprocess.Popen[bytes]:
+    """``layertap bulk`` in a process that writes parts often."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SMALL_PARTS, "bulk", *map(str, words)],
+        env={**cluster.environment, "LAYERTAP_WORKERS": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
+    """By actors, killed and gone on with, one of its actors killed too: the bytes that one process writes."""
+    write_pictures(tmp_path / "source", 1500)
+    (tmp_path / "source" / "00100.png").write_bytes(b"no picture")
+    whole, out = tmp_path / "whole.parquet", tmp_path / "out.parquet"
+    plain = start_bulk(cluster, tmp_path / "source", *WORDS, "--out", whole)
+    output, _ = plain.communicate(timeout=240)
+    assert plain.returncode == 1, output.decode()
+    words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
+    killed = start_bulk(cluster, *words)
+    wait(lambda: bool(list(Path(f"{out}.parts").glob("part-*.parquet"))) or killed.poll() is not None)
+    assert killed.poll() is None, killed.communicate()
+    killed.kill()
+    killed.communicate()
+    assert not out.exists()
+    parts = len(list(Path(f"{out}.parts").glob("part-*.parquet")))
+    process = start_bulk(cluster, *words)
+    wait(lambda: len(list(Path(f"{out}.parts").glob("part-*.parquet"))) > parts or process.poll() is not None)
+    for actor in cluster.list_processes("ray::MapWorker")[:1]:
+        os.kill(actor, signal.SIGKILL)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, output.decode()
+    assert "rows are there already" in output.decode()
+    assert "00100.png: " in output.decode()
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_bulk_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """What an actor refuses is told as it is without a cluster."""
+    write_pictures(tmp_path / "source", 3)
+    process = start_bulk(
+        cluster, tmp_path / "source", "--layers", "pool9", "--out", tmp_path / "out.parquet",
+        "--ray", "--ray-address", cluster.address,
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 2, output.decode()
+    assert "pool9" in output.decode()
+    assert "Traceback" not in output.decode()
