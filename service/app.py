@@ -21,6 +21,7 @@ from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
 from layertap.service.http.routes import docs, explain, explorer, extract, health, metrics, models, probe
+from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
 from layertap.service.oip import errors as oip_errors
 from layertap.service.oip import routes as oip_routes
@@ -47,6 +48,7 @@ def create_app(
     """
     settings = settings or read_settings()
     engine = create_engine(settings, configuration, fetcher)
+    tracer = RequestTracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -56,6 +58,8 @@ def create_app(
         if report:
             report.cancel()
         await engine.close()
+        if tracer is not None:
+            await tracer.close()
 
     app = FastAPI(
         title="layertap",
@@ -85,6 +89,7 @@ def create_app(
         routes=PLAIN_ROUTES,
         encoders=PROBLEM_ENCODERS,
         pages=explorer.PATHS | docs.PATHS,
+        tracer=tracer,
     )
     return app
 

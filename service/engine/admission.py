@@ -40,9 +40,12 @@ class AdmissionControl:
             admission.release()
 
     def estimate_wait(self, worker: ModelWorker, rows: int) -> float:
-        """Seconds until so many rows of a model are done: others on its device get as much time if they want it."""
+        """Seconds until so many rows of a model are done: others on its device get as much time if they want it.
+
+        Any thread may ask.
+        """
         seconds = rows * worker.seconds_per_row
-        others = [each for each in self._workers.values() if each is not worker and each.device == worker.device]
+        others = [each for each in tuple(self._workers.values()) if each is not worker and each.device == worker.device]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
 
     def check_bytes(self, size: int, reserved_bytes: int) -> None:

@@ -23,7 +23,7 @@ from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
-from layertap.service.engine.request_digest import digest_request
+from layertap.service.engine.request_digest import digest_layers, digest_request
 from layertap.service.engine.results import collect_features
 from layertap.service.engine.rows import Items
 from layertap.service.engine.sources import count_taken_bytes, fill_tensors, plan_stages
@@ -31,7 +31,7 @@ from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ImageItem, UrlItem
-from layertap.service.metrics import Metrics, Snapshot
+from layertap.service.metrics import Metrics, ModelLoad, Snapshot
 from layertap.service.pictures.sent import SentPicture
 from layertap.service.settings import Settings
 
@@ -67,6 +67,15 @@ class Engine:
 
         What is at a URL may change, so that such requests are computed each time.
         """
+        self._describe(request)
+        features = await self._compute_once(request, admission, compute)
+        facts = request.timings.facts
+        request.timings.describe(rows=facts.rows - len(request.items) + features.rows)
+        return features
+
+    async def _compute_once(
+        self, request: ExtractRequest, admission: Admission, compute: Callable[[], Awaitable[Features]]
+    ) -> Features:
         if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
             return await compute()
         worker = await self.manager.get_worker(request.model, admission.deadline)
@@ -116,6 +125,7 @@ class Engine:
 
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
+        self._describe(request)
         worker = await self.manager.get_worker(request.model, admission.deadline)
         planned = await self.planner.plan(request, worker, admission.deadline)
         items = await fetch_inputs(planned, self.fetcher, admission)
@@ -161,12 +171,35 @@ class Engine:
             states={entry.spec.name: entry.state for entry in entries},
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
             max_batch_rows={name: rows for name, rows in ceilings.items() if rows},
+            loads={name: self._measure_load(worker) for name, worker in workers.items() if worker.is_active},
+            max_queue_rows=self.settings.max_queue_rows,
+            max_queue_bytes=self.settings.max_queue_bytes,
+            max_connections=self.settings.max_connections,
+        )
+
+    def _measure_load(self, worker: ModelWorker) -> ModelLoad:
+        return ModelLoad(
+            admitted_rows=worker.rows,
+            waiting_rows=self.manager.scheduler.count_waiting_rows(worker.name),
+            queue_seconds=self.admission.estimate_wait(worker, worker.rows),
+            replicas=worker.replicas,
+            busy_replicas=worker.busy_replicas,
         )
 
     async def close(self) -> None:
         """Finish what was submitted, then end all threads."""
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _describe(self, request: ExtractRequest) -> None:
+        """Note what a request is about, for logs and traces: it may be one of several parts of a larger one."""
+        timings = request.timings
+        timings.describe(
+            model=self.manager.default if request.model is None else request.model,
+            layers=digest_layers(request),
+            selectors=len(request.selectors),
+            rows=timings.facts.rows + len(request.items),
+        )
 
     async def _digest(self, request: ExtractRequest, worker: ModelWorker, admission: Admission) -> str:
         digest = partial(digest_request, request, worker.content)

@@ -221,6 +221,7 @@ class Scheduler:
             if not isinstance(result, Exception):
                 rows = result.rows if isinstance(result, Job) else count_rows(result)
                 task.worker.add_decode_time((ended - started) / self.slots, rows)
+                self._metrics.add_decode_seconds(task.worker.name, ended - started)
             if isinstance(result, Job):
                 if flight.answer.done():  # cancelled or late: nothing is queued that nobody would take off again
                     return

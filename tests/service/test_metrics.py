@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from layertap.service.metrics import BatchReason, Cause, Metrics, Reason, Snapshot
+from layertap.service.metrics import BatchReason, Cause, Metrics, ModelLoad, Reason, Snapshot
 from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.gated_server import post_rows, wait_until
@@ -196,7 +196,9 @@ def check_name(family: Metric) -> None:
     if family.type == "counter":  # the parser takes _total off the family's name
         assert {sample.name for sample in family.samples} <= {f"{family.name}_total"}
     else:
-        assert family.name.endswith(("_seconds", "_bytes", "_rows", "_requests", "_ratio", "_state", "_hooks"))
+        assert family.name.endswith(
+            ("_seconds", "_bytes", "_rows", "_requests", "_ratio", "_state", "_hooks", "_connections", "_replicas")
+        )
     assert not [sample.name for sample in family.samples if sample.name.endswith("_created")]
 
 
@@ -217,7 +219,8 @@ def everything() -> Metrics:
     metrics = Metrics()
     metrics.observe_request("/extract", 200, 0.0, {}, 0, 0)
     metrics.count_answered("digits", 1)
-    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}))
+    loads = {"digits": ModelLoad()}
+    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, loads=loads))
     return metrics
 
 
