@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -16,11 +17,6 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from layertap.models.errors import LayertapError, find_nearest
-
-try:
-    import resource
-except ImportError:  # of Unix
-    resource = None  # type: ignore[assignment]
 
 PREFIX = "LAYERTAP_"
 CLIENT_VARIABLES = frozenset({"URL"})  # not a server's: where clients find one
@@ -88,8 +84,10 @@ def _can_have_workers() -> bool:
 
 def count_allowed_files() -> int | None:
     """How many files this process may have open at once; None: any number, or nobody knows."""
-    if resource is None:
+    if sys.platform == "win32":
         return None
+    import resource
+
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if files == resource.RLIM_INFINITY else files
 

@@ -67,10 +67,10 @@ class Engine:
 
         What is at a URL may change, so that such requests are computed each time.
         """
+        rows = request.timings.facts.rows
         self._describe(request)
         features = await self._compute_once(request, admission, compute)
-        facts = request.timings.facts
-        request.timings.describe(rows=facts.rows - len(request.items) + features.rows)
+        request.timings.describe(rows=rows + features.rows)
         return features
 
     async def _compute_once(
@@ -103,6 +103,7 @@ class Engine:
         statistics = self.metrics.get_statistics(worker.name)
         with statistics.measure_request(request.timings.steps), admission.queue_rows(worker, len(request.items)):
             planned = await self.planner.plan(request, worker, admission.deadline)
+            request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
             admission.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
             items = await fetch_inputs(planned, self.fetcher, admission)
             admission.reserve_bytes(planned.nbytes)

@@ -66,12 +66,12 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        connection_state = scope.get("state", {})
         scope = _strip_root_path(self.root_path, scope)
         headers = Headers(scope=scope)
         timings, caller = Timings(), Caller(admin=False)
-        state = scope["state"] = {
-            **connection_state,
+        # A server gives each request a dictionary of its own here, and may tell of the connection in it.
+        state = scope.setdefault("state", {})
+        state |= {
             "request_id": _choose_request_id(headers),
             "admin": False,
             "encode_problem": find_encoder(scope["path"], self.encoders),
@@ -92,7 +92,7 @@ class RequestContextMiddleware:
             await self._call_app(app_scope, exchange)
         finally:
             until_sent.close()
-            client_left = connection_state.get("client_left", False)
+            client_left = state.get("client_left", False)
             self._record(exchange.make_record(caller.key, client_left), _find_template(app_scope), trace)
 
     def _record(self, record: AccessRecord, route: str, trace: RequestTrace | None) -> None:

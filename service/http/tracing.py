@@ -96,8 +96,9 @@ class RequestTrace:
                 span.set_status(StatusCode.ERROR)
             context = set_span_in_context(span)
             for step, started, ended, rows in record.timings.spans:
-                times = (now + round((moment - counter) * 1e9) for moment in (started, ended))
-                self._tracer.add_span(step, context, *times, {"layertap.batch_rows": rows} if rows else {})
+                started_ns, ended_ns = (now + round((moment - counter) * 1e9) for moment in (started, ended))
+                attributes: Attributes = {"layertap.batch_rows": rows} if rows else {}
+                self._tracer.add_span(step, context, started_ns, ended_ns, attributes)
         span.end(now)
 
 

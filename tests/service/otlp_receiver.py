@@ -1,4 +1,4 @@
-"""A collector on loopback that takes OpenTelemetry's traces by HTTP, and decodes them with the protocol's own package."""
+"""A collector on loopback that takes OpenTelemetry's traces by HTTP, decoded with the protocol's own package."""
 
 from __future__ import annotations
 
