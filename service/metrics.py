@@ -39,7 +39,7 @@ class ModelLoad:
 class Snapshot:
     """What is so at this moment; rows, bytes and hooks are counts, a mapping has the models it knows of by name.
 
-    What begins with ``max`` is a limit of the settings, of rows for each model.
+    What begins with ``max`` is a limit of the settings, of rows for each model; ``device_slots`` are by device.
     """
 
     queue_rows: int = 0
@@ -53,6 +53,7 @@ class Snapshot:
     max_queue_rows: int = 0
     max_queue_bytes: int = 0
     max_connections: int = 0
+    device_slots: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -68,6 +69,7 @@ class Metrics:
         self._routes: dict[str, _RouteMetrics] = {}
         self._statuses: dict[tuple[str, int], Counter] = {}
         self._models: dict[str, _ModelMetrics] = {}
+        self._busy: dict[tuple[str, str], Counter] = {}
         self._statistics: dict[str, ModelStatistics] = {}
         self._steps = {step: self._families.step_seconds.labels(step) for step in STEPS}
         self._refused = {reason: self._families.refused.labels(reason) for reason in get_args(Reason)}
@@ -130,9 +132,11 @@ class Metrics:
         """A connection that was closed before it had a request, or in place of one."""
         self._refused_connections[reason].inc()
 
-    def add_decode_seconds(self, model: str, seconds: float) -> None:
-        """So long a thread decoded inputs for a model, outside of its batches."""
-        self._get_model(model).decode_seconds.inc(seconds)
+    def add_busy_seconds(self, model: str, device: str, seconds: float) -> None:
+        """So long slots of a device, each for itself, decoded or computed for a model."""
+        key = (model, device)
+        busy = self._busy.get(key) or self._busy.setdefault(key, self._families.busy_seconds.labels(*key))
+        busy.inc(seconds)
 
     def count_cached(self, result: CacheResult) -> None:
         """A request that was looked up among the answers that are kept."""
@@ -220,14 +224,16 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
             "layertap_max_connections", "Connections that may be open at once.", snapshot.max_connections
         ),
         states,
-        _make_gauge_by_model(
-            "layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", snapshot.hooks
+        _make_gauge(
+            "layertap_device_slots",
+            "Batches and decodings that a device runs at once.",
+            snapshot.device_slots,
+            "device",
         ),
-        _make_gauge_by_model(
-            "layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.max_batch_rows
-        ),
+        _make_gauge("layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", snapshot.hooks),
+        _make_gauge("layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.max_batch_rows),
         *(
-            _make_gauge_by_model(
+            _make_gauge(
                 f"layertap_model_{name}",
                 documentation,
                 {model: getattr(load, name) for model, load in snapshot.loads.items()},
@@ -237,10 +243,10 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
     ]
 
 
-def _make_gauge_by_model(name: str, documentation: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, documentation, labels=("model",))
-    for model, value in values.items():
-        family.add_metric((model,), value)
+def _make_gauge(name: str, documentation: str, values: Mapping[str, float], label: str = "model") -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, documentation, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
     return family
 
 
@@ -275,8 +281,8 @@ class _MetricFamilies:
         self.forward_seconds = histogram(
             "forward_seconds", "Seconds that a batch took in its thread.", SECONDS, "model"
         )
-        self.decode_seconds = counter(
-            "decode_seconds_total", "Seconds that threads decoded inputs, outside of batches.", "model"
+        self.busy_seconds = counter(
+            "busy_seconds_total", "Seconds that slots of a device decoded or computed.", "model", "device"
         )
         self.answered = counter("rows_total", "Rows whose features were handed back.", "model")
         self.refused = counter("refused_total", "Requests that found no place in the queue.", "reason")
@@ -319,7 +325,6 @@ class _ModelMetrics:
     requests: Histogram
     depth: Histogram
     seconds: Histogram
-    decode_seconds: Counter
     answered: Counter
     expired: Counter
     cancelled: Counter
@@ -336,7 +341,6 @@ class _ModelMetrics:
             requests=families.batch_requests.labels(model),
             depth=families.stop_depth.labels(model),
             seconds=families.forward_seconds.labels(model),
-            decode_seconds=families.decode_seconds.labels(model),
             answered=families.answered.labels(model),
             expired=families.expired.labels(model),
             cancelled=families.cancelled.labels(model),

@@ -49,6 +49,10 @@ class Batcher:
         if name not in self._devices:
             self._devices[name], self._free_slots[name] = device, device.slots
 
+    def count_slots(self) -> dict[str, int]:
+        """The slots of each device."""
+        return {name: device.slots for name, device in self._devices.items()}
+
     def count_parallel_batches(self, device: str, slots: int) -> int:
         """How many batches of so many slots a device computes at the same time."""
         device_slots = self._devices[device]

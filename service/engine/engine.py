@@ -176,6 +176,7 @@ class Engine:
             max_queue_rows=self.settings.max_queue_rows,
             max_queue_bytes=self.settings.max_queue_bytes,
             max_connections=self.settings.max_connections,
+            device_slots=self.manager.scheduler.count_slots(),
         )
 
     def _measure_load(self, worker: ModelWorker) -> ModelLoad:

@@ -25,7 +25,7 @@ ROUTES = {
     *("/extract", "/models", "/models/{name}", "/models/{name}/layers", "/models/{name}/load", "/models/{name}/unload"),
     *("/livez", "/readyz", "/metrics", "/", "other"),
 }
-LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state"}
+LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state", "device"}
 STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
@@ -197,7 +197,18 @@ def check_name(family: Metric) -> None:
         assert {sample.name for sample in family.samples} <= {f"{family.name}_total"}
     else:
         assert family.name.endswith(
-            ("_seconds", "_bytes", "_rows", "_requests", "_ratio", "_state", "_hooks", "_connections", "_replicas")
+            (
+                "_seconds",
+                "_bytes",
+                "_rows",
+                "_requests",
+                "_ratio",
+                "_state",
+                "_hooks",
+                "_connections",
+                "_replicas",
+                "_slots",
+            )
         )
     assert not [sample.name for sample in family.samples if sample.name.endswith("_created")]
 
@@ -247,13 +258,17 @@ def test_load(server: Live) -> None:
     assert [idle[f"layertap_model_{name}{of}"] for name in names] == [0, 0, 0, 0]
 
 
-def test_decoding(server: Live) -> None:
-    """The time that pictures took to be decoded is there, as their replies told it or less: waiting does not count."""
+def test_busy_seconds(server: Live) -> None:
+    """How long cores were busy for a model is there, decoding too: at most as replies told it, on all cores."""
     replies = [server.client.post("/extract", **raw(picture(seed), "image/png", layers="head")) for seed in range(3)]
-    told = sum(durations(reply)["decode"] for reply in replies)
     counted(server, extract=3)
-    seconds = figures(scraped(server))["layertap_decode_seconds_total{model=digits}"]
-    assert 0 < seconds <= told + 3 * ROUNDING_S
+    found = figures(scraped(server))
+    slots = found["layertap_device_slots{device=cpu}"]
+    assert slots == server.engine.settings.cpu_threads
+    told = sum(durations(reply)["decode"] for reply in replies)
+    forwards = found["layertap_forward_seconds_sum{model=digits}"]
+    busy = found["layertap_busy_seconds_total{device=cpu,model=digits}"]
+    assert forwards < busy <= slots * forwards + told + 3 * ROUNDING_S
 
 
 def documented() -> dict[str, set[str]]:
@@ -269,8 +284,13 @@ def everything() -> Metrics:
     metrics = Metrics()
     metrics.observe_request("/extract", 200, 0.0, {}, 0, 0)
     metrics.count_answered("digits", 1)
+    metrics.add_busy_seconds("digits", "cpu", 1.0)
     loads = {"digits": ModelLoad()}
-    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, loads=loads))
+    metrics.register_gauges(
+        lambda: Snapshot(
+            1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, loads=loads, device_slots={"cpu": 1}
+        )
+    )
     return metrics
 
 
