@@ -27,6 +27,10 @@ def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher
         raise LayertapError(
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
+    if settings.otlp_endpoint:
+        from layertap.service.http.tracing import check_installed
+
+        check_installed()
     configuration = read_configuration(settings.config, before_loading=True) if settings.config else None
     from layertap.service.fetch.fetcher import Fetcher  # takes as long to import as all above
 

@@ -10,6 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,21 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
 HINT = 'pip install "layertap[otel]", or leave LAYERTAP_OTLP_ENDPOINT out'
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 SERVER_ERROR = 500
 CLOSE_S = 3.0
 PARENT_HEADERS = ("traceparent", "tracestate")
 Attributes = dict[str, str | int]
+
+
+def check_installed() -> None:
+    """LayertapError where the extra is missing; nothing of it is imported but its outermost packages."""
+    try:
+        missing = [name for name in PACKAGES if find_spec(name) is None]
+    except ModuleNotFoundError:
+        missing = list(PACKAGES)
+    if missing:
+        raise LayertapError("traces need OpenTelemetry, which is not installed", hint=HINT)
 
 
 class RequestTracer:
@@ -38,14 +50,13 @@ class RequestTracer:
     """
 
     def __init__(self, endpoint: str) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError:
-            raise LayertapError("traces need OpenTelemetry, which is not installed", hint=HINT) from None
+        check_installed()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
         name = os.environ.get("OTEL_SERVICE_NAME", "layertap")
         resource = Resource.create({SERVICE_NAME: name, SERVICE_VERSION: get_version()})
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")

@@ -79,7 +79,7 @@ def infer(live: Live, model: str = "gated") -> httpx.Response:
 
 
 def test_extraction(live: Live, lines: Lines) -> None:
-    """An extraction's line has its model, layers, rows, batch and bytes, and the time of each step, as its reply has."""
+    """An extraction's line has its model, layers, rows, batch and bytes, and the time of each step as its reply has."""
     body = {"layers": ["block1", "head"], "inputs": [image(picture(seed)) for seed in range(3)]}
     reply = live.client.post("/extract", json=body, headers={"accept-encoding": "identity"})
     line = lines.find(reply)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import subprocess
 import sys
 import time
@@ -229,6 +231,22 @@ def test_collector_that_is_gone(tmp_path: Path) -> None:
         assert server.end() == 0
 
 
+def test_extra_is_missing(tmp_path: Path) -> None:
+    """Without the extra's packages the server says in one line what to install, before torch is imported."""
+    code = (
+        "import sys; sys.modules['opentelemetry.sdk'] = None; sys.argv = ['layertap', 'serve', '--port', '0']\n"
+        "from layertap.service.cli.main import main; main()"
+    )
+    environment = os.environ | {"LAYERTAP_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    words = [sys.executable, "-X", "importtime", "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, len(said)) == (2, 1)
+    assert 'pip install "layertap[otel]"' in said[0]
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.slow
 def test_off() -> None:
     """Without an endpoint nothing of OpenTelemetry's is imported that traces need."""
     code = (
