@@ -12,8 +12,9 @@ from layertap.service.timings import Timings
 log = logging.getLogger("layertap.access")
 REQUEST, SLOW_REQUEST = "request", "slow request"  # what a line of the log says
 MAX_METHOD, MAX_PATH, MAX_NAME = 16, 200, 64  # characters
+MAX_SHOWN = 4  # steps in a sentence
 STEPS = ("unpack", "parse", "fetch", "decode", "queue", "forward", "copy", "encode")
-MILLISECONDS = tuple(f"{step}_ms" for step in ("receive", *STEPS, "send", "other"))
+MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +44,22 @@ class AccessRecord:
         slow = self.seconds >= slow_s
         level = logging.WARNING if slow else logging.INFO
         if log.isEnabledFor(level):
-            fields = dict(self.list_fields())
-            log.log(level, SLOW_REQUEST if slow else REQUEST, extra={"fields": fields})
+            log.log(level, SLOW_REQUEST if slow else REQUEST, extra={"fields": self.make_fields()})
 
-    def list_fields(self) -> Iterator[tuple[str, object]]:
+    def make_fields(self) -> dict[str, object]:
         """Names and values in their order: first what every line has, then what there is to say."""
-        yield "request_id", self.request_id
-        yield "method", _cut(self.method, MAX_METHOD)
-        yield "path", _cut(self.path, MAX_PATH)
-        yield "status", self.status
-        yield "milliseconds", round(self.seconds * 1000, 2)
         facts = self.timings.facts
-        optional = {
+        always: dict[str, object] = {
+            "request_id": self.request_id,
+            "method": _cut(self.method, MAX_METHOD),
+            "path": _cut(self.path, MAX_PATH),
+            "status": self.status,
+            "milliseconds": round(self.seconds * 1000, 2),
+        }
+        optional: dict[str, object] = {
             "key": self.key,
             "client_left": self.client_left,
-            "model": _cut(facts.model, MAX_NAME),
+            "model": _cut(facts.model, MAX_NAME) if facts.model else "",
             "layers": facts.layers,
             "selectors": facts.selectors,
             "rows": facts.rows,
@@ -67,25 +69,24 @@ class AccessRecord:
             "reply_bytes": self.reply_bytes,
             "trace_id": self.trace_id,
         }
-        yield from ((name, value) for name, value in optional.items() if value)
-        yield from self._list_steps()
+        return always | {name: value for name, value in optional.items() if value} | self._measure_steps()
 
-    def _list_steps(self) -> Iterator[tuple[str, float]]:
+    def _measure_steps(self) -> dict[str, float]:
         """Milliseconds of each step; ``other``: of a request with steps, what belongs to none of them."""
         steps = {"receive": self.receive_s * 1000, **self.timings.steps, "send": self.send_s * 1000}
-        shown = {name: round(steps[name], 2) for name in ("receive", *STEPS, "send") if steps.get(name, 0.0) >= 0.005}
-        yield from ((f"{name}_ms", milliseconds) for name, milliseconds in shown.items())
         if self.timings.steps:
-            yield "other_ms", round(max(self.seconds * 1000 - sum(steps.values()), 0.0), 2)
+            steps["other"] = max(self.seconds * 1000 - sum(steps.values()), 0.0)
+        shown = ((field, round(steps.get(step, 0.0), 2)) for step, field in MILLISECONDS.items())
+        return {field: milliseconds for field, milliseconds in shown if milliseconds}
 
 
 def format_request(fields: Mapping[str, object]) -> str:
     """A sentence: what was asked and answered, in what time, where that went, the longest first."""
     sentence = "{method} {path} {status}, {milliseconds:g} ms".format_map(fields)
     about = ", ".join(_list_facts(fields))
-    steps = {name.removesuffix("_ms"): fields[name] for name in MILLISECONDS if name in fields}
-    longest = sorted(steps.items(), key=lambda step: -float(str(step[1])))
-    spent = " ".join(f"{name} {float(str(milliseconds)):.1f}" for name, milliseconds in longest[:4])
+    steps = {step: float(str(fields[field])) for step, field in MILLISECONDS.items() if field in fields}
+    longest = sorted(steps.items(), key=lambda step: -step[1])[:MAX_SHOWN]
+    spent = " ".join(f"{name} {milliseconds:.1f}" for name, milliseconds in longest)
     return sentence + (f": {about}" if about else "") + (f" ({spent})" if len(steps) > 1 else "")
 
 
@@ -95,7 +96,7 @@ def _list_facts(fields: Mapping[str, object]) -> Iterator[str]:
     if "model" in fields:
         yield f"{fields['model']}"
     if "rows" in fields:
-        batch = f" in batches of up to {fields['batch_rows']}" if "batch_rows" in fields else ""
+        batch = f" in batches of up to {fields['batch_rows']}" if fields.get("batch_rows", 1) != 1 else ""
         yield f"{fields['rows']} {'row' if fields['rows'] == 1 else 'rows'}{batch}"
     if "cache" in fields:
         yield f"cache {fields['cache']}"
