@@ -22,6 +22,7 @@ from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.http import openapi, problems
 from layertap.service.http.middleware import RequestContextMiddleware
 from layertap.service.http.routes import docs, explain, explorer, extract, health, metrics, models, probe
+from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
 from layertap.service.oip import errors as oip_errors
 from layertap.service.oip import routes as oip_routes
@@ -49,6 +50,7 @@ def create_app(
     settings = settings or read_settings()
     configuration = configuration or load_configuration(settings)
     engine = create_engine(settings, configuration, fetcher)
+    tracer = RequestTracer(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -58,6 +60,8 @@ def create_app(
         if report:
             report.cancel()
         await engine.close()
+        if tracer is not None:
+            await tracer.close()
 
     app = FastAPI(
         title="layertap",
@@ -89,6 +93,7 @@ def create_app(
         routes=PLAIN_ROUTES,
         encoders=PROBLEM_ENCODERS,
         pages=explorer.PATHS | docs.PATHS,
+        tracer=tracer,
     )
     return app
 

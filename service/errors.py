@@ -75,7 +75,11 @@ class QueueTooLongError(QueueFullError):
 
 
 class KeyRateError(RetryLaterError):
-    """A key is used more often than it may be."""
+    """A key is used more often than it may be; ``key`` is its name."""
+
+    def __init__(self, detail: str, *, retry_after: float, hint: str, key: str) -> None:
+        super().__init__(detail, retry_after=retry_after, hint=hint)
+        self.key = key
 
 
 class UnavailableError(RetryLaterError):

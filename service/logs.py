@@ -7,16 +7,24 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+
+from layertap.service.access_log import REQUEST, SLOW_REQUEST, format_request
 
 # Not orjson: it refuses lone surrogates, and leaves U+2028 as it is, which some take for the end of a line.
 ENCODER = json.JSONEncoder(default=str)
 COLOURS = {"WARNING": "33", "ERROR": "31", "CRITICAL": "31"}
-SENTENCES = {  # of our loggers' messages whose fields people would have to put together
-    ("layertap.access", "request"): "{method} {path} {status}, {milliseconds} ms",
-    ("layertap", "a model is loaded"): "{model} is ready on {device} after {seconds} s",
-    ("layertap", "compiling"): "{model}: compiling graph {graph} of {graphs}, {seconds} s so far",
-    ("layertap", "draining"): "serving for {seconds:g} s more, though /readyz says 503; once more to stop now",
+SENTENCES: dict[tuple[str, str], Callable[[Mapping[str, object]], str]] = {
+    # of our loggers' messages whose fields people would have to put together
+    ("layertap.access", REQUEST): format_request,
+    ("layertap.access", SLOW_REQUEST): lambda fields: f"slow: {format_request(fields)}",
+    ("layertap", "a model is loaded"): "{model} is ready on {device} after {seconds} s".format_map,
+    ("layertap", "compiling"): "{model}: compiling graph {graph} of {graphs}, {seconds} s so far".format_map,
+    (
+        "layertap",
+        "draining",
+    ): "serving for {seconds:g} s more, though /readyz says 503; once more to stop now".format_map,
 }
 
 
@@ -97,7 +105,7 @@ def _format_sentence(record: logging.LogRecord) -> str:
     if sentence is None or not fields:
         details = ", ".join(f"{name} {value}" for name, value in fields.items() if value != "")
         return escape_unprintable(f"{message} ({details})" if details else message)
-    return escape_unprintable(sentence.format_map(fields))
+    return escape_unprintable(sentence(fields))
 
 
 def _get_fields(record: logging.LogRecord) -> dict[str, object]:

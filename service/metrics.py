@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -18,11 +18,29 @@ OTHER = "other"
 STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
+ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit", "descriptors"]
+
+
+@dataclass(frozen=True)
+class ModelLoad:
+    """How much a loaded model has to do: rows that are admitted, those of them that wait, seconds until all are done.
+
+    ``replicas`` are how many batches it runs at once, of which ``busy_replicas`` do.
+    """
+
+    admitted_rows: int = 0
+    waiting_rows: int = 0
+    queue_seconds: float = 0.0
+    replicas: int = 0
+    busy_replicas: int = 0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is so at this moment; rows, bytes and hooks are counts, a mapping has the models it knows of by name."""
+    """What is so at this moment; rows, bytes and hooks are counts, a mapping has the models it knows of by name.
+
+    What begins with ``max`` is a limit of the settings, of rows for each model; ``device_slots`` are by device.
+    """
 
     queue_rows: int = 0
     queue_bytes: int = 0
@@ -32,6 +50,11 @@ class Snapshot:
     max_batch_rows: Mapping[str, int] = field(default_factory=dict)
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
+    loads: Mapping[str, ModelLoad] = field(default_factory=dict)
+    max_queue_rows: int = 0
+    max_queue_bytes: int = 0
+    max_connections: int = 0
+    device_slots: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:
@@ -47,9 +70,13 @@ class Metrics:
         self._routes: dict[str, _RouteMetrics] = {}
         self._statuses: dict[tuple[str, int], Counter] = {}
         self._models: dict[str, _ModelMetrics] = {}
+        self._busy: dict[tuple[str, str], Counter] = {}
         self._statistics: dict[str, ModelStatistics] = {}
         self._steps = {step: self._families.step_seconds.labels(step) for step in STEPS}
         self._refused = {reason: self._families.refused.labels(reason) for reason in get_args(Reason)}
+        self._refused_connections = {
+            reason: self._families.refused_connections.labels(reason) for reason in get_args(ConnectionReason)
+        }
         self._cached = {result: self._families.cached.labels(result) for result in get_args(CacheResult)}
 
     def observe_request(
@@ -97,6 +124,20 @@ class Metrics:
     def count_refused(self, reason: Reason) -> None:
         """A request that found no place in the queue."""
         self._refused[reason].inc()
+
+    def add_connections(self, change: int) -> None:
+        """So many connections more, or fewer, are open."""
+        self._families.connections.inc(change)
+
+    def count_refused_connection(self, reason: ConnectionReason) -> None:
+        """A connection that was closed before it had a request, or in place of one."""
+        self._refused_connections[reason].inc()
+
+    def add_busy_seconds(self, model: str, device: str, seconds: float) -> None:
+        """So long slots of a device, each for itself, decoded or computed for a model."""
+        key = (model, device)
+        busy = self._busy.get(key) or self._busy.setdefault(key, self._families.busy_seconds.labels(*key))
+        busy.inc(seconds)
 
     def count_cached(self, result: CacheResult) -> None:
         """A request that was looked up among the answers that are kept."""
@@ -178,23 +219,38 @@ def _make_gauges(snapshot: Snapshot) -> list[Metric]:
         ),
         GaugeMetricFamily("layertap_cache_bytes", "Bytes of answers that are kept.", snapshot.cache_bytes),
         GaugeMetricFamily("layertap_running_rows", "Rows in decoding or in a forward.", snapshot.running_rows),
+        GaugeMetricFamily("layertap_max_queue_rows", "Rows of a model that may wait and run.", snapshot.max_queue_rows),
+        GaugeMetricFamily("layertap_max_queue_bytes", "Bytes that requests may hold.", snapshot.max_queue_bytes),
+        GaugeMetricFamily(
+            "layertap_max_connections", "Connections that may be open at once.", snapshot.max_connections
+        ),
         states,
-        _make_gauge_by_model(
-            "layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", snapshot.hooks
+        _make_gauge(
+            "layertap_device_slots",
+            "Batches and decodings that a device runs at once.",
+            snapshot.device_slots,
+            "device",
         ),
-        _make_gauge_by_model(
-            "layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.max_batch_rows
+        _make_gauge("layertap_model_hooks", "Hooks on a loaded model; 0 where no request runs.", snapshot.hooks),
+        _make_gauge("layertap_batch_ceiling_rows", "Rows that a forward may have at most.", snapshot.max_batch_rows),
+        *(
+            _make_gauge(
+                f"layertap_model_{name}",
+                documentation,
+                {model: getattr(load, name) for model, load in snapshot.loads.items()},
+            )
+            for name, documentation in LOAD_GAUGES.items()
         ),
-        _make_gauge_by_model(
+        _make_gauge(
             "layertap_model_memory_bytes", "What a model took in memory when it was loaded.", snapshot.memory_bytes
         ),
     ]
 
 
-def _make_gauge_by_model(name: str, documentation: str, values: Mapping[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, documentation, labels=("model",))
-    for model, value in values.items():
-        family.add_metric((model,), value)
+def _make_gauge(name: str, documentation: str, values: Mapping[str, float], label: str = "model") -> GaugeMetricFamily:
+    family = GaugeMetricFamily(name, documentation, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
     return family
 
 
@@ -215,6 +271,10 @@ class _MetricFamilies:
         self.step_seconds = histogram("step_seconds", "Seconds that a request spent in each step.", SECONDS, "step")
         self.body_bytes = counter("request_bytes_total", "Bytes of bodies that were read.", "route")
         self.reply_bytes = counter("reply_bytes_total", "Bytes of bodies that were sent.", "route")
+        self.connections = Gauge("layertap_connections", "Connections that are open.", registry=registry)
+        self.refused_connections = counter(
+            "connections_refused_total", "Connections that were closed before, or in place of, a request.", "reason"
+        )
         self.batches = counter("batches_total", "Batches, by why just these requests shared one.", "model", "why")
         self.batch_rows = histogram("batch_rows", "Rows of a batch.", COUNTS, "model")
         self.batch_fill = histogram(
@@ -224,6 +284,9 @@ class _MetricFamilies:
         self.stop_depth = histogram("stop_depth_ratio", "Share of a forward's cost before it stopped.", RATIOS, "model")
         self.forward_seconds = histogram(
             "forward_seconds", "Seconds that a batch took in its thread.", SECONDS, "model"
+        )
+        self.busy_seconds = counter(
+            "busy_seconds_total", "Seconds that slots of a device decoded or computed.", "model", "device"
         )
         self.answered = counter("rows_total", "Rows whose features were handed back.", "model")
         self.refused = counter("refused_total", "Requests that found no place in the queue.", "reason")
@@ -293,6 +356,13 @@ class _ModelMetrics:
         )
 
 
+LOAD_GAUGES = {  # fields of ``ModelLoad``
+    "admitted_rows": "Rows that wait or run.",
+    "waiting_rows": "Rows that wait for a forward.",
+    "queue_seconds": "Seconds until all rows that are admitted are expected to be done.",
+    "replicas": "Batches that run at once at most.",
+    "busy_replicas": "Batches that run now.",
+}
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

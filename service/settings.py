@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -37,6 +38,9 @@ UNRESERVED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 ROUTES = frozenset(
     {"docs", "explain", "extract", "livez", "metrics", "models", "openapi.json", "readyz", "ui", "v1", "v2"}
 )
+MAX_KEY_NAME = 32  # characters
+MAX_DEFAULT_CONNECTIONS = 16_384
+RESERVED_FILES = 256  # workers' pipes, checkpoints, fetches, connections that are just refused
 MAX_DEFAULT_REPLICAS = 8  # Python runs one thread at a time between operations
 MAX_DEFAULT_WORKERS = 16  # each has some memory of its own
 MIN_WORKER_MEMORY_BYTES = 256 * MIB
@@ -83,6 +87,24 @@ def _can_have_workers() -> bool:
     return True
 
 
+def count_allowed_files() -> int | None:
+    """How many files this process may have open at once; None: any number, or nobody knows."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if files == resource.RLIM_INFINITY else files
+
+
+def _choose_max_connections() -> int:
+    """As many as this process may have files open, but for those that it needs itself."""
+    files = count_allowed_files()
+    if files is None:
+        return MAX_DEFAULT_CONNECTIONS
+    return min(max(files - RESERVED_FILES, files // 2, 1), MAX_DEFAULT_CONNECTIONS)
+
+
 def _choose_workers(known: dict[str, Any]) -> int:
     """One for each thread; none where there is but one. ``known`` are the fields before this."""
     threads = known.get("cpu_threads", 1)  # it is missing where it was refused
@@ -101,6 +123,19 @@ def _read_keys(file: Path) -> tuple[str, ...]:
     if not keys:  # who names a file wants keys asked for
         raise ValueError(f"there is no key in {file}")
     return keys
+
+
+def split_key(text: str) -> tuple[str, str]:
+    """A key and its name, which may stand behind it: ``KEY # NAME``; without one, the name is empty."""
+    key, _, name = text.partition(" #")
+    return key.strip(), name.strip()
+
+
+def _check_key_name(text: str) -> str:
+    key, name = split_key(text)
+    if " #" in text and not (key and 0 < len(name) <= MAX_KEY_NAME and UNRESERVED.issuperset(name)):
+        raise ValueError(f"behind ' #' a key has a name: at most {MAX_KEY_NAME} letters, digits and -._~")
+    return text
 
 
 def _parse_size(value: object) -> object:
@@ -174,6 +209,7 @@ class Settings(BaseSettings):
     allow_urls: CommaSeparated = ()
     allow_private_urls: CommaSeparated = ()
 
+    max_connections: int = Field(default_factory=_choose_max_connections, gt=0)
     max_head_bytes: Bytes = Field(64 * KIB, ge=KIB)
     head_timeout_s: float = Field(15.0, gt=0, allow_inf_nan=False)
     send_timeout_s: float = Field(60.0, gt=0, allow_inf_nan=False)
@@ -190,6 +226,8 @@ class Settings(BaseSettings):
     max_queue_bytes: Bytes = Field(1024 * MIB, gt=0)
     cache_bytes: Bytes = Field(0, ge=0)
     deadline_s: float = Field(30.0, gt=0, allow_inf_nan=False)
+    otlp_endpoint: str = ""
+    slow_request_s: float = Field(5.0, gt=0, allow_inf_nan=False)
     drain_delay_s: float | None = Field(None, ge=0, allow_inf_nan=False)  # None: as long as whoever may look needs
     url_timeout_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     max_url_fetches: int = Field(32, gt=0)
@@ -234,6 +272,11 @@ class Settings(BaseSettings):
         file = info.data.get(f"{info.field_name}_file")
         return (*values, *_read_keys(file)) if file is not None and isinstance(values, (tuple, list)) else values
 
+    @field_validator("api_keys", "admin_keys")
+    @classmethod
+    def _check_key_names(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_check_key_name, values))
+
     @field_validator("root_path")
     @classmethod
     def _check_root_path(cls, value: str) -> str:
@@ -257,6 +300,13 @@ class Settings(BaseSettings):
         keys = [info.data[name] for name in ("api_keys", "admin_keys") if name in info.data]
         if value and len(keys) == 2 and not any(keys):  # without a key everybody may do everything
             raise ValueError("others come through a proxy, and this server has no keys: set LAYERTAP_API_KEYS")
+        return value
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("write it like 'http://collector:4318'")
         return value
 
     @field_validator("key_rate")

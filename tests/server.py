@@ -57,7 +57,7 @@ def serving(
     folder = TemporaryDirectory()
     chosen = Settings(**{"cache_dir": Path(folder.name), "workers": WORKERS, **settings})
     app = create_app(chosen, configuration, fetcher(chosen) if fetcher else None)
-    server = uvicorn.Server(make_server_config(app, chosen, timeout_graceful_shutdown=30))
+    server = uvicorn.Server(make_server_config(app, chosen, app.state.engine.metrics, timeout_graceful_shutdown=30))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server")
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

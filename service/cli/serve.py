@@ -90,7 +90,7 @@ def _run(
     gc.freeze()
     manager: ModelManager = app.state.engine.manager
     server = Server(
-        make_server_config(app, settings),
+        make_server_config(app, settings, app.state.engine.metrics),
         lambda: manager.alive,
         manager.abort_loading,
         manager.withdraw_readiness,

@@ -29,6 +29,10 @@ def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher
         )
     if settings.tls_cert is not None:
         _check_certificate(str(settings.tls_cert), str(settings.tls_key))
+    if settings.otlp_endpoint:
+        from layertap.service.http.tracing import check_installed
+
+        check_installed()
     configuration = read_configuration(settings.config, before_loading=True) if settings.config else None
     from layertap.service.fetch.fetcher import Fetcher  # takes as long to import as all above
 

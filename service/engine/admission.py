@@ -40,10 +40,14 @@ class AdmissionControl:
             admission.release()
 
     def estimate_wait(self, worker: ModelWorker, rows: int) -> float:
-        """Seconds until so many rows of a model are done: others on its device get as much time if they want it."""
+        """Seconds until so many rows of a model are done: others on its device get as much time if they want it.
+
+        Any thread may ask.
+        """
         seconds = rows * worker.seconds_per_row
         devices = set(worker.devices)
-        others = [each for each in self._workers.values() if each is not worker and devices & set(each.devices)]
+        workers = tuple(self._workers.values())
+        others = [each for each in workers if each is not worker and devices & set(each.devices)]
         return seconds + sum(min(seconds, other.rows * other.seconds_per_row) for other in others)
 
     def check_bytes(self, size: int, reserved_bytes: int) -> None:

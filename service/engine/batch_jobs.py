@@ -45,6 +45,7 @@ def record_batch(metrics: Metrics, batch: Batch, failures: BatchFailures, second
     requests = len({each.request for each in batch.slices})
     max_rows, depth = max(batch.queue.max_rows, batch.rows), min(batch.depth, 1.0)
     metrics.observe_batch(model, batch.rows, max_rows, requests, depth, seconds, batch.reason)
+    metrics.add_busy_seconds(model, batch.device, seconds * batch.slots)
     for _ in range(failures.out_of_memory):
         metrics.count_out_of_memory(model)
     for _ in range(failures.memory_splits):

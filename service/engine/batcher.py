@@ -50,6 +50,10 @@ class Batcher:
         if name not in self._devices:
             self._devices[name], self._free_slots[name] = device, device.slots
 
+    def count_slots(self) -> dict[str, int]:
+        """The slots of each device."""
+        return {name: device.slots for name, device in self._devices.items()}
+
     def count_parallel_batches(self, devices: Sequence[str], slots: int) -> int:
         """How many batches of so many slots some devices compute at the same time."""
         known = [self._devices[name] for name in devices]

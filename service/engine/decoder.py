@@ -92,7 +92,7 @@ class InputDecoder:
             answer = await self._scheduler.decode_and_run(planned.worker, decode, planned.request.priority, deadline)
         finally:
             if "decode" not in steps:  # of a job the scheduler tells when it was decoded
-                planned.request.timings.add("decode", time.perf_counter() - started)
+                planned.request.timings.add_span("decode", started, time.perf_counter())
         return answer if isinstance(answer, tuple) else await self._join(planned, items, answer, deadline)
 
     async def run_encoded(self, planned: PlannedRequest, items: Items, job: Job) -> tuple[Job, Results] | DecodedInputs:

@@ -23,7 +23,7 @@ from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
-from layertap.service.engine.request_digest import digest_request
+from layertap.service.engine.request_digest import digest_layers, digest_request
 from layertap.service.engine.results import collect_features
 from layertap.service.engine.rows import Items
 from layertap.service.engine.sources import count_taken_bytes, fill_tensors, plan_stages
@@ -31,7 +31,7 @@ from layertap.service.engine.threads import start_single_threaded
 from layertap.service.features import Features
 from layertap.service.fetch.fetcher import Fetcher
 from layertap.service.inputs.items import ImageItem, UrlItem
-from layertap.service.metrics import Metrics, Snapshot
+from layertap.service.metrics import Metrics, ModelLoad, Snapshot
 from layertap.service.pictures.sent import SentPicture
 from layertap.service.settings import Settings
 
@@ -72,6 +72,15 @@ class Engine:
 
         What is at a URL may change, so that such requests are computed each time.
         """
+        rows = request.timings.facts.rows
+        self._describe(request)
+        features = await self._compute_once(request, admission, compute)
+        request.timings.describe(rows=rows + features.rows)
+        return features
+
+    async def _compute_once(
+        self, request: ExtractRequest, admission: Admission, compute: Callable[[], Awaitable[Features]]
+    ) -> Features:
         if not self.answers.max_bytes or any(isinstance(item, UrlItem) for _, item in request.items):
             return await compute()
         worker = await self.get_worker(request.model, admission)
@@ -99,6 +108,7 @@ class Engine:
         statistics = self.metrics.get_statistics(worker.name)
         with statistics.measure_request(request.timings.steps), admission.queue_rows(worker, len(request.items)):
             planned = await self.planner.plan(request, worker, admission.deadline)
+            request.timings.describe(rows=max(request.timings.facts.rows, planned.rows))
             admission.resize(planned.rows)  # before anything is decoded, or run to get to know a shape
             items = await fetch_inputs(planned, self.fetcher, admission)
             admission.reserve_bytes(planned.nbytes)
@@ -128,6 +138,7 @@ class Engine:
 
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
+        self._describe(request)
         worker = await self.get_worker(request.model, admission)
         planned = await self.planner.plan(request, worker, admission.deadline)
         items = await fetch_inputs(planned, self.fetcher, admission)
@@ -164,9 +175,10 @@ class Engine:
     def take_snapshot(self) -> Snapshot:
         """What is so at this moment, for the metrics; called by any thread."""
         entries, workers = list(self.manager.registry), self.manager.list_workers()
+        answering = dict(self.manager.workers)  # new requests; others finish what they have
         waiting = sum(self.manager.scheduler.count_waiting_rows(worker) for worker in workers)
         rows = sum(worker.rows for worker in workers)
-        ceilings = {name: worker.max_batch_rows for name, worker in dict(self.manager.workers).items()}
+        ceilings = {name: worker.max_batch_rows for name, worker in answering.items()}
         return Snapshot(
             queue_rows=waiting,
             queue_bytes=self.admission.used_bytes,
@@ -176,12 +188,37 @@ class Engine:
             hooks={entry.spec.name: entry.model.hooks for entry in entries if entry.model is not None},
             max_batch_rows={name: rows for name, rows in ceilings.items() if rows},
             memory_bytes={entry.spec.name: entry.memory_bytes for entry in entries if entry.model is not None},
+            loads={name: self._measure_load(worker) for name, worker in answering.items() if worker.is_active},
+            max_queue_rows=self.settings.max_queue_rows,
+            max_queue_bytes=self.settings.max_queue_bytes,
+            max_connections=self.settings.max_connections,
+            device_slots=self.manager.scheduler.count_slots(),
+        )
+
+    def _measure_load(self, worker: ModelWorker) -> ModelLoad:
+        return ModelLoad(
+            admitted_rows=worker.rows,
+            waiting_rows=self.manager.scheduler.count_waiting_rows(worker),
+            queue_seconds=self.admission.estimate_wait(worker, worker.rows),
+            replicas=worker.replicas,
+            busy_replicas=worker.busy_replicas,
         )
 
     async def close(self) -> None:
         """Finish what was submitted, then end all threads."""
         await self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _describe(self, request: ExtractRequest) -> None:
+        """Note what a request is about, for logs and traces: it may be one of several parts of a larger one."""
+        timings = request.timings
+        name = self.manager.default if request.model is None else request.model
+        timings.describe(
+            model=self.manager.registry.aliases.get(name, name),
+            layers=digest_layers(request),
+            selectors=len(request.selectors),
+            rows=timings.facts.rows + len(request.items),
+        )
 
     async def _digest(self, request: ExtractRequest, worker: ModelWorker, admission: Admission) -> str:
         digest = partial(digest_request, request, worker.content)

@@ -14,9 +14,13 @@ from layertap.service.engine.batch import Batch, DecodeTask, QueuedRequest, RowS
 from layertap.service.engine.forward_batch import Interval, Results, SliceResult
 from layertap.service.engine.request import Job
 from layertap.service.engine.rows import ItemAttempts
+from layertap.service.timings import Span
 
 if TYPE_CHECKING:
     from layertap.service.engine.model_worker import ModelWorker
+
+
+NEVER: Interval = (0.0, 0.0)  # of a forward that failed
 
 
 @dataclass(eq=False)
@@ -25,7 +29,7 @@ class InFlight:
 
     ``answer`` belongs to the event loop, all else to the scheduler, under its lock. ``jobs`` are there once the rows
     are, by what the batcher sees of each; ``started``: a batch with some of them has begun. ``missing`` counts rows
-    without results, ``parts`` are the others' by their first row.
+    without results, ``parts`` are the others' by their first row; ``batch_rows`` how many shared each forward.
     """
 
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -38,6 +42,7 @@ class InFlight:
     decodes: list[Interval] = field(default_factory=list)
     forwards: list[Interval] = field(default_factory=list)
     copies: list[Interval] = field(default_factory=list)
+    batch_rows: dict[Interval, int] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
 
     def add_job(self, job: Job) -> None:
@@ -50,8 +55,9 @@ class InFlight:
     ) -> list[Results] | LayertapError | RuntimeError | None:
         """Keep what became of some rows; the answer where that is it: an error, or each job's results."""
         self.forwards.append(result.forward)
+        self.batch_rows[result.forward] = result.rows
         self.copies.append(result.copy)
-        if result.decode != (0.0, 0.0):
+        if result.decode != NEVER:
             self.decodes.append(result.decode)
         self.notes["fill"] = f"{result.rows}/{batch.queue.max_rows}"
         self.notes["depth"] = f"{batch.depth:.4g}"
@@ -74,17 +80,28 @@ class InFlight:
             return
         timings, queued = next(iter(self.jobs.values())).timings, self.submitted
         if self.decoded is not None:
-            timings.add("decode", self.decoded - self.submitted)
+            timings.add_span("decode", self.submitted, self.decoded)
             queued = self.decoded
         if self.forwards:
             forward, copy, decode = count_seconds(self.forwards, self.copies, self.decodes)
-            end = max(end for _, end in (*self.forwards, *self.copies, *self.decodes))
+            ran = (*self.forwards, *self.copies, *self.decodes)
+            end = max(end for _, end in ran)
             if self.decodes:
-                timings.add("decode", decode)
-            timings.add("queue", max(end - queued - forward - copy - decode, 0.0))
-            timings.add("forward", forward)
-            timings.add("copy", copy)
+                timings.add("decode", decode, self._list_spans("decode", self.decodes))
+            waits = [Span("queue", *interval) for interval in find_gaps(queued, ran)]
+            timings.add("queue", max(end - queued - forward - copy - decode, 0.0), waits)
+            timings.add("forward", forward, self._list_spans("forward", self.forwards))
+            timings.add("copy", copy, self._list_spans("copy", self.copies))
+            timings.describe(batch_rows=max(timings.facts.batch_rows, *self.batch_rows.values()))
+        elif not self.started:
+            timings.add_span("queue", queued, time.perf_counter())
         timings.notes.update(self.notes)
+
+    def _list_spans(self, step: str, intervals: Sequence[Interval]) -> list[Span]:
+        """Each interval once, though several jobs of the request shared it; none of what never ran."""
+        ran = [interval for interval in dict.fromkeys(intervals) if interval != NEVER]
+        rows = self.batch_rows if step == "forward" else {}
+        return [Span(step, *interval, rows.get(interval, 0)) for interval in ran]
 
 
 def start_jobs(slices: Sequence[RowSlice], in_flight: Mapping[QueuedRequest, InFlight]) -> dict[QueuedRequest, Job]:
@@ -107,6 +124,16 @@ class PendingDecode(DecodeTask):
     worker: ModelWorker
     decode: Callable[[], ItemAttempts | Job]
     flight: InFlight
+
+
+def find_gaps(begin: float, intervals: Sequence[Interval]) -> list[Interval]:
+    """When none of the intervals was under way, from a moment to the beginning of the last; none of what never ran."""
+    gaps, reached = [], begin
+    for started, ended in sorted(interval for interval in intervals if interval != NEVER):
+        if started > reached:
+            gaps.append((reached, started))
+        reached = max(reached, ended)
+    return gaps
 
 
 def count_seconds(*steps: Sequence[Interval]) -> list[float]:

@@ -129,6 +129,16 @@ class ModelWorker:
         return self.queues.max_rows if self.is_active else 0
 
     @property
+    def replicas(self) -> int:
+        """How many batches it runs at once; 0 where its model is not loaded."""
+        return len(self._threads) if self.is_active else 0
+
+    @property
+    def busy_replicas(self) -> int:
+        """How many of its replicas have something to do."""
+        return max(self.replicas - len(self.idle_replicas), 0)
+
+    @property
     def is_idle(self) -> bool:
         """Whether none of its threads has anything to do; under the scheduler's lock."""
         return len(self.idle_replicas) == len(self._threads) and not self.calls

@@ -1,10 +1,8 @@
-"""What a request asks for, what it becomes once it is ready to run, and how long each step takes."""
+"""What a request asks for, and what it becomes once it is ready to run."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -30,28 +28,8 @@ from layertap.service.formats.reply_format import Encoding, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import ImageItem, InputItem
 from layertap.service.pictures.options import PictureOptions
+from layertap.service.timings import Timings
 from layertap.service.types import Priority
-
-
-@dataclass
-class Timings:
-    """Milliseconds by step, in the order in which the steps ended; ``notes`` says things that are no times."""
-
-    steps: dict[str, float] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to a step."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, time.perf_counter() - started)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add to a step."""
-        self.steps[name] = self.steps.get(name, 0.0) + seconds * 1000
 
 
 @dataclass(frozen=True)

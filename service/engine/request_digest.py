@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from functools import cache
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from types import NoneType
 from typing import Any
 
@@ -33,6 +33,17 @@ def digest_request(request: ExtractRequest, of_model: str) -> str:
     Computes, so it belongs in a thread where the request is long. TypeError for a field of an unknown type.
     """
     return _digest((of_model, *((name, getattr(request, name)) for name in _list_fields(ExtractRequest, LEFT_OUT))))
+
+
+def digest_layers(request: ExtractRequest) -> str:
+    """Of the layers that a request names, as it spells them, and of the maps that it wants: eight digits for logs."""
+    texts = [selector.text for selector in request.selectors]
+    if request.embedding is not None:
+        texts.append(f"embedding {request.embedding.layer}")
+    if request.explanation is not None:
+        texts += request.explanation.methods
+        texts += [request.explanation.selector.text] if request.explanation.selector is not None else []
+    return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
 
 def _digest(value: object) -> str:

@@ -86,6 +86,11 @@ class Scheduler:
         with self._lock:
             return self._batcher.count_waiting_rows(worker.key)
 
+    def count_slots(self) -> dict[str, int]:
+        """How many batches of one slot each device runs at once, by device."""
+        with self._lock:
+            return self._batcher.count_slots()
+
     def close(self) -> None:
         """End the pool; models have been removed before."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -221,6 +226,7 @@ class Scheduler:
             if not isinstance(result, Exception):
                 rows = result.rows if isinstance(result, Job) else count_rows(result)
                 task.worker.add_decode_time((ended - started) / self.slots, rows)
+                self._metrics.add_busy_seconds(task.worker.name, CPU, ended - started)
             if isinstance(result, Job):
                 if flight.answer.done():  # cancelled or late: nothing is queued that nobody would take off again
                     return

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from layertap.service.errors import ForbiddenError, KeyMissingError, KeyRateError
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.token_bucket import TokenBucket
-from layertap.service.settings import LOOPBACK, Settings
+from layertap.service.settings import LOOPBACK, Settings, split_key
 
 OPEN_PATHS = frozenset({"/livez", "/readyz", "/v2/health/live", "/v2/health/ready"})
 READS = ("GET", "HEAD")
@@ -27,11 +27,20 @@ HINT = "send 'Authorization: Bearer KEY' or 'X-API-Key: KEY'"
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that is let in: its digest, and what goes with it."""
+    """A key that is let in: its digest, and what goes with it; ``name`` is for the log."""
 
     digest: bytes
+    name: str
     admin: bool
     bucket: TokenBucket | None
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who is let in: whether an administrator, and the name of the key, where one was asked for."""
+
+    admin: bool
+    key: str = ""
 
 
 class Keyring:
@@ -41,13 +50,14 @@ class Keyring:
         self._pages = pages  # the same in every installation, and a browser that opens one can send no key
         self._salt = os.urandom(16)
         # A key that is in both lists is an administrator's, and is counted once.
-        kinds = dict.fromkeys(settings.api_keys, False) | dict.fromkeys(settings.admin_keys, True)
+        kinds = _name_keys(settings.api_keys, "key", False) | _name_keys(settings.admin_keys, "admin", True)
         self._api_keys = [
-            ApiKey(self._digest(key.encode()), admin, _make_bucket(settings)) for key, admin in kinds.items()
+            ApiKey(self._digest(key.encode()), name, admin, _make_bucket(settings))
+            for key, (name, admin) in kinds.items()
         ]
 
-    def authorize(self, method: str, path: str, headers: Headers) -> bool:
-        """Whether the caller is an administrator.
+    def authorize(self, method: str, path: str, headers: Headers) -> Caller:
+        """Who the caller is.
 
         KeyMissingError where a key is asked for and none that is known is given, KeyRateError where it is used too
         often. Without any configured key the server is reachable from this machine only, and whoever reaches it may do
@@ -57,9 +67,9 @@ class Keyring:
         if not self._api_keys:
             if not is_open and headers.get("sec-fetch-site") == CROSS_SITE:
                 raise ForbiddenError("a page of another site may not use this server", hint="set LAYERTAP_API_KEYS")
-            return True
+            return Caller(admin=True)
         if is_open:
-            return False
+            return Caller(admin=False)
         key = _read_key(headers)
         if key is None:
             raise KeyMissingError("this server asks for an API key", hint=HINT)
@@ -68,8 +78,9 @@ class Keyring:
             raise KeyMissingError("this API key is not known", hint=HINT)
         seconds = api_key.bucket.take(time.monotonic()) if api_key.bucket else 0.0
         if seconds:
-            raise KeyRateError("this API key is used too often", retry_after=seconds, hint="wait, as Retry-After says")
-        return api_key.admin
+            hint = "wait, as Retry-After says"
+            raise KeyRateError("this API key is used too often", retry_after=seconds, hint=hint, key=api_key.name)
+        return Caller(api_key.admin, api_key.name)
 
     def _find(self, key: str) -> ApiKey | None:
         # Every key is compared, each in constant time, by digests of one length: how long it takes tells nothing.
@@ -88,6 +99,12 @@ async def require_admin(request: Request, engine: EngineDependency) -> None:
     # Browsers that say no more than where a page is from.
     if not engine.settings.requires_key and _is_foreign(request.headers.get("origin")):
         raise ForbiddenError("a page of another site may not load or unload models", hint="set LAYERTAP_ADMIN_KEYS")
+
+
+def _name_keys(texts: tuple[str, ...], prefix: str, admin: bool) -> dict[str, tuple[str, bool]]:
+    """Keys with their names, or where they stand among those without."""
+    keys = map(split_key, texts)
+    return {key: (name or f"{prefix}-{place}", admin) for place, (key, name) in enumerate(keys, 1)}
 
 
 def _make_bucket(settings: Settings) -> TokenBucket | None:

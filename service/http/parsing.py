@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 
 from layertap.models.errors import Fault, RequestError
 from layertap.service.engine.limits import check_count, check_results
-from layertap.service.engine.request import ExtractRequest, ReplyOptions, Timings
+from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.http import input_readers
@@ -27,6 +27,7 @@ from layertap.service.schemas.bodies import ExplainBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
+from layertap.service.timings import Timings
 
 Body = TypeVar("Body", bound=RequestBody)
 

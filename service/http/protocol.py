@@ -7,6 +7,7 @@ attributes used here are the same.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from asyncio import TimerHandle
 from collections import deque
@@ -16,12 +17,22 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from layertap.service.http.connection_limit import ConnectionRefusal, find_connection_refusal
 from layertap.service.http.cycle_transport import CycleTransport
-from layertap.service.http.middleware import make_context_headers
+from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem
 from layertap.service.http.write_timer import WriteTimer
+from layertap.service.metrics import ConnectionReason, Metrics
 from layertap.service.settings import Settings
 
+log = logging.getLogger("layertap.access")
+TOO_MANY = 503
+KINDS: dict[ConnectionReason, str] = {  # what problems are called
+    "bad_request": "bad-request",
+    "head_timeout": "head-timeout",
+    "head_too_large": "head-too-large",
+    **dict.fromkeys(("limit", "descriptors"), "too-many-connections"),
+}
 MAX_FIELDS = 256  # each costs far more memory and time than its bytes tell
 FIRST_REQUEST_S = 1  # for the first request of a connection, once the server takes no more of them
 LAST_REQUEST_S = 0.3  # how long a request that was on its way when the connection ended may arrive
@@ -35,9 +46,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     are no body: a head, trailers, what frames chunks, empty lines between requests.
     """
 
-    def __init__(self, *args: Any, settings: Settings, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: Settings, metrics: Metrics, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
+        self._metrics = metrics
         self._bytes_since_body = 0
         self._in_head = False
         self._ignores_input = False
@@ -46,14 +58,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unanswered: deque[RequestResponseCycle] = deque()  # oldest first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a request, but not for ever."""
+        """Wait for a request, but not for ever; where there are too many connections, refuse it."""
         super().connection_made(transport)
+        self._metrics.add_connections(1)
         self._write_timer = WriteTimer(transport, self._settings.send_timeout_s, self.logger)
         self._cycle_transport = CycleTransport(transport, self.loop, self._end_after_reply)
-        self._start_head_timer()
+        refusal = find_connection_refusal(transport, len(self.connections), self._settings.max_connections)
+        if refusal is None:
+            self._start_head_timer()
+        else:
+            self._refuse_connection(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every timer, and every request; uvicorn tells the last one only, and keeps its timer after an error."""
+        self._metrics.add_connections(-1)
         self._stop_head_timer()
         self._write_timer.stop()
         if self._linger_timer is not None:
@@ -61,6 +79,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._cycle_transport.end = self.transport.close  # nothing waits for the garbage collector
         for cycle in self._unanswered:
+            cycle.scope["state"]["client_left"] = True
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -152,7 +171,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 rest = self._feed(rest)
         except HttpParserError:
             if not self._ignores_input:
-                self._refuse(400, "bad-request", "this is no HTTP/1.1 request", "let a client library write it")
+                detail = "this is no HTTP/1.1 request"
+                self._refuse(400, "bad_request", detail, "let a client library write it")
 
     def _feed(self, data: bytes | memoryview) -> memoryview | None:
         """What is left after a head that offers an upgrade, be it empty; None where there is no such head."""
@@ -194,7 +214,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._start_head_timer()
         elif self._in_head:
             seconds = self._settings.head_timeout_s
-            self._refuse(408, "head-timeout", f"the request's head did not arrive within {seconds:g} s")
+            self._refuse(408, "head_timeout", f"the request's head did not arrive within {seconds:g} s")
         else:
             self._end_after_reply()
 
@@ -230,14 +250,26 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _refuse_large_head(self) -> None:
         limit = self._settings.max_head_bytes
         detail = f"the request has more than {limit} bytes or {MAX_FIELDS} header fields beside its body"
-        self._refuse(431, "head-too-large", detail, "send what is long in the body")
+        self._refuse(431, "head_too_large", detail, "send what is long in the body")
 
-    def _refuse(self, status: int, kind: str, detail: str, hint: str = "") -> None:
+    def _refuse_connection(self, refusal: ConnectionRefusal) -> None:
+        """Say that there are too many, and close; where many others are just told that, without a word."""
+        if refusal.says_why:
+            hint = "keep connections open between requests, or come again later"
+            self._refuse(TOO_MANY, refusal.reason, "the server has as many connections open as it may", hint)
+            return
+        self._metrics.count_refused_connection(refusal.reason)
+        self._ignores_input = True
+        self.transport.abort()
+
+    def _refuse(self, status: int, reason: ConnectionReason, detail: str, hint: str = "") -> None:
         """Say what is wrong and close; where an earlier request is whole, once that is answered, and without a word."""
         self._ignores_input = True
         self._cycle_transport.flush()
         request_id = secrets.token_hex(16)
-        self.logger.warning("refused with %d: %s", status, detail, extra={"fields": {"request_id": request_id}})
+        self._metrics.count_refused_connection(reason)
+        fields = {"request_id": request_id, "status": status, "reason": reason}
+        log.warning("refused with %d: %s", status, detail, extra={"fields": fields})
         if len(self._unanswered) > 1 and self._unanswered[-1].more_body:  # it has not begun, and will not be whole
             self._unanswered.pop()
             self.pipeline.popleft()
@@ -247,7 +279,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif last is not None and last.response_started:
             self._close()
         else:
-            self.transport.write(self._format_refusal(status, kind, detail, hint, request_id))
+            self.transport.write(self._format_refusal(status, KINDS[reason], detail, hint, request_id))
             if last is not None:  # it waits for the rest of its body
                 last.disconnected = True
                 last.message_event.set()
@@ -255,7 +287,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _format_refusal(self, status: int, kind: str, detail: str, hint: str, request_id: str) -> bytes:
         """The bytes of a reply that no request of uvicorn's stands behind."""
-        reply = encode_problem(Problem(status, kind, detail, request_id, hint))
+        later = {"Retry-After": "1"} if status == TOO_MANY else {}
+        reply = encode_problem(Problem(status, kind, detail, request_id, hint, headers=later))
         headers = [
             *self.server_state.default_headers,
             *reply.raw_headers,

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from layertap.models.errors import Fault
 from layertap.service.engine.admission import Admission
 from layertap.service.engine.engine import Engine
-from layertap.service.engine.request import ExtractRequest, Timings
+from layertap.service.engine.request import ExtractRequest
 from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.negotiation import negotiate
@@ -29,6 +29,7 @@ from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
 from layertap.service.http.timeout import HEADER, Timeout
 from layertap.service.settings import Settings
+from layertap.service.timings import Timings
 
 SHORT = 2048  # bytes
 FEW_NUMBERS = 4096
@@ -70,7 +71,7 @@ async def receive(
     timeout = Timeout.parse(request.headers, engine.settings, timeout_header)
     admission = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline))
     data = await read_body(request, engine.settings, admission.reserve_bytes)
-    timings = Timings(state["timings"], state["notes"])
+    timings: Timings = state["timings"]
     model = None
     async with cancel_on_disconnect(request):
         try:
@@ -82,6 +83,7 @@ async def receive(
             raw = RawRequest(request.headers, query, data, reply_format, timings)
             parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
+            timings.describe(model=engine.manager.default if model is None else model)
             timeout = timeout.shorten(get_timeout(parsed))
             admission.deadline = timeout.deadline
             yield parsed, admission

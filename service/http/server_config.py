@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
 
 SHUTDOWN_SHARE = 0.9  # of the deadline: admitted requests are expected to end within less; supervisors wait as long
@@ -19,13 +20,18 @@ CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2: with forward secrecy and 
 KEEP_ALIVE_S = 75  # longer than clients and proxies keep a connection: who closes first should not be the server
 
 
-def make_server_config(app: ASGIApp, settings: Settings, **options: Any) -> uvicorn.Config:
-    """What uvicorn is told; ``options`` are more of its own. RuntimeError where uvicorn is not as it has to be."""
+def make_server_config(
+    app: ASGIApp, settings: Settings, metrics: Metrics | None = None, **options: Any
+) -> uvicorn.Config:
+    """What uvicorn is told; ``options`` are more of its own. RuntimeError where uvicorn is not as it has to be.
+
+    ``metrics`` are where connections are counted, where that is wanted.
+    """
     _require_methods(uvicorn.Server, SERVER_METHODS)
     return uvicorn.Config(
         app,
         **{
-            "http": _choose_protocol(settings),
+            "http": _choose_protocol(settings, metrics or Metrics()),
             "ws": "none",
             "log_config": None,
             "access_log": False,
@@ -42,7 +48,7 @@ def make_server_config(app: ASGIApp, settings: Settings, **options: Any) -> uvic
     )
 
 
-def _choose_protocol(settings: Settings) -> Any:
+def _choose_protocol(settings: Settings, metrics: Metrics) -> Any:
     if sys.platform == "win32":
         return "h11"
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -51,7 +57,7 @@ def _choose_protocol(settings: Settings) -> Any:
 
     overrides = [name for name in vars(BoundedHttpProtocol) if not name.startswith("_")]
     _require_methods(HttpToolsProtocol, overrides)
-    return partial(BoundedHttpProtocol, settings=settings)
+    return partial(BoundedHttpProtocol, settings=settings, metrics=metrics)
 
 
 def _require_methods(parent: type, names: Iterable[str]) -> None:

@@ -15,17 +15,17 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from layertap.service.metrics import BatchReason, Cause, Metrics, Reason, Snapshot
+from layertap.service.metrics import BatchReason, Cause, Metrics, ModelLoad, Reason, Snapshot
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.gated_server import post_rows, wait_until
-from tests.service.support import configured, net, npy, problem, raw, rows
+from tests.service.gated_server import hold_model, post_rows, wait_until
+from tests.service.support import configured, net, npy, picture, problem, raw, rows
 
 ROUTES = {
     *("/extract", "/models", "/models/{name}", "/models/{name}/layers", "/models/{name}/load", "/models/{name}/unload"),
     *("/livez", "/readyz", "/metrics", "/", "other"),
 }
-LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state"}
+LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state", "device"}
 STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
@@ -196,7 +196,20 @@ def check_name(family: Metric) -> None:
     if family.type == "counter":  # the parser takes _total off the family's name
         assert {sample.name for sample in family.samples} <= {f"{family.name}_total"}
     else:
-        assert family.name.endswith(("_seconds", "_bytes", "_rows", "_requests", "_ratio", "_state", "_hooks"))
+        assert family.name.endswith(
+            (
+                "_seconds",
+                "_bytes",
+                "_rows",
+                "_requests",
+                "_ratio",
+                "_state",
+                "_hooks",
+                "_connections",
+                "_replicas",
+                "_slots",
+            )
+        )
     assert not [sample.name for sample in family.samples if sample.name.endswith("_created")]
 
 
@@ -207,9 +220,63 @@ def test_documented() -> None:
     for family in families(metrics.render().decode()):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         found[name] = {label for sample in family.samples for label in sample.labels} - {"le"}
+    assert documented() == found
+
+
+def test_scrape(server: Live) -> None:
+    """After real traffic a scrape has every documented name, with its labels, and none that is not documented."""
+    assert post_rows(server).status_code == 200
+    assert server.client.get("/nowhere").status_code == 404
+    counted(server, extract=1, other=1)
+    scrape = families(scraped(server))
+    samples = {f"{each.name}_total" if each.type == "counter" else each.name: each.samples for each in scrape}
+    assert all(samples.values())
+    labels = {name: {label for sample in found for label in sample.labels} for name, found in samples.items()}
+    assert {name: found - {"le"} for name, found in labels.items()} == documented()
+
+
+def test_load(server: Live) -> None:
+    """What a model has to do is told while it is so: what waits, what runs, how long that takes, up to which limits."""
+    of = "{model=gated}"
+    with ThreadPoolExecutor(1) as pool:
+        with hold_model(server):
+            waiting = pool.submit(post_rows, server, 5)
+            wait_until(lambda: figures(scraped(server))[f"layertap_model_admitted_rows{of}"] == 6)
+            wait_until(lambda: figures(scraped(server))[f"layertap_model_waiting_rows{of}"] == 5)
+            found = figures(scraped(server))
+        assert waiting.result().status_code == 200
+    assert found[f"layertap_model_busy_replicas{of}"] == 1
+    assert found[f"layertap_model_replicas{of}"] == server.engine.manager.workers["gated"].executor.replicas
+    worker = server.engine.manager.workers["gated"]
+    assert found[f"layertap_model_queue_seconds{of}"] > 0
+    assert found["layertap_max_queue_rows"] == server.engine.settings.max_queue_rows
+    assert found["layertap_max_queue_bytes"] == server.engine.settings.max_queue_bytes
+    assert found["layertap_max_connections"] == server.engine.settings.max_connections
+    wait_until(lambda: worker.busy_replicas == 0)
+    idle = figures(scraped(server))
+    names = ("admitted_rows", "waiting_rows", "queue_seconds", "busy_replicas")
+    assert [idle[f"layertap_model_{name}{of}"] for name in names] == [0, 0, 0, 0]
+
+
+def test_busy_seconds(server: Live) -> None:
+    """How long cores were busy for a model is there, decoding too: at most as replies told it, on all cores."""
+    replies = [server.client.post("/extract", **raw(picture(seed), "image/png", layers="head")) for seed in range(3)]
+    counted(server, extract=3)
+    found = figures(scraped(server))
+    slots = found["layertap_device_slots{device=cpu}"]
+    assert slots == server.engine.settings.cpu_threads
+    told = sum(durations(reply)["decode"] for reply in replies)
+    forwards = found["layertap_forward_seconds_sum{model=digits}"]
+    busy = found["layertap_busy_seconds_total{device=cpu,model=digits}"]
+    assert forwards < busy <= slots * forwards + told + 3 * ROUNDING_S
+
+
+def documented() -> dict[str, set[str]]:
+    """Every name of the document's tables, and its labels."""
     table = re.findall(r"^\| `(layertap_\w+)` \| ([^|]*)\|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(table) == len(found)
-    assert {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in table} == found
+    names = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in table}
+    assert len(table) == len(names)
+    return names
 
 
 def everything() -> Metrics:
@@ -217,7 +284,13 @@ def everything() -> Metrics:
     metrics = Metrics()
     metrics.observe_request("/extract", 200, 0.0, {}, 0, 0)
     metrics.count_answered("digits", 1)
-    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}))
+    metrics.add_busy_seconds("digits", "cpu", 1.0)
+    loads = {"digits": ModelLoad()}
+    metrics.register_gauges(
+        lambda: Snapshot(
+            1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, loads=loads, device_slots={"cpu": 1}
+        )
+    )
     return metrics
 
 

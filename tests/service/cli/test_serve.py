@@ -31,6 +31,12 @@ from tests.service.support import Json
         ({"LAYERTAP_API_KEYS_FILE": "nowhere/keys"}, (), "LAYERTAP_API_KEYS_FILE: nowhere/keys"),
         ({"LAYERTAP_ADMIN_KEYS_FILE": os.devnull}, (), "LAYERTAP_ADMIN_KEYS_FILE: there is no key"),
         ({"LAYERTAP_CONFIG": "nowhere.yaml"}, (), "LAYERTAP_CONFIG"),
+        (
+            {"LAYERTAP_OTLP_ENDPOINT": "collector:4318"},
+            (),
+            "LAYERTAP_OTLP_ENDPOINT: write it like 'http://collector:4318'",
+        ),
+        ({"LAYERTAP_API_KEYS": "secret # two words"}, (), "LAYERTAP_API_KEYS: behind ' #' a key has a name"),
         ({"LAYERTAP_ALLOW_URLS": "127.1"}, (), "LAYERTAP_ALLOW_URLS"),
         ({"LAYERTAP_MAX_HEAD_BYTES": "0"}, (), "LAYERTAP_MAX_HEAD_BYTES"),
         ({"LAYERTAP_MAX_HEAD_BYTES": "64 furlongs"}, (), "LAYERTAP_MAX_HEAD_BYTES: a size is"),

@@ -26,11 +26,12 @@ from layertap.models.selection.hook_points import (
     TensorSource,
 )
 from layertap.models.spec import ModelSpec, WarmSpec
-from layertap.service.engine.request import ExtractRequest, ReplyOptions, Timings
+from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.engine.request_digest import digest_model, digest_request
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem, TokensItem
+from layertap.service.timings import Timings
 from tests.conftest import Loader
 
 PARTS = dict.fromkeys(("channels", "tokens", "heads", "queries", "keys"), (0, 2))

@@ -1,0 +1,111 @@
+"""What the log says of each request that has ended: its fields, and a sentence of them for people."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from layertap.models.errors import escape
+from layertap.service.timings import Timings
+
+log = logging.getLogger("layertap.access")
+REQUEST, SLOW_REQUEST = "request", "slow request"  # what a line of the log says
+MAX_METHOD, MAX_PATH, MAX_NAME = 16, 200, 64  # characters
+MAX_SHOWN = 4  # steps in a sentence
+STEPS = ("unpack", "parse", "fetch", "decode", "queue", "forward", "copy", "encode")
+MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessRecord:
+    """A request that has ended; ``status`` 0 where no reply was begun, times in seconds.
+
+    ``client`` is the address that it came from, ``key`` the name of its API key. ``receive_s`` is what its body took to
+    arrive, ``send_s`` its reply to be taken; ``client_left`` before it had that. ``trace_id`` is of the trace that it is
+    a part of, where one is written.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    status: int
+    seconds: float
+    timings: Timings
+    client: str = ""
+    key: str = ""
+    client_left: bool = False
+    request_bytes: int = 0
+    reply_bytes: int = 0
+    receive_s: float = 0.0
+    send_s: float = 0.0
+    trace_id: str = ""
+
+    def write(self, slow_s: float) -> None:
+        """One line; a warning, with what else took time, where it took ``slow_s`` seconds or longer."""
+        slow = self.seconds >= slow_s
+        level = logging.WARNING if slow else logging.INFO
+        if log.isEnabledFor(level):
+            log.log(level, SLOW_REQUEST if slow else REQUEST, extra={"fields": self.make_fields()})
+
+    def make_fields(self) -> dict[str, object]:
+        """Names and values in their order: first what every line has, then what there is to say."""
+        facts = self.timings.facts
+        always: dict[str, object] = {
+            "request_id": self.request_id,
+            "method": _cut(self.method, MAX_METHOD),
+            "path": _cut(self.path, MAX_PATH),
+            "status": self.status,
+            "milliseconds": round(self.seconds * 1000, 2),
+        }
+        optional: dict[str, object] = {
+            "client": self.client,
+            "key": self.key,
+            "client_left": self.client_left,
+            "model": _cut(facts.model, MAX_NAME) if facts.model else "",
+            "layers": facts.layers,
+            "selectors": facts.selectors,
+            "rows": facts.rows,
+            "batch_rows": facts.batch_rows,
+            "cache": self.timings.notes.get("cache", ""),
+            "request_bytes": self.request_bytes,
+            "reply_bytes": self.reply_bytes,
+            "trace_id": self.trace_id,
+        }
+        return always | {name: value for name, value in optional.items() if value} | self._measure_steps()
+
+    def _measure_steps(self) -> dict[str, float]:
+        """Milliseconds of each step; ``other``: of a request with steps, what belongs to none of them."""
+        steps = {"receive": self.receive_s * 1000, **self.timings.steps, "send": self.send_s * 1000}
+        if self.timings.steps:
+            steps["other"] = max(self.seconds * 1000 - sum(steps.values()), 0.0)
+        shown = ((field, round(steps.get(step, 0.0), 2)) for step, field in MILLISECONDS.items())
+        return {field: milliseconds for field, milliseconds in shown if milliseconds}
+
+
+def format_request(fields: Mapping[str, object]) -> str:
+    """A sentence: what was asked and answered, in what time, where that went, the longest first."""
+    sentence = "{method} {path} {status}, {milliseconds:g} ms".format_map(fields)
+    about = ", ".join(_list_facts(fields))
+    steps = {step: float(str(fields[field])) for step, field in MILLISECONDS.items() if field in fields}
+    longest = sorted(steps.items(), key=lambda step: -step[1])[:MAX_SHOWN]
+    spent = " ".join(f"{name} {milliseconds:.1f}" for name, milliseconds in longest)
+    return sentence + (f": {about}" if about else "") + (f" ({spent})" if len(steps) > 1 else "")
+
+
+def _list_facts(fields: Mapping[str, object]) -> Iterator[str]:
+    if "client_left" in fields:
+        yield "the client left"
+    if "model" in fields:
+        yield f"{fields['model']}"
+    if "rows" in fields:
+        batch = f" in batches of up to {fields['batch_rows']}" if fields.get("batch_rows", 1) != 1 else ""
+        yield f"{fields['rows']} {'row' if fields['rows'] == 1 else 'rows'}{batch}"
+    if "cache" in fields:
+        yield f"cache {fields['cache']}"
+    if "key" in fields:
+        yield f"key {fields['key']}"
+
+
+def _cut(text: str, length: int) -> str:
+    return escape(text, length)[1:-1]

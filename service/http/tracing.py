@@ -1,0 +1,135 @@
+"""Traces for OpenTelemetry: of each request a span, and one for each part of a step. Its packages are an extra.
+
+The spans of steps are made once the request has ended, of the times that its road noted, in worker processes too: on
+the road nothing of OpenTelemetry runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from layertap.models.errors import LayertapError, escape
+from layertap.service.access_log import MAX_METHOD, MAX_NAME, MAX_PATH, AccessRecord
+from layertap.service.version import get_version
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span
+    from starlette.datastructures import Headers
+
+HINT = 'pip install "layertap[otel]", or leave LAYERTAP_OTLP_ENDPOINT out'
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+SERVER_ERROR = 500
+CLOSE_S = 3.0
+PARENT_HEADERS = ("traceparent", "tracestate")
+Attributes = dict[str, str | int]
+
+
+def check_installed() -> None:
+    """LayertapError where the extra is missing; nothing of it is imported but its outermost packages."""
+    try:
+        missing = [name for name in PACKAGES if find_spec(name) is None]
+    except ModuleNotFoundError:
+        missing = list(PACKAGES)
+    if missing:
+        raise LayertapError("traces need OpenTelemetry, which is not installed", hint=HINT)
+
+
+class RequestTracer:
+    """Sends spans to a collector by OTLP over HTTP, in a thread of its own.
+
+    ``endpoint`` is its address without a path: ``http://collector:4318``. What OpenTelemetry's own variables
+    (``OTEL_…``) say of sampling, headers, resources and limits holds. LayertapError where the extra is missing.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        check_installed()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        name = os.environ.get("OTEL_SERVICE_NAME", "layertap")
+        resource = Resource.create({SERVICE_NAME: name, SERVICE_VERSION: get_version()})
+        exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
+        self._provider: TracerProvider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("layertap", get_version())
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, headers: Headers) -> RequestTrace:
+        """The span of a request whose head has come, in its caller's trace where ``traceparent`` names one."""
+        from opentelemetry.trace import SpanKind
+
+        carrier = {name: headers[name] for name in PARENT_HEADERS if name in headers}
+        parent = self._propagator.extract(carrier)
+        return RequestTrace(self, self._tracer.start_span("request", parent, SpanKind.SERVER))
+
+    def add_span(self, name: str, parent: Context, started_ns: int, ended_ns: int, attributes: Attributes) -> None:
+        """A span that has ended, in nanoseconds since 1970."""
+        span = self._tracer.start_span(name, parent, attributes=attributes, start_time=started_ns)
+        span.end(ended_ns)
+
+    async def close(self) -> None:
+        """Send what waits, and end; a collector that does not answer is not waited for long."""
+        thread = Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        thread.start()
+        await asyncio.to_thread(thread.join, CLOSE_S)
+
+
+class RequestTrace:
+    """The span of one request, whose identifiers its reply and its line in the log have."""
+
+    def __init__(self, tracer: RequestTracer, span: Span) -> None:
+        context = span.get_span_context()
+        self.trace_id = f"{context.trace_id:032x}"
+        self.traceparent = f"00-{self.trace_id}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+        self._tracer = tracer
+        self._span = span
+
+    def end(self, record: AccessRecord, route: str) -> None:
+        """The request has ended: name its span, and add those of its steps."""
+        from opentelemetry.trace import StatusCode, set_span_in_context
+
+        span, now, counter = self._span, time.time_ns(), time.perf_counter()
+        if span.is_recording():
+            span.update_name(f"{escape(record.method, MAX_METHOD)[1:-1]} {route}")
+            span.set_attributes(dict(_list_attributes(record, route)))
+            if record.status >= SERVER_ERROR or not record.status:
+                span.set_status(StatusCode.ERROR)
+            context = set_span_in_context(span)
+            for step, started, ended, rows in record.timings.spans:
+                started_ns, ended_ns = (now + round((moment - counter) * 1e9) for moment in (started, ended))
+                attributes: Attributes = {"layertap.batch_rows": rows} if rows else {}
+                self._tracer.add_span(step, context, started_ns, ended_ns, attributes)
+        span.end(now)
+
+
+def _list_attributes(record: AccessRecord, route: str) -> Iterator[tuple[str, str | int]]:
+    """By OpenTelemetry's conventions for HTTP where it has some; what is not known of a request is left out."""
+    facts = record.timings.facts
+    attributes: Attributes = {
+        "http.request.method": escape(record.method, MAX_METHOD)[1:-1],
+        "http.route": route,
+        "http.response.status_code": record.status,
+        "url.path": escape(record.path, MAX_PATH)[1:-1],
+        "http.request.body.size": record.request_bytes,
+        "http.response.body.size": record.reply_bytes,
+        "layertap.request_id": record.request_id,
+        "layertap.key": record.key,
+        "layertap.model": escape(facts.model, MAX_NAME)[1:-1],
+        "layertap.layers": facts.layers,
+        "layertap.selectors": facts.selectors,
+        "layertap.rows": facts.rows,
+        "layertap.batch_rows": facts.batch_rows,
+        "error.type": str(record.status) if record.status >= SERVER_ERROR else "",
+    }
+    return ((name, value) for name, value in attributes.items() if value)

@@ -1,0 +1,279 @@
+"""The line that each request leaves in the log: what it was about, and where its time went, in whatever protocol."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from layertap.models.digits import spec as digits
+from layertap.service.access_log import AccessRecord, format_request
+from layertap.service.logs import JsonFormatter, TextFormatter
+from layertap.service.settings import Settings
+from layertap.service.timings import MAX_SPANS, RequestFacts, Timings
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.gated_server import build_row_request, connect, encode_request, hold_model, post_rows, wait_until
+from tests.service.load_server import process
+from tests.service.support import Json, configured, image, net, npy, picture, raw, text64
+
+ALWAYS = ["request_id", "method", "path", "status", "milliseconds"]
+STEPS = {"parse_ms", "decode_ms", "queue_ms", "forward_ms", "copy_ms", "encode_ms"}
+KEYS = {"api_keys": "user-key # search, other-key", "admin_keys": "admin-key", "key_rate": 0.001, "key_burst": 20}
+
+
+class Lines:
+    """What the log says of requests, as ``serve`` writes it."""
+
+    def __init__(self) -> None:
+        self.stream = StringIO()
+
+    def list_all(self) -> list[Json]:
+        """Every line about a request, the oldest first."""
+        return [json.loads(line) for line in self.stream.getvalue().split("\n") if line]
+
+    def find(self, reply: httpx.Response) -> Json:
+        """The line of a request that was answered."""
+        return self.find_by_id(reply.headers["x-request-id"])
+
+    def find_by_id(self, request_id: str) -> Json:
+        """The line of a request: others of tests before this one may come late."""
+        wait_until(lambda: any(line["request_id"] == request_id for line in self.list_all()))
+        (line,) = [line for line in self.list_all() if line["request_id"] == request_id]
+        return line
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    lines = Lines()
+    handler = logging.StreamHandler(lines.stream)
+    handler.setFormatter(JsonFormatter())
+    log = logging.getLogger("layertap.access")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield lines
+    log.setLevel(logging.NOTSET)
+    log.removeHandler(handler)
+
+
+def embed(live: Live, **more: object) -> httpx.Response:
+    """A request in OpenAI's protocol."""
+    inputs = [f"data:image/png;base64,{text64(picture(seed))}" for seed in range(3)]
+    return live.client.post("/v1/embeddings", json={"model": "digits", "input": inputs, **more})
+
+
+def infer(live: Live, model: str = "gated") -> httpx.Response:
+    """A request in the Open Inference Protocol."""
+    inputs = [{"name": "x", "shape": [3, 4], "datatype": "FP32", "data": [1] * 12}]
+    return live.client.post(f"/v2/models/{model}/infer", json={"inputs": inputs, "outputs": [{"name": "linear"}]})
+
+
+def test_extraction(live: Live, lines: Lines) -> None:
+    """An extraction's line has its model, layers, rows, batch and bytes, and the time of each step as its reply has."""
+    body = {"layers": ["block1", "head"], "inputs": [image(picture(seed)) for seed in range(3)]}
+    reply = live.client.post("/extract", json=body, headers={"accept-encoding": "identity"})
+    line = lines.find(reply)
+    assert [name for name in line if name in ALWAYS] == ALWAYS
+    assert (line["model"], line["selectors"], line["rows"], line["batch_rows"]) == ("digits", 2, 3, 3)
+    assert (line["request_bytes"], line["reply_bytes"]) == (len(reply.request.read()), len(reply.content))
+    assert {name for name in line if name.endswith("_ms")} - {"receive_ms", "send_ms"} == STEPS | {"other_ms"}
+    for name in STEPS:
+        shown = reply.headers["server-timing"].partition(f"{name.removesuffix('_ms')};dur=")[2].partition(",")[0]
+        assert line[name] == pytest.approx(float(shown), abs=0.011)
+    spent = sum(value for name, value in line.items() if name.endswith("_ms"))
+    assert spent == pytest.approx(line["milliseconds"], abs=0.2)
+
+
+def test_digest_of_layers(live: Live, lines: Lines) -> None:
+    """Requests that name the same layers have one digest, in any order of anything else; others have another."""
+
+    def find_digest(*layers: str, **more: object) -> str:
+        body = {"layers": layers, "inputs": [image(picture())] * 2, **more}
+        return str(lines.find(live.client.post("/extract?format=npz", json=body))["layers"])
+
+    first = find_digest("block1", "head")
+    assert len(first) == 8
+    assert find_digest("block1", "head", dtype="float16") == first
+    assert len({first, find_digest("block1"), find_digest("head", "block1"), find_digest("block?")}) == 4
+
+
+def test_other_protocols(live: Live, lines: Lines) -> None:
+    """Other protocols and explanations have the same fields."""
+    explained = live.client.post("/explain", json={"method": "grad_cam", "inputs": [image(picture())] * 3})
+    for reply, model in ((embed(live), "digits"), (infer(live), "gated"), (explained, "digits")):
+        assert reply.status_code == 200, reply.text
+        line = lines.find(reply)
+        assert (line["status"], line["model"], line["rows"], line["batch_rows"]) == (200, model, 3, 3)
+        assert {"parse_ms", "queue_ms", "forward_ms", "encode_ms"} <= line.keys()
+        assert len(line["layers"]) == 8
+
+
+def test_refusals(live: Live, limited: Live, lines: Lines) -> None:
+    """Whatever is refused has a line with its status, and as much of the rest as was known by then."""
+    for reply, status, known in (
+        (live.client.post("/extract", json={"layers": ["nowhere"], "inputs": [image(picture())]}), 422, "digits"),
+        (post_rows(live, model="zzz\x1b"), 404, "zzz\\x1b"),
+        (infer(live, "zzz"), 404, "zzz"),
+        (embed(live, model="zzz"), 404, "zzz"),
+        (live.client.post("/extract", content=b"{", headers={"content-type": "application/json"}), 400, None),
+        (live.client.get("/nowhere"), 404, None),
+        (post_rows(limited, 5), 413, "gated"),
+    ):
+        line = lines.find(reply)
+        assert (reply.status_code, line["status"], line.get("model")) == (status, status, known)
+        assert "batch_rows" not in line
+
+
+def test_deadline(live: Live, lines: Lines) -> None:
+    """A request that never came to its forward says how long it was in the queue."""
+    with hold_model(live):
+        reply = post_rows(live, 2, timeout="0.2")
+        line = lines.find(reply)
+    assert (reply.status_code, line["status"], line["rows"]) == (504, 504, 2)
+    assert line["queue_ms"] >= 50
+    assert "forward_ms" not in line
+
+
+def test_client_that_left(live: Live, lines: Lines) -> None:
+    """A client that left before its reply began is told, with what it had asked for."""
+    with hold_model(live):
+        with connect(live) as connection:
+            request = build_row_request(live, 3)
+            request.headers["x-request-id"] = "left"
+            connection.sendall(encode_request(request))
+            wait_until(lambda: live.engine.take_snapshot().queue_rows == 3)
+        line = lines.find_by_id("left")
+    assert (line["status"], line["client_left"], line["model"], line["rows"]) == (499, True, "gated", 3)
+
+
+def test_client_that_left_in_its_reply(serve: Serve, lines: Lines) -> None:
+    """A client that left before the end of its reply is told, with the status that the reply had."""
+    request = raw(npy(np.zeros((200, 3, 32, 32), np.float32)), "application/x-npy", layers="block1", format="npy")
+    with serve(send_buffer=2**12) as live:
+        with connect(live, buffer=2**11) as connection:
+            sent = live.client.build_request("POST", "/extract", **request)
+            sent.headers["x-request-id"] = "left"
+            connection.sendall(encode_request(sent))
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+        line = lines.find_by_id("left")
+        whole = lines.find(live.client.post("/extract", **raw(picture(), "image/png", layers="head")))
+    assert (line["status"], line["client_left"], line["rows"]) == (200, True, 200)
+    assert "client_left" not in whole
+
+
+def test_cache(serve: Serve, lines: Lines) -> None:
+    """What became of a request among answers that are kept stands in its line."""
+    with serve(configured(net("gated", "Gated")), cache_bytes=2**24) as live:
+        found = [lines.find(post_rows(live, 2)) for _ in range(2)]
+    assert [line["cache"] for line in found] == ["miss", "hit"]
+    assert [line["rows"] for line in found] == [2, 2]
+    assert "forward_ms" not in found[1]
+
+
+def test_names_of_keys(serve: Serve, lines: Lines) -> None:
+    """A key's name, or its place among those without, is in the line, also where it comes too often; no key ever is."""
+    with serve(**KEYS) as live:
+        for key, name, status in (
+            ("user-key", "search", 200),
+            ("other-key", "key-2", 200),
+            ("admin-key", "admin-1", 200),
+            ("user-key # search", None, 401),
+            ("wrong-key", None, 401),
+        ):
+            reply = live.client.get("/models", headers={"x-api-key": key})
+            line = lines.find(reply)
+            assert (reply.status_code, line["status"], line.get("key")) == (status, status, name)
+        replies = [live.client.get("/models", headers={"x-api-key": "user-key"}) for _ in range(21)]
+        line = lines.find(replies[-1])
+        assert (line["status"], line["key"]) == (429, "search")
+    assert not [key for key in ("user-key", "other-key", "admin-key", "wrong-key") if key in lines.stream.getvalue()]
+
+
+@pytest.mark.parametrize("keys", ["a # ", "a # b c", "a # " + "n" * 33, "a # <b>", "a #\x1b"])
+def test_bad_names_of_keys(keys: str) -> None:
+    """A name that is none is refused, without the key."""
+    with pytest.raises(ValidationError, match="behind ' #' a key has a name"):
+        Settings(api_keys=f"first,{keys}")
+
+
+def test_slow_requests(serve: Serve, lines: Lines) -> None:
+    """Only a request that takes as long as the setting says is a warning, with where the time went."""
+    with serve(configured(net("gated", "Gated")), slow_request_s=0.5) as live:
+        quick = lines.find(post_rows(live))
+        with ThreadPoolExecutor(1) as pool:
+            with hold_model(live):
+                waiting = pool.submit(post_rows, live, 2)
+                wait_until(lambda: live.engine.take_snapshot().queue_rows == 2)
+                assert post_rows(live, timeout="0.6").status_code == 504  # so long at least the other one waits
+            slow = lines.find(waiting.result())
+    assert (slow["level"], slow["message"]) == ("warning", "slow request")
+    steps = {name: value for name, value in slow.items() if name.endswith("_ms")}
+    assert max(steps, key=steps.__getitem__) == "queue_ms"
+    assert slow["milliseconds"] >= 500
+    assert quick["message"] == "request" or quick["milliseconds"] >= 500
+
+
+def make_record(**more: object) -> AccessRecord:
+    timings = Timings({"queue": 1234.5, "forward": 11.25}, {"cache": "miss"})
+    timings.describe(model="resnet50", layers="0123abcd", selectors=2, rows=3, batch_rows=8)
+    chosen = {"request_id": "7", "method": "POST", "path": "/extract", "status": 200, "seconds": 1.25, "key": "search"}
+    return AccessRecord(timings=timings, **(chosen | more))  # type: ignore[arg-type]
+
+
+def test_sentence() -> None:
+    """For people a line says what was asked and answered, and where the time went, the longest first."""
+    sentence = format_request(make_record().make_fields())
+    assert sentence == (
+        "POST /extract 200, 1250 ms: resnet50, 3 rows in batches of up to 8, cache miss, key search"
+        " (queue 1234.5 forward 11.2 other 4.2)"
+    )
+    left = format_request(make_record(status=499, client_left=True).make_fields())
+    assert left.startswith("POST /extract 499, 1250 ms: the client left, resnet50")
+    record = logging.LogRecord("layertap.access", logging.WARNING, "f", 1, "slow request", (), None)
+    record.fields = make_record().make_fields()
+    assert TextFormatter().format(record).endswith(f"  warning: slow: {sentence}")
+
+
+def test_hostile_names() -> None:
+    """Names from outside are escaped and cut, in a sentence too."""
+    timings = Timings()
+    timings.describe(model="\x1b[2J\u2028" * 100)
+    record = make_record(method="BREW" * 20, path="/\n" * 300)
+    fields = AccessRecord(**(vars(record) | {"timings": timings})).make_fields()
+    assert all(len(str(value)) < 210 and str(value).rstrip("…").isascii() for value in fields.values())
+    assert format_request(fields).isprintable()
+
+
+def test_bounds() -> None:
+    """However many parts a request has, only so many are kept, and its sums have them all."""
+    timings = Timings()
+    for number in range(3 * MAX_SPANS):
+        timings.add_span("forward", number, number + 0.5)
+    assert (len(timings.spans), timings.steps) == (MAX_SPANS, {"forward": 1500.0 * MAX_SPANS})
+    assert timings.facts == RequestFacts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_processes(tmp_path: Path, workers: str) -> None:
+    """A request that is answered in another process has the line that it has in the server's own."""
+    request = raw(picture(), "image/png", layers="head")
+    with process([digits()], tmp_path, LAYERTAP_WORKERS=workers) as server:
+        lines = [httpx.post(f"{server.url}/extract", **request).headers["x-request-id"]]
+        wait_until(lambda: any(line.get("request_id") in lines for line in server.logged()))
+        line = next(line for line in server.logged() if line.get("request_id") in lines)
+        assert STEPS - {"parse_ms"} <= line.keys()
+        assert (line["model"], line["rows"], line["batch_rows"]) == ("digits", 1, 1)
+        server.running.send_signal(signal.SIGTERM)
+        assert server.running.wait(60) == 0
