@@ -52,7 +52,7 @@ def print_layers(console: Console, rows: Sequence[TreeRow]) -> None:
 
 def _list_choices() -> Iterator[tuple[Column, ...]]:
     """All columns, then ever fewer of them."""
-    columns = COLUMNS
+    columns: tuple[Column, ...] = COLUMNS
     yield columns
     for column in (each for each in COLUMNS if each.optional):
         columns = tuple(each for each in columns if each is not column)

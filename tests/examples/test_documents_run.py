@@ -59,6 +59,7 @@ def test_readme(project: Project) -> None:
 
 @needs_curl
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_guide(project: Project) -> None:
     """The guide runs as printed, and each picture that it shows is what its command draws."""
     run_document(GUIDE, project)
