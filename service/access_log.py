@@ -22,8 +22,8 @@ class AccessRecord:
     """A request that has ended; ``status`` 0 where no reply was begun, times in seconds.
 
     ``client`` is the address that it came from, ``key`` the name of its API key. ``receive_s`` is what its body took to
-    arrive, ``send_s`` its reply to be taken; ``client_left`` before it had that. ``trace_id`` is of the trace that it is
-    a part of, where one is written.
+    arrive, ``send_s`` its reply to be taken; ``client_left`` before it had that. ``trace_id`` is of the trace that it
+    is a part of, where one is written.
     """
 
     request_id: str

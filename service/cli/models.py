@@ -47,6 +47,7 @@ def layers(
 ) -> None:
     """Show a model's layers as a tree: shapes of one row, parameters, shares of the forward's cost, hazards."""
     from layertap.models.catalog.layer_tree import format_tree, list_rows
+    from layertap.models.model_catalogs import ModelCatalogs
     from layertap.models.selection.matches import filter_layers
     from layertap.service.cli.layer_table import print_layers
     from layertap.service.http.model_descriptions import describe_layers
@@ -54,7 +55,7 @@ def layers(
     registry = create_configured_engine(config).manager.registry
     with show_loading(model):
         loaded = registry.load(model)
-        if functions:
+        if functions and isinstance(loaded.catalogs, ModelCatalogs):  # which it is: this command starts no workers
             loaded.catalogs.survey(loaded.shapes, functions=True)
     chosen = filter_layers(loaded.catalog, match, kind, leaf)
     if as_json:
