@@ -103,7 +103,10 @@ def _make_request(image: Path, given: dict[str, str]) -> ExtractRequest:
         picture = ImageItem(read_regular_file(image))
     except FileError as error:
         raise LayertapError(f"{image}: {error}") from None
-    return ExtractRequest(model=body.model, items=((0, picture),), explanation=body.to_explanation())
+    objective = body.layer_request.objective
+    return ExtractRequest(
+        model=body.model, items=((0, picture),), objective=objective, explanation=body.to_explanation()
+    )
 
 
 def _name_option(error: RequestError) -> LayertapError:
