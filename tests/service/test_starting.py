@@ -366,6 +366,7 @@ def test_command_to_try_without_an_embedding(tmp_path: Path) -> None:
         (("0.0.0.0", 8000), "http://127.0.0.1:8000"),
         (("::", 8000, 0, 0), "http://[::1]:8000"),
         (("fe80::1%lo", 8000, 0, 1), "http://[fe80::1%lo]:8000"),
+        ("/run/layertap.sock", "http://localhost"),
     ],
 )
 def test_address_to_try(address: Address, here: str) -> None:

@@ -48,6 +48,11 @@ from tests.service.support import Json
         ({"layertap_prot": "1"}, (), "the nearest is LAYERTAP_PORT"),
         ({"LAYERTAP_KEY_RATE": "3"}, (), "LAYERTAP_KEY_RATE: it means nothing without keys"),
         ({"LAYERTAP_API_KEYS": ","}, (), "LAYERTAP_API_KEYS: there is nothing between the commas"),
+        ({"LAYERTAP_TLS_CERT": "cert.pem"}, (), "set both TLS_CERT and TLS_KEY"),
+        ({"LAYERTAP_TLS_CERT": "no.pem", "LAYERTAP_TLS_KEY": "no.key"}, (), "LAYERTAP_TLS_KEY: No such file"),
+        ({"LAYERTAP_TLS_CERT": os.devnull, "LAYERTAP_TLS_KEY": os.devnull}, (), "a chain of certificates"),
+        ({"LAYERTAP_TRUSTED_PROXIES": "127.0.0.1"}, (), "this server has no keys: set LAYERTAP_API_KEYS"),
+        ({"LAYERTAP_UDS": "nowhere/socket"}, (), "'nowhere/socket' can't be listened on: No such file"),
     ],
 )
 def test_serve_refused(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -16,8 +18,10 @@ from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
+from rich.console import Console
 
 from layertap.models.errors import LayertapError
+from layertap.service.cli.startup import StartupSummary
 from layertap.service.http.sockets import bind_unix, stop_connecting
 from tests.service.gated_server import encode_request, read_response, wait_until
 from tests.service.load_server import END_S, ROOT, Process, process
@@ -66,6 +70,14 @@ def test_served(served: Process, path: Path) -> None:
         body = {"layers": ["block1"], "inputs": [image(picture(1))] * 64}
         assert len(client.post("/extract?format=npy", json=body).content) > 1_000_000
     assert listening(served.running.pid) == []
+
+
+def test_command_to_try(served: Process, path: Path) -> None:
+    """The address that a terminal is told is one that curl takes with the socket."""
+    curl = shutil.which("curl") or pytest.skip("there is no curl")
+    summary = StartupSummary(Console(), str(path), requires_key=False)
+    words = [curl, "--silent", "--fail", "--unix-socket", str(path), f"{summary.local_url}/models"]
+    assert json.loads(subprocess.run(words, capture_output=True, check=True).stdout)["default"] == "digits"
 
 
 def ask_until_gone(path: Path) -> int:
