@@ -79,7 +79,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._cycle_transport.end = self.transport.close  # nothing waits for the garbage collector
         for cycle in self._unanswered:
-            cycle.scope["state"]["client_left"] = True
+            cycle.scope["state"]["client_left"] = not self._has_sent(cycle)
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -221,6 +221,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _end_without_request(self) -> None:
         if not (self.cycle or self._in_head or self._ignores_input or self.transport.is_closing()):
             self._end_writing(LAST_REQUEST_S)
+
+    def _has_sent(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the system took a whole reply of known length, up to what it buffers, though its end was not told."""
+        whole = cycle.response_started and not cycle.chunked_encoding and cycle.expected_content_length == 0
+        return whole and not self.flow.write_paused
 
     def _end_after_reply(self) -> None:
         """Close after a reply; where more may still arrive, say no more but listen for a while.

@@ -49,7 +49,7 @@ def lines() -> Iterator[StringIO]:
 def of_access(lines: StringIO) -> list[Json]:
     """The lines about requests."""
     found = [json.loads(line) for line in lines.getvalue().split("\n") if line]
-    return [line for line in found if line["logger"] == "layertap.access" and line["message"] == "request"]
+    return [line for line in found if line["logger"] == "layertap.access" and "method" in line]
 
 
 def test_a_line_for_each_request(live: Live, lines: StringIO) -> None:

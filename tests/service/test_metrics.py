@@ -35,7 +35,7 @@ Figures = Mapping[str, float]
 @pytest.fixture
 def server(serve: Serve) -> Iterator[Live]:
     """A server that nobody has asked for anything but whether it is ready."""
-    with serve(configured(net("gated", "Gated"), net("touchy", "Touchy"))) as live:
+    with serve(configured(net("gated", "Gated"), net("touchy", "Touchy")), replicas=1, cpu_threads=1) as live:
         yield live
 
 

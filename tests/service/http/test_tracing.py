@@ -46,7 +46,8 @@ def traced(serve: Serve, collector: Collector) -> Iterator[Live]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", SOON_MS)
         nets = net("gated", "Gated"), net("touchy", "Touchy")
-        with serve(configured(*nets), otlp_endpoint=collector.url, api_keys="secret-key # search") as live:
+        settings = {"otlp_endpoint": collector.url, "api_keys": "secret-key # search", "replicas": 1, "cpu_threads": 1}
+        with serve(configured(*nets), **settings) as live:
             live.client.headers.update({"x-api-key": "secret-key", "accept-encoding": "identity"})
             yield live
 
