@@ -30,8 +30,8 @@ class Snapshot:
     states: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, int] = field(default_factory=dict)
     max_batch_rows: Mapping[str, int] = field(default_factory=dict)
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:
