@@ -48,13 +48,13 @@ class Snapshot:
     states: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, int] = field(default_factory=dict)
     max_batch_rows: Mapping[str, int] = field(default_factory=dict)
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
     cache_bytes: int = 0
     loads: Mapping[str, ModelLoad] = field(default_factory=dict)
     max_queue_rows: int = 0
     max_queue_bytes: int = 0
     max_connections: int = 0
     device_slots: Mapping[str, int] = field(default_factory=dict)
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Metrics:

@@ -68,7 +68,8 @@ def read_document(path: Path) -> Document:
         return Document(path, None if root is None else loader.construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}") from error
+        place = Fault(f"line {line}: this is not YAML")
+        raise ConfigError(f"{path}:{line}: this is not YAML: {error.problem}", faults=(place,)) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
     finally:

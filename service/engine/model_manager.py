@@ -13,6 +13,7 @@ from typing import Any
 from layertap.models.errors import Failure, LayertapError, LoadError
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry, Registry
+from layertap.service import allocator
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.executor import Executor
 from layertap.service.engine.model_room import ModelRoom
@@ -59,6 +60,7 @@ class ModelManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models that were wanted from the start
         self._unseen: set[str] = set()  # those of them that were never there
+        self._has_unloaded = False
         self._ending = False
         self._aborted = asyncio.Event()
         self._settings = settings
@@ -234,6 +236,9 @@ class ModelManager:
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(TIDY_INTERVAL_S)
+            if self._has_unloaded:  # and by now let go of what it had
+                self._has_unloaded = False
+                await asyncio.to_thread(allocator.release_memory)
             self.room.tidy()
 
     def _fail_all(self, reason: str) -> None:
@@ -319,4 +324,5 @@ class ModelManager:
         elif worker not in self._others:
             return
         self._others.discard(worker)
+        self._has_unloaded = True
         self.on_unload(worker.generation)

@@ -149,6 +149,7 @@ MODEL: Json = {
     "labels": None,
     "layers": 22,
     "hooks": 0,
+    "memory_bytes": 294800,
 }
 LIMITS: Json = {
     "max_inputs": 256,

@@ -285,12 +285,19 @@ def everything() -> Metrics:
     metrics.observe_request("/extract", 200, 0.0, {}, 0, 0)
     metrics.count_answered("digits", 1)
     metrics.add_busy_seconds("digits", "cpu", 1.0)
-    loads = {"digits": ModelLoad()}
-    metrics.register_gauges(
-        lambda: Snapshot(
-            1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, loads=loads, device_slots={"cpu": 1}
-        )
+    snapshot = Snapshot(
+        queue_rows=1,
+        queue_bytes=2,
+        running_rows=3,
+        states={"digits": "ready"},
+        hooks={"digits": 0},
+        max_batch_rows={"digits": 32},
+        cache_bytes=4,
+        memory_bytes={"digits": 5},
+        loads={"digits": ModelLoad()},
+        device_slots={"cpu": 1},
     )
+    metrics.register_gauges(lambda: snapshot)
     return metrics
 
 

@@ -178,8 +178,8 @@ async def reload_models(request: Request, engine: EngineDependency) -> Response:
         update = await updates.reload(timeout.deadline)
     except ConfigError as error:
         log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
-        hint = "the server's log has what is wrong"
-        raise RequestError("the configuration file is not taken", hint=hint, faults=error.faults) from None
+        detail = "the configuration file is not taken; the server's log has what is wrong"
+        raise RequestError(detail, faults=error.faults) from None
     body, status = update.changes.describe(), 200
     try:
         await wait_until(timeout.deadline, asyncio.shield(update.done))

@@ -12,7 +12,7 @@ from layertap.service.http.problems import TITLES
 from tests.server import Live
 from tests.service.support import Json
 
-METHODS = {"get", "post"}
+METHODS = {"get", "post", "put"}
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def test_routes(document: Json) -> None:
             "get /livez",
         ),
         *("post /models/{name}/load", "post /models/{name}/unload", "get /readyz"),
+        *("put /models/{name}", "post /models/reload"),
     }
     assert all(operation["summary"] and operation["tags"] for operation in found.values())
     assert len({operation["operationId"] for operation in found.values()}) == len(found)
@@ -127,7 +128,7 @@ def test_names_of_operations(document: Json) -> None:
     """Generated clients have functions of these names."""
     assert {each["operationId"] for each in operations(document).values()} == {
         *("extract", "explain", "list_models", "show_model", "list_layers", "load_model", "unload_model"),
-        *("probe_layers", "livez", "readyz"),
+        *("exchange_model", "reload_models", "probe_layers", "livez", "readyz"),
     }
 
 
@@ -138,7 +139,7 @@ def test_errors(document: Json) -> None:
         for status, answer in operation["responses"].items():
             if status == "304":
                 assert "content" not in answer
-            elif status != "200":
+            elif status not in ("200", "202"):
                 assert set(answer["content"]) == {"application/problem+json"}
                 schema = answer["content"]["application/problem+json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/Problem"}

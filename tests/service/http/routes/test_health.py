@@ -18,9 +18,9 @@ from tests.service.support import configured, image, net, picture, problem
 
 
 def test_alive_and_ready(live: Live) -> None:
-    """A server that has loaded what it should is alive and ready."""
+    """A server that has loaded what it must is alive and ready; what kinds of failure it is ready without is told."""
     assert live.client.get("/livez").json() == {"status": "alive"}
-    assert live.client.get("/readyz").json() == {"status": "ready"}
+    assert live.client.get("/readyz").json() == {"status": "ready", "failed": ["code"]}
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/models", "/metrics", "/openapi.json", "/models/nothing"])

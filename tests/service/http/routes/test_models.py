@@ -70,10 +70,13 @@ def test_shown(live: Live) -> None:
         "labels": None,
         "layers": 22,
         "hooks": 0,
+        "memory_bytes": body["memory_bytes"],
     }
     model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
     assert body["weights_digest"] == digest_weights(model.module)
+    weights = (*model.module.parameters(), *model.module.buffers())
+    assert body["memory_bytes"] == sum(each.nbytes for each in weights)
     assert live.client.get("/models").json()["models"][0] == body
 
 

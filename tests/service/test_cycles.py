@@ -1,0 +1,59 @@
+"""A model that is loaded and unloaded again and again leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from layertap.models.digits import spec as digits
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.service.gated_server import wait_until
+from tests.service.load_server import END_S, Usage, process
+from tests.service.support import npy, raw
+
+FIRST, CYCLES = 10, 100  # until allocators and caches have what they need; after that
+OUTPUTS = 100_000
+WEIGHT_BYTES = 4 * 5 * OUTPUTS
+SLACK_BYTES = 24 * 2**20  # a hundredth of which is an eighth of the weights
+SPEC = ModelSpec(
+    "linear",
+    "python:torch.nn:Linear",
+    args={"in_features": 4, "out_features": OUTPUTS},
+    weights="random:0",
+    device="cpu",
+    load="lazy",
+    inputs=(InputSpec("x", (4,)),),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_cycles(tmp_path: Path, workers: int) -> None:
+    """After a hundred loads, answers and unloads memory, threads, descriptors and processes are what they were."""
+    with process([digits(), SPEC], tmp_path, LAYERTAP_WORKERS=str(workers)) as server:
+        with httpx.Client(base_url=server.url, timeout=END_S) as client:
+            _run(client, FIRST)
+            wait_until(lambda: _count(server.usage()) == _count(server.usage()))
+            before = server.usage()
+            _run(client, CYCLES)
+            # Once the last threads and processes of the model have ended, and memory is given back.
+            wait_until(lambda: _count(server.usage()) == _count(before))
+            wait_until(lambda: sum(server.usage().memory.values()) < sum(before.memory.values()) + SLACK_BYTES)
+
+
+def _run(client: httpx.Client, cycles: int) -> None:
+    request = raw(npy(np.ones((2, 4), np.float32)), "application/x-npy", layers=".", model="linear", format="npy")
+    for _ in range(cycles):
+        assert client.post("/models/linear/load").json()["state"] == "ready"
+        reply = client.post("/extract", **request)
+        assert (reply.status_code, len(reply.content) > 2 * 4 * OUTPUTS) == (200, True)
+        assert client.post("/models/linear/unload").json()["state"] == "available"
+
+
+def _count(usage: Usage) -> tuple[int, int, set[int]]:
+    """Threads, descriptors and processes."""
+    return usage.threads, usage.descriptors, set(usage.memory)
