@@ -35,6 +35,8 @@ ray.init(sys.argv[1], log_to_driver=False)
 serve.delete("layertap")
 """
 STARTED = "Ray runtime started"
+# A third of the time in which Ray is imported: an addition to jsonschema, which some tool of developers brings.
+SLOW_IMPORT = "rfc3987_syntax.py"
 OPTIONS = (
     *("--head", "--block", f"--num-cpus={CPUS}", "--num-gpus=0", "--object-store-memory=200000000"),
     *("--node-ip-address=127.0.0.1", "--min-worker-port=0", "--max-worker-port=0"),
@@ -111,21 +113,24 @@ class Cluster:
         subprocess.run(words, env=self.environment, check=True, timeout=READY_S)
 
 
-def wait(come_true: Callable[[], bool]) -> None:
+def wait(come_true: Callable[[], bool], pause: float = TRY_S) -> None:
     """Wait until something has come true, for as long as a slow machine may need."""
     end = time.monotonic() + READY_S
     while not come_true():
         assert time.monotonic() < end, "it never came true"
-        time.sleep(TRY_S)
+        time.sleep(pause)
 
 
 @contextmanager
 def run_cluster() -> Iterator[Cluster]:
     """A cluster until the block ends."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("LAYERTAP_", "RAY_"))}
-    environment = {**kept, **ENVIRONMENT, "RAY_AUTH_TOKEN": token_hex(32)}
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as name:  # short: sockets
         folder = Path(name)
+        (folder / "path").mkdir()
+        (folder / "path" / SLOW_IMPORT).write_text("raise ImportError")
+        path = {"PYTHONPATH": str(folder / "path"), "RAY_AUTH_TOKEN": token_hex(32)}
+        environment = {**kept, **ENVIRONMENT, **path}
         process, ports = _start(folder, environment)
         try:
             yield Cluster(process, f"127.0.0.1:{ports[0]}", ports[-1], environment, folder)

@@ -30,6 +30,7 @@ pytestmark = [
 ]
 QUESTION = {"layers": ["block1", "block3", "pool"], "isolated": True}
 COUNT, THREADS, ENOUGH = 400, 6, 40
+ACTOR = "ray::MapWorker(MapBatches(_Answerer))"  # which is of answering alone: pictures are read elsewhere
 WORDS = ("--layers", "pool", "--pool", "mean")
 
 
@@ -141,9 +142,20 @@ def start_bulk(cluster: Cluster, *words: str | Path) -> subprocess.Popen[bytes]:
     )
 
 
+def wait_for_parts(out: Path, process: subprocess.Popen[bytes], more_than: int) -> int:
+    """How many parts a job has written, once these are more; it has to be at work still."""
+
+    def count() -> int:
+        return len(list(Path(f"{out}.parts").glob("part-*.parquet")))
+
+    wait(lambda: count() > more_than or process.poll() is not None, 0.01)
+    assert process.poll() is None, process.communicate()
+    return count()
+
+
 def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     """By actors, killed and gone on with, one of its actors killed too: the bytes that one process writes."""
-    write_pictures(tmp_path / "source", 1500)
+    write_pictures(tmp_path / "source", 4000)
     (tmp_path / "source" / "00100.png").write_bytes(b"no picture")
     whole, out = tmp_path / "whole.parquet", tmp_path / "out.parquet"
     plain = start_bulk(cluster, tmp_path / "source", *WORDS, "--out", whole)
@@ -151,16 +163,13 @@ def test_bulk(cluster: Cluster, tmp_path: Path) -> None:
     assert plain.returncode == 1, output.decode()
     words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
     killed = start_bulk(cluster, *words)
-    wait(lambda: bool(list(Path(f"{out}.parts").glob("part-*.parquet"))) or killed.poll() is not None)
-    assert killed.poll() is None, killed.communicate()
+    parts = wait_for_parts(out, killed, 0)
     killed.kill()
     killed.communicate()
     assert not out.exists()
-    parts = len(list(Path(f"{out}.parts").glob("part-*.parquet")))
     process = start_bulk(cluster, *words)
-    wait(lambda: len(list(Path(f"{out}.parts").glob("part-*.parquet"))) > parts or process.poll() is not None)
-    for actor in cluster.list_processes("ray::MapWorker")[:1]:
-        os.kill(actor, signal.SIGKILL)
+    wait_for_parts(out, process, parts)
+    os.kill(cluster.list_processes(ACTOR)[-1], signal.SIGKILL)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 1, output.decode()
     assert "rows are there already" in output.decode()
