@@ -107,6 +107,27 @@ def test_settings() -> None:
     )
 
 
+UNITS = {"": 1, "million": 10**6, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def test_defaults_of_settings() -> None:
+    """The configuration's reference tells the default of each setting that has one, as the setting has it."""
+    text = prose(ROOT / "docs/reference/configuration.md")
+    told: dict[str, str] = {}
+    for names, defaults in re.findall(r"^\| ((?:`[A-Z_]+`(?:, )?)+) \| ([^|]*) \|", text, re.MULTILINE):
+        told |= zip(re.findall("[A-Z_]+", names), re.split(r", (?=\S)", defaults.strip()), strict=False)
+    fixed = {name: field.default for name, field in Settings.model_fields.items() if not field.default_factory}
+    compared = {name: value for name, value in fixed.items() if isinstance(value, int | float | str) and value != ""}
+    assert len(compared) > 25
+    for name, value in compared.items():
+        shown = told[name.upper()]
+        if isinstance(value, str):
+            assert shown == value, name
+        else:
+            number, _, unit = shown.partition(" ")
+            assert float(number.replace(",", "")) * UNITS[unit] == value, name
+
+
 def test_commands() -> None:
     """The reference of the command line names every command, and the options of those that have a section."""
     text = prose(ROOT / "docs/reference/command-line.md")
