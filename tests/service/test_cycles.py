@@ -34,15 +34,17 @@ SPEC = ModelSpec(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_cycles(tmp_path: Path, workers: int) -> None:
     """After a hundred loads, answers and unloads memory, threads, descriptors and processes are what they were."""
-    with process([digits(), SPEC], tmp_path, LAYERTAP_WORKERS=str(workers)) as server:
-        with httpx.Client(base_url=server.url, timeout=END_S) as client:
-            _run(client, FIRST)
-            wait_until(lambda: _count(server.usage()) == _count(server.usage()))
-            before = server.usage()
-            _run(client, CYCLES)
-            # Once the last threads and processes of the model have ended, and memory is given back.
-            wait_until(lambda: _count(server.usage()) == _count(before))
-            wait_until(lambda: sum(server.usage().memory.values()) < sum(before.memory.values()) + SLACK_BYTES)
+    with (
+        process([digits(), SPEC], tmp_path, LAYERTAP_WORKERS=str(workers)) as server,
+        httpx.Client(base_url=server.url, timeout=END_S) as client,
+    ):
+        _run(client, FIRST)
+        wait_until(lambda: _count(server.usage()) == _count(server.usage()))
+        before = server.usage()
+        _run(client, CYCLES)
+        # Once the last threads and processes of the model have ended, and memory is given back.
+        wait_until(lambda: _count(server.usage()) == _count(before))
+        wait_until(lambda: sum(server.usage().memory.values()) < sum(before.memory.values()) + SLACK_BYTES)
 
 
 def _run(client: httpx.Client, cycles: int) -> None:

@@ -217,7 +217,8 @@ def everything() -> Metrics:
     metrics = Metrics()
     metrics.observe_request("/extract", 200, 0.0, {}, 0, 0)
     metrics.count_answered("digits", 1)
-    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, 4, {"digits": 5}))
+    memory = {"digits": 5}
+    metrics.register_gauges(lambda: Snapshot(1, 2, 3, {"digits": "ready"}, {"digits": 0}, {"digits": 32}, 4, memory))
     return metrics
 
 
