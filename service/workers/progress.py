@@ -23,6 +23,10 @@ class Progress:
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, RECORD.size + ROWS_WAIT.size)
 
+    def close(self) -> None:
+        """Let go of the memory, and of a descriptor that goes with it; nobody looks at it any more."""
+        self._memory.close()
+
     @contextmanager
     def decoding(self, number: int) -> Iterator[None]:
         """Say which item it is until the block ends."""

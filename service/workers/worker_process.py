@@ -142,6 +142,7 @@ class ModelHost:
         for worker in self.workers:  # while there is somebody who waits for them: nobody else would where this is PID 1
             worker.close()
             self.wait_for_worker(worker.pid)
+            worker.forget()
         with self._lock:
             self._end()
 
@@ -268,7 +269,8 @@ class WorkerProcess:
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Let it know whether rows are in no batch yet: else it need not ask what joins its own. Any thread may."""
-        self._progress.rows_wait = rows_wait
+        with suppress(ValueError):  # it is gone
+            self._progress.rows_wait = rows_wait
 
     def replace(self, reason: RestartReason | None = None) -> None:
         """End the process and start another one; LoadError where that can't be done. None: it has ended by itself."""
@@ -288,6 +290,10 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             os.close(self._process)
             self._process = None
+
+    def forget(self) -> None:
+        """Let go of what the process decoded, once it has ended for good."""
+        self._progress.close()
 
     def _start(self) -> None:
         self.specs = SpecTable()
