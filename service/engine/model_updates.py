@@ -150,12 +150,14 @@ class ModelUpdates:
         return None
 
     def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
-        """Begin to load what is new in a configuration; what ends when that is loaded, or has failed."""
+        """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
         specs, workers = {spec.name: spec for spec in configuration.models}, self._manager.workers
-        for name in changes.added:
+        failed = [entry.spec.name for entry in self._manager.registry if entry.state == "failed"]
+        again = [name for name in failed if name in specs and name not in changes.changed]
+        for name in (*changes.added, *again):
             self._put(specs[name])
         exchanges = [exchange for name in changes.changed if (exchange := self._change(specs[name], changes))]
-        loading = (asyncio.wrap_future(workers[name].settled) for name in changes.added if name in workers)
+        loading = (asyncio.wrap_future(workers[name].settled) for name in (*changes.added, *again) if name in workers)
         return [*exchanges, *loading]
 
     async def _apply(
