@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -132,6 +133,16 @@ def test_refusals(live: Live, limited: Live, lines: Lines) -> None:
         line = lines.find(reply)
         assert (reply.status_code, line["status"], line.get("model")) == (status, status, known)
         assert "batch_rows" not in line
+
+
+def test_alias(serve: Serve, lines: Lines) -> None:
+    """A line has the model's own name where an alias was asked for, also of what is refused early."""
+    configuration = replace(configured(), aliases={"prod": "digits"})
+    body = {"model": "prod", "inputs": [image(picture())], "method": "grad_cam"}
+    with serve(configuration) as live:
+        for more, status in (({}, 200), ({"steps": 3}, 422)):
+            line = lines.find(live.client.post("/explain", json=body | more))
+            assert (line["status"], line["model"]) == (status, "digits")
 
 
 def test_deadline(live: Live, lines: Lines) -> None:
