@@ -119,6 +119,16 @@ def test_other_protocols(live: Live, lines: Lines) -> None:
         assert len(line["layers"]) == 8
 
 
+def test_alias(serve: Serve, lines: Lines) -> None:
+    """A line has the model's own name where an alias was asked for, also of what is refused early."""
+    configuration = replace(configured(), aliases={"prod": "digits"})
+    body = {"model": "prod", "inputs": [image(picture())], "method": "grad_cam"}
+    with serve(configuration) as live:
+        for more, status in (({}, 200), ({"steps": 3}, 422)):
+            line = lines.find(live.client.post("/explain", json=body | more))
+            assert (line["status"], line["model"]) == (status, "digits")
+
+
 def test_refusals(live: Live, limited: Live, lines: Lines) -> None:
     """Whatever is refused has a line with its status, and as much of the rest as was known by then."""
     for reply, status, known in (
@@ -133,16 +143,6 @@ def test_refusals(live: Live, limited: Live, lines: Lines) -> None:
         line = lines.find(reply)
         assert (reply.status_code, line["status"], line.get("model")) == (status, status, known)
         assert "batch_rows" not in line
-
-
-def test_alias(serve: Serve, lines: Lines) -> None:
-    """A line has the model's own name where an alias was asked for, also of what is refused early."""
-    configuration = replace(configured(), aliases={"prod": "digits"})
-    body = {"model": "prod", "inputs": [image(picture())], "method": "grad_cam"}
-    with serve(configuration) as live:
-        for more, status in (({}, 200), ({"steps": 3}, 422)):
-            line = lines.find(live.client.post("/explain", json=body | more))
-            assert (line["status"], line["model"]) == (status, "digits")
 
 
 def test_deadline(live: Live, lines: Lines) -> None:
