@@ -15,9 +15,9 @@ MAX_SPANS = 64  # of a request: an explanation may have hundreds of forwards, wh
 class RequestFacts:
     """What a request was about, as far as it came.
 
-    ``model`` is the name that it asks for, or the default's; ``layers`` a short digest of what it wants of layers, the
-    same on every server, and ``selectors`` how many entries that has; ``rows`` are its inputs', where it was answered
-    those in the answer; ``batch_rows`` the most rows that shared a forward with some of its own.
+    ``model`` is its model's own name, of one that there is not what it asks for; ``layers`` a short digest of what it
+    wants of layers, the same on every server, and ``selectors`` how many entries that has; ``rows`` are its inputs',
+    where it was answered those in the answer; ``batch_rows`` the most rows that shared a forward with some of its own.
     """
 
     model: str = ""

@@ -132,7 +132,7 @@ class Engine:
     async def fetch_shown(self, request: ExtractRequest, admission: Admission) -> ExtractRequest:
         """As ``fetch``, for a reply that shows the pictures; planned first: what is refused fetches nothing."""
         if any(isinstance(item, UrlItem) for _, item in request.items):
-            worker = await self.manager.get_worker(request.model, admission.deadline)
+            worker = await self.get_worker(request.model, admission)
             await self.planner.plan(request, worker, admission.deadline)
         return await self.fetch(request, admission)
 
@@ -212,9 +212,8 @@ class Engine:
     def _describe(self, request: ExtractRequest) -> None:
         """Note what a request is about, for logs and traces: it may be one of several parts of a larger one."""
         timings = request.timings
-        name = self.manager.default if request.model is None else request.model
         timings.describe(
-            model=self.manager.registry.aliases.get(name, name),
+            model=self.manager.find_name(request.model),
             layers=digest_layers(request),
             selectors=len(request.selectors),
             rows=timings.facts.rows + len(request.items),

@@ -136,8 +136,12 @@ class ModelManager:
 
     def find_worker(self, name: str | None) -> ModelWorker | None:
         """The worker that answers for a model's name or alias (None: the default), where there is one."""
+        return self.workers.get(self.find_name(name))
+
+    def find_name(self, name: str | None) -> str:
+        """A model's own name by its name or alias (None: the default); of one that there is not as it is."""
         name = self.default if name is None else name
-        return self.workers.get(self.registry.aliases.get(name, name))
+        return self.registry.aliases.get(name, name)
 
     async def get_worker(self, name: str | None, deadline: float) -> ModelWorker:
         """The worker of a model by its name or alias (None: the default), loaded if it is not yet.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from layertap.service.config.checks import check_specs
 from layertap.service.config.configuration import Configuration, read_configuration
 from layertap.service.config.document import ConfigError
 from layertap.service.config.parsing import parse_entry
+from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.planner import RunInThread
 from layertap.service.errors import ConflictError, ForbiddenError
@@ -52,6 +53,7 @@ class ModelUpdates:
         self._path = path
         self._run_in_thread = run_in_thread
         self._exchanges: dict[str, Exchange] = {}
+        self._applying: asyncio.Task[None] | None = None
         self._reading = asyncio.Lock()
 
     def parse(self, name: str, data: object) -> ModelSpec:
@@ -68,7 +70,9 @@ class ModelUpdates:
             raise RequestError("the body is the model's entry, by the name in the path", hint="leave 'name' out")
         spec = parse_entry({**data, "name": name}, self._configuration.folder or Path.cwd())
         configured = {each.name: each for each in self._configuration.models}
-        allowed.check(spec, configured.get(name, running))
+        if name not in configured:  # it would come back
+            raise ConflictError(f"model {name} is about to go: the configuration has it no more", hint="add it there")
+        allowed.check(spec, configured[name])
         specs = [spec if entry.spec.name == name else entry.spec for entry in self._manager.registry]
         if mistakes := _find_mistakes(specs, self._manager.default, {name: running}):
             raise RequestError(mistakes[0])
@@ -87,15 +91,19 @@ class ModelUpdates:
     async def reload(self, deadline: float) -> Update:
         """Read the configuration's file anew, and begin to make models what it says.
 
-        ConflictError where there is no file; ConfigError, and nothing changes, where it makes no sense.
+        ConflictError where there is no file; ConfigError, and nothing changes, where it makes no sense; DeadlineError
+        as well, where models of a former reading load longer.
         """
+        return await wait_until(deadline, self._reload())
+
+    async def _reload(self) -> Update:
         path = self._path
         if path is None:
             raise ConflictError("there is no configuration file", hint="LAYERTAP_CONFIG or --config names one")
         async with self._reading:
             read = partial(read_configuration, path, before_loading=True)
-            configuration = await self._run_in_thread(read, deadline)
-            await self._wait_for_exchanges()
+            configuration = await self._run_in_thread(read, time.monotonic() + READ_S)
+            await self._wait_for_changes()
             manager = self._manager
             specs = {entry.spec.name: entry.spec for entry in manager.registry}
             if mistakes := _find_mistakes(configuration.models, configuration.default, specs):
@@ -103,7 +111,9 @@ class ModelUpdates:
             changes = compare(specs.values(), manager.default, manager.registry.aliases, configuration)
             self._configuration = configuration
             log.info("the configuration is read anew", extra={"fields": changes.describe()})
-            return Update(changes, manager.run_beside(self._apply(configuration, changes)))
+            loading = self._begin_changes(configuration, changes)  # now: an exchange that begins first would refuse it
+            self._applying = manager.run_beside(self._apply(configuration, changes, loading))
+            return Update(changes, self._applying)
 
     def reload_beside(self) -> None:
         """The same where nobody waits for the answer: the log has it."""
@@ -111,13 +121,16 @@ class ModelUpdates:
 
     async def _reload_and_log(self) -> None:
         try:
-            await self.reload(time.monotonic() + READ_S)
+            await self._reload()
         except LayertapError as error:
             log.error("the configuration is not read anew", extra={"fields": {"reason": error.detail}})
 
-    async def _wait_for_exchanges(self) -> None:
+    async def _wait_for_changes(self) -> None:
+        """Return once no model is exchanged, and the configuration that was read before is in effect."""
         while self._exchanges:
             await asyncio.wait(self._exchanges.values())
+        if self._applying is not None:
+            await asyncio.wait((self._applying,))
 
     async def _exchange(self, spec: ModelSpec) -> LayertapError | None:
         manager, entry = self._manager, ModelEntry(spec)
@@ -136,23 +149,31 @@ class ModelUpdates:
         log.info("a model has a new version", extra={"fields": {"model": spec.name}})
         return None
 
-    async def _apply(self, configuration: Configuration, changes: Changes) -> None:
-        """Make models what a configuration says: first what is new loads, then what is no more goes."""
-        manager, specs = self._manager, {spec.name: spec for spec in configuration.models}
-        for name in changes.added:
+    def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
+        """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
+        specs, workers = {spec.name: spec for spec in configuration.models}, self._manager.workers
+        failed = [entry.spec.name for entry in self._manager.registry if entry.state == "failed"]
+        again = [name for name in failed if name in specs and name not in changes.changed]
+        for name in (*changes.added, *again):
             self._put(specs[name])
         exchanges = [exchange for name in changes.changed if (exchange := self._change(specs[name], changes))]
-        workers = manager.workers
-        waiting: list[asyncio.Future[Any]] = [*exchanges]
-        waiting += (asyncio.wrap_future(workers[name].settled) for name in changes.added if name in workers)
-        if waiting:
-            await asyncio.wait(waiting)
+        loading = (asyncio.wrap_future(workers[name].settled) for name in (*changes.added, *again) if name in workers)
+        return [*exchanges, *loading]
+
+    async def _apply(
+        self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]
+    ) -> None:
+        """Make models what a configuration says: once what is new has loaded, what is no more goes."""
+        manager = self._manager
+        if loading:
+            await asyncio.wait(loading)
         aliases = {name: self._choose_target(name, target) for name, target in configuration.aliases.items()}
         manager.registry.aliases = aliases
         manager.default = configuration.default
         for name in changes.removed:
-            manager.remove_entry(name)
-        log.info("the configuration is in effect", extra={"fields": {"models": len(specs)}})
+            if name not in aliases.values():  # else an alias still means it: it goes when the file is read again
+                manager.remove_entry(name)
+        log.info("the configuration is in effect", extra={"fields": {"models": len(configuration.models)}})
 
     def _change(self, spec: ModelSpec, changes: Changes) -> Exchange | None:
         """Give a model its new entry; what loads for that, where it is loaded now."""

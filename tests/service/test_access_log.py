@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -128,6 +129,16 @@ def test_other_protocols(live: Live, lines: Lines) -> None:
         assert 1 <= line["batch_rows"] <= 3
         assert {"parse_ms", "queue_ms", "forward_ms", "encode_ms"} <= line.keys()
         assert len(line["layers"]) == 8
+
+
+def test_alias(serve: Serve, lines: Lines) -> None:
+    """A line has the model's own name where an alias was asked for, also of what is refused early."""
+    configuration = replace(configured(), aliases={"prod": "digits"})
+    body = {"model": "prod", "inputs": [image(picture())], "method": "grad_cam"}
+    with serve(configuration) as live:
+        for more, status in (({}, 200), ({"steps": 3}, 422)):
+            line = lines.find(live.client.post("/explain", json=body | more))
+            assert (line["status"], line["model"]) == (status, "digits")
 
 
 def test_refusals(live: Live, limited: Live, lines: Lines) -> None:

@@ -224,6 +224,8 @@ REFUSED: dict[str, Json] = {
     "a folder above": {"weights": "weights/../a.safetensors"},
     "an absolute path": {"weights": "/tmp/a.safetensors"},
     "a link that leads out": {"weights": "weights/link.safetensors"},
+    "what is no path": {"weights": "weights/\0.safetensors"},
+    "labels that are no path": {"labels": "weights/\0"},
     "released weights": {"weights": "DEFAULT"},
     "another factory": {"source": "python:tests.service.nets_http:Touchy"},
     "a factory of the library": {"source": "python:os:system", "weights": "DEFAULT"},

@@ -48,7 +48,7 @@ EXCHANGE_RESPONSES: dict[int | str, Json] = {
     403: describe_problem("Not an administrator's key, or not allowed by the configuration"),
     404: describe_problem("Unknown model"),
     408: describe_problem("The body came too slowly"),
-    409: describe_problem("An alias, or a model that is being exchanged"),
+    409: describe_problem("An alias, or a model that is being exchanged, or is about to go"),
     413: describe_problem("Over a limit; the detail has the figure"),
     422: describe_problem("The entry makes no sense, or can't be loaded"),
     429: describe_problem("This key is over its rate"),
@@ -63,7 +63,7 @@ RELOAD_RESPONSES: dict[int | str, Json] = {
     409: describe_problem("There is no file"),
     422: describe_problem("The file makes no sense, and nothing changes"),
     429: describe_problem("This key is over its rate"),
-    504: describe_problem("The file can't be read in time"),
+    504: describe_problem("The file can't be read in time, or models of a former reading load longer"),
     **OTHER_PROBLEMS,
 }
 LAYERS_RESPONSES: dict[int | str, Json] = {
