@@ -97,5 +97,17 @@ export function forgetView() {
   for (const id of PARTS) find(id).hidden = true;
   find("maps").replaceChildren();
   find("reading").textContent = "";
-  for (const id of ["classes", "lens", "change-result"]) find(id).hidden = true;
+  for (const id of ["overlay", "classes", "lens"]) find(id).hidden = true;
+  forgetChange();
+}
+
+export function forgetLayer() {
+  // As forgetView, where the layer is another one, too, and not known yet.
+  forgetView();
+  find("view-title").textContent = "See what a layer sees";
+  find("view-facts").textContent = "";
+}
+
+export function forgetChange() {
+  find("change-result").hidden = true;
 }
