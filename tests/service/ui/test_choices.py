@@ -18,7 +18,8 @@ from tests.service.ui.support import DIGIT, drop
 
 LATE_PICTURE = """([first, second]) => {
   // The first file's bytes come after the second one's.
-  const make = ([text, name]) => new File([Uint8Array.from(atob(text), each => each.charCodeAt(0))], name, {type: "image/png"});
+  const decode = text => Uint8Array.from(atob(text), each => each.charCodeAt(0));
+  const make = ([text, name]) => new File([decode(text)], name, {type: "image/png"});
   const [late, soon] = [make(first), make(second)];
   const read = late.arrayBuffer.bind(late);
   late.arrayBuffer = async () => {
@@ -138,3 +139,52 @@ def test_link_in_the_same_tab(shown: Live, open_page: Open) -> None:
     expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
     expect(opened.page.locator("#model")).to_have_value("square")
     opened.wait()
+
+
+def test_attention_without_grid(shown: Live, open_page: Open) -> None:
+    """Where attention has no grid to show nothing of the former layer stays, over the picture neither."""
+    opened = open_page(f"{shown.url}/#model=windowed&layer=whole&site=attention&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    expect(page.locator("#overlay")).to_be_visible()
+    page.click("[data-layer=windows]")
+    expect(page.locator("#reading")).to_have_text("The tokens of this attention are no grid of patches.")
+    opened.wait()
+    expect(page.locator("#view-title")).to_have_text("windows")
+    expect(page.locator("#overlay")).to_be_hidden()
+    expect(page.locator("#scale")).to_be_hidden()
+
+
+def test_refused_change(shown: Live, open_page: Open) -> None:
+    """A change that is refused leaves no table of the one before it."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.click("#change-form button")
+    expect(page.locator("#change-result")).to_be_visible()
+    page.fill("#change-channels", "99")
+    page.click("#change-form button")
+    expect(page.locator("#problem-text")).to_contain_text("'channels' of 'block1.2'")
+    expect(page.locator("#change-result")).to_be_hidden()
+
+
+def test_refused_layer(shown: Live, open_page: Open) -> None:
+    """Where what is asked of a layer is refused the page names this layer, has no maps of another one, and a way on."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.fill("#class", "99")
+    page.dispatch_event("#class", "change")
+    opened.wait()
+    page.click("[data-layer='block2.conv1']")
+    expect(page.locator("#view-title")).to_have_text("block2.conv1")
+    opened.wait()
+    page.select_option("#site", "grad_output")
+    expect(page.locator("#problem-text")).to_contain_text("class 99")
+    page.click("[data-layer='block3.conv1']")
+    expect(page.locator("#view-title")).to_have_text("block3.conv1")
+    expect(page.locator("#maps canvas")).to_have_count(0)
+    for part in ("#numbers", "#share", "#more", "#scale"):
+        expect(page.locator(part)).to_be_hidden()
+    page.select_option("#site", "output")
+    opened.show_maps()
