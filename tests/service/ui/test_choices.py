@@ -188,3 +188,25 @@ def test_refused_layer(shown: Live, open_page: Open) -> None:
         expect(page.locator(part)).to_be_hidden()
     page.select_option("#site", "output")
     opened.show_maps()
+
+
+def test_map_of_another_class(shown: Live, open_page: Open) -> None:
+    """Over the picture is no map of the class before, neither while the new one's is asked nor if it is refused."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    expect(page.locator("#overlay")).to_be_visible()
+    held: list[Any] = []
+    page.route("**/explain", lambda route: held.append(route))
+    page.fill("#class", "99")
+    page.dispatch_event("#class", "change")
+    wait_until(lambda: page.evaluate("1") and held)
+    expect(page.locator("#overlay")).to_be_hidden()
+    held[0].continue_()
+    expect(page.locator("#explanations figcaption")).to_contain_text("class 99")
+    expect(page.locator("#overlay")).to_be_hidden()
+    page.unroute("**/explain")
+    page.fill("#class", "3")
+    page.dispatch_event("#class", "change")
+    expect(page.locator("#overlay")).to_be_visible()
+    opened.wait()
