@@ -22,14 +22,23 @@ export async function ask(path, body, signal) {
   if (key) headers.authorization = `Bearer ${key}`;
   if (body) headers["content-type"] = "application/json";
   const request = { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal };
+  return send(path, request, (reply) => reply.json());
+}
+
+export function load(path) {
+  // A file of the page itself.
+  return send(path, {}, (reply) => reply.blob());
+}
+
+async function send(path, request, read) {
   let reply;
   try {
     reply = await fetch(path, request);
+    if (reply.ok) return await read(reply);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ProblemError(0, "The server does not answer.", "It may have ended, or the way to it is broken.");
   }
-  if (reply.ok) return reply.json();
   throw await readProblem(reply);
 }
 

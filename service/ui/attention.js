@@ -17,6 +17,8 @@ export async function showAttention(state, signal) {
   const grid = findGrid(tokens, reply.receipts.maps, state.layers, state.entry?.inputs[0]);
   if (windows !== 1 || queries !== tokens || !grid.height) {
     find("maps").replaceChildren();
+    find("overlay").hidden = true;
+    showScale(null);
     find("reading").textContent = "The tokens of this attention are no grid of patches.";
     return;
   }

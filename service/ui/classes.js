@@ -95,6 +95,7 @@ function readChannels(text) {
 }
 
 async function showChange(state, signal) {
+  find("change-result").hidden = true;
   const by = Number(find("change-by").value);
   const change = by === 0 ? { op: "zero" } : { op: "scale", by };
   const place = makeSelector(state.layers, state.layer, readChannels(find("change-channels").value));

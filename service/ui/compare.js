@@ -140,11 +140,11 @@ export function installCompare(state, compare) {
     compare();
   });
   find("other-same").addEventListener("click", () => {
-    state.other.picture = null;
+    Object.assign(state.other, { picture: null, given: null });
     compare();
   });
   find("other-stop").addEventListener("click", () => {
-    Object.assign(state.other, { model: "", layers: [], layer: "", picture: null });
+    Object.assign(state.other, { model: "", layers: [], layer: "", picture: null, given: null });
     compare();
     find("other-layer").focus();
   });

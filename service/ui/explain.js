@@ -100,6 +100,8 @@ function makeCancel(name, onCancel) {
 }
 
 export async function showExplanation(state, name, signal, onCancel) {
+  answers.delete(name); // it may be of another class
+  showOverlay(state);
   const { figure, frame, canvas, note } = makeFigure(state, name, onCancel);
   const body = { model: state.model, inputs: [{ image: state.picture.data }], method: name, encoding: "base64" };
   if (!METHODS[name].answerless) body.objective = makeObjective(state);

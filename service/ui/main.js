@@ -8,12 +8,12 @@ import { element, find } from "./dom.js";
 import { forgetExplanations, markMethods, showExplanation, showMethods, showOverlay } from "./explain.js";
 import { readHash, writeHash } from "./link.js";
 import { installZoom } from "./maps.js";
-import { addPlace, installPictures, readPicture, SAMPLES, takeSample } from "./picture.js";
+import { addPlace, installPictures, readLast, SAMPLES, takeSample } from "./picture.js";
 import { makeRunner } from "./runner.js";
 import { showSnippet } from "./snippets.js";
 import { chooseLayer, makeState } from "./state.js";
 import { installTree, mark, showLayers, showTypes } from "./tree.js";
-import { forgetView, loadMore, showView } from "./view.js";
+import { forgetChange, forgetLayer, forgetView, loadMore, showView } from "./view.js";
 
 const state = makeState();
 const { run, stop, retry, isWaiting } = makeRunner(async (part) => {
@@ -51,6 +51,8 @@ function list() {
   showLayers(state.layers, state.layer, (layer) => {
     Object.assign(state, { layer: layer.name, shown: 16 });
     mark(state.layer);
+    stop("change");
+    forgetChange();
     showMaps();
     compare();
   });
@@ -103,23 +105,23 @@ function chooseClass(text) {
 
 function compare() {
   writeHash(state);
-  if (!state.picture || !state.layer) return;
+  if (!state.picture || !state.layers.length) return;
   run(async (signal) => {
     await showComparison(state, signal);
     showSnippet(state);
   }, "compare");
 }
 
-function takePicture(blob, name, sample = "") {
+function takePicture(give, name, sample = "") {
   run(async (signal) => {
-    const picture = await readPicture(blob, name, sample, state.limits);
+    const picture = await readLast(state, give, name, sample, state.limits);
+    if (!picture) return;
     if (state.picture) URL.revokeObjectURL(state.picture.url);
     state.picture = picture;
     const image = find("picture");
     image.src = picture.url;
     image.alt = `The picture ${name}`;
     image.hidden = !picture.width;
-    find("overlay").hidden = true;
     find("picture-name").textContent = name;
     forgetView();
     forgetExplanations();
@@ -127,9 +129,11 @@ function takePicture(blob, name, sample = "") {
   });
 }
 
-function takeOther(blob, name, sample = "") {
+function takeOther(give, name, sample = "") {
   run(async () => {
-    state.other.picture = await readPicture(blob, name, sample, state.limits);
+    const picture = await readLast(state.other, give, name, sample, state.limits);
+    if (!picture) return;
+    state.other.picture = picture;
     compare();
   }, "compare");
 }
@@ -139,7 +143,7 @@ function installChoices() {
     Object.assign(state, { model: event.target.value, layers: [], labels: null, layer: "", shown: 16, class: "" });
     markClass(state);
     find("tree").replaceChildren();
-    forgetView();
+    forgetLayer();
     forgetExplanations();
     run(openModel);
   });
@@ -173,11 +177,9 @@ async function restore() {
   Object.assign(state.other, other);
   for (const id of ["site", "class"]) find(id).value = state[id];
   find("each").checked = state.each;
-  if (otherSample in SAMPLES) await takeSample(otherSample, async (blob, name) => {
-    state.other.picture = await readPicture(blob, name, otherSample, {});
-  });
-  if (sample in SAMPLES) await takeSample(sample, takePicture);
+  if (Object.hasOwn(SAMPLES, sample)) takeSample(sample, takePicture);
   else run(openModel);
+  if (Object.hasOwn(SAMPLES, otherSample)) takeSample(otherSample, takeOther);
 }
 
 installPictures();
@@ -189,4 +191,5 @@ installZoom();
 installClasses(state, run);
 installCompare(state, compare);
 installAttention();
+addEventListener("hashchange", () => location.reload()); // another link in the address of this page
 restore();

@@ -1,12 +1,12 @@
 // Pictures that a person gives: dropped, pasted, picked, or a sample; each place of the page that takes one says so here.
 
-import { encode, ProblemError } from "./api.js";
+import { encode, load, ProblemError } from "./api.js";
 import { element } from "./dom.js";
 
 export const SAMPLES = { "digit-2": "A two", "digit-0": "A zero", shapes: "Shapes" };
-const places = []; // {area, take}; what is dropped or pasted beside all of them is the first one's
+const places = []; // {area, take}, take(give, name, sample), where give() is the file or promises it; what is dropped or pasted beside all of them is the first one's
 
-export async function readPicture(blob, name, sample, limits) {
+async function readPicture(blob, name, sample, limits) {
   // {name, sample, type, data, url, width, height}: its bytes in base64, and an address for this page alone.
   refuseLarge(blob.size, limits.max_body_bytes);
   const bytes = new Uint8Array(await blob.arrayBuffer());
@@ -32,9 +32,18 @@ function refuseLarge(size, limit) {
   throw new ProblemError(413, `The file has ${(size / 2 ** 20).toFixed(1)} MiB; this server takes about ${most} MiB.`, "choose a smaller picture", 0);
 }
 
-export async function takeSample(name, take) {
-  const reply = await fetch(`ui/${name}.png`);
-  await take(await reply.blob(), `${name}.png`, name);
+export async function readLast(side, give, name, sample, limits) {
+  // As readPicture, of what is given; null where the side has been given another one meanwhile.
+  const given = Symbol(name);
+  side.given = given;
+  const picture = await readPicture(await give(), name, sample, limits);
+  if (side.given === given) return picture;
+  URL.revokeObjectURL(picture.url);
+  return null;
+}
+
+export function takeSample(name, take) {
+  take(() => load(`ui/${name}.png`), `${name}.png`, name);
 }
 
 function choosePlace(node) {
@@ -56,11 +65,11 @@ export function installPictures() {
     event.preventDefault();
     mark(null);
     const file = event.dataTransfer?.files[0];
-    if (file) choosePlace(event.target).take(file, file.name);
+    if (file) choosePlace(event.target).take(() => file, file.name);
   });
   document.addEventListener("paste", (event) => {
     const file = event.clipboardData?.files[0];
-    if (file) choosePlace(event.target).take(file, file.name || "pasted");
+    if (file) choosePlace(event.target).take(() => file, file.name || "pasted");
   });
 }
 
@@ -69,7 +78,8 @@ export function addPlace({ area, pick, file, samples }, take) {
   places.push({ area, take });
   pick.addEventListener("click", () => file.click());
   file.addEventListener("change", () => {
-    if (file.files[0]) take(file.files[0], file.files[0].name);
+    const [chosen] = file.files;
+    if (chosen) take(() => chosen, chosen.name);
     file.value = "";
   });
   for (const [name, title] of Object.entries(SAMPLES)) {

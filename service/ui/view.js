@@ -1,6 +1,6 @@
 // What of the chosen layer is on the screen: its maps, its statistics, the value under the pointer.
 
-import { ask, decode } from "./api.js";
+import { ask, decode, ProblemError } from "./api.js";
 import { forgetAttention, showAttention } from "./attention.js";
 import { write } from "./colors.js";
 import { element, find } from "./dom.js";
@@ -11,11 +11,21 @@ import { findTensor } from "./selectors.js";
 import { writeShape } from "./tree.js";
 
 const STEP = 16; // channels at once
-const PARTS = ["view-tools", "scale", "more", "numbers", "share", "change", "compare"];
+const PASSING = [0, 401, 429, 503]; // statuses after which the same is asked again
+const PARTS = ["view-tools", "more", "numbers", "share", "change", "compare"];
 
 export async function showView(state, signal) {
   const layer = findLayer(state);
   chooseSite(state, layer);
+  try {
+    await showSite(state, layer, signal);
+  } catch (error) {
+    if (error instanceof ProblemError && !PASSING.includes(error.status)) showNothing(layer);
+    throw error;
+  }
+}
+
+async function showSite(state, layer, signal) {
   if (state.site === "attention") {
     await showAttention(state, signal);
     showFacts(layer);
@@ -27,6 +37,15 @@ export async function showView(state, signal) {
   showFacts(layer);
   draw(state, readLayout(reply, "maps", findTensor(layer).layout, state), decode(reply.features.maps).values);
   showNumbers(decode(reply.features.stats).values, reply.receipts.stats.stats);
+}
+
+function showNothing(layer) {
+  // Where what is asked of a layer is refused: its name and what else there is to choose, not the former layer's maps.
+  forgetAttention();
+  showFacts(layer);
+  find("maps").replaceChildren();
+  find("reading").textContent = "";
+  for (const id of ["scale", "more", "numbers", "share"]) find(id).hidden = true;
 }
 
 function showFacts(layer) {
@@ -97,5 +116,17 @@ export function forgetView() {
   for (const id of PARTS) find(id).hidden = true;
   find("maps").replaceChildren();
   find("reading").textContent = "";
-  for (const id of ["classes", "lens", "change-result"]) find(id).hidden = true;
+  for (const id of ["overlay", "scale", "classes", "lens"]) find(id).hidden = true;
+  forgetChange();
+}
+
+export function forgetLayer() {
+  // As forgetView, where the layer is another one, too, and not known yet.
+  forgetView();
+  find("view-title").textContent = "See what a layer sees";
+  find("view-facts").textContent = "";
+}
+
+export function forgetChange() {
+  find("change-result").hidden = true;
 }

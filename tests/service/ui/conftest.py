@@ -94,6 +94,7 @@ def shown(serve: Serve) -> Iterator[Live]:
         make_spec("bracketed", "Bracketed"),
         make_spec("square", "Patches", labels=("tench", "goldfish", "shark", "hammerhead", "ray")),
         make_spec("wide", "Patches", width=32),
+        make_spec("windowed", "Windowed"),
         net("never", "Never", required=False, load="lazy"),
     )
     with serve(configured(*specs), max_body_bytes=200_000, max_queue_rows=4) as live:

@@ -69,3 +69,21 @@ class Patches(nn.Module):
         mixed: Tensor = self.attention(normed, normed, normed, need_weights=False)[0]
         scores: Tensor = self.head((tokens + mixed)[:, 0])
         return scores
+
+
+class Windowed(nn.Module):
+    """Attention within windows of 2 by 2 patches, then among all 4 by 4 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 8, 4, 4)
+        self.windows = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.whole = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = self.patch(x)
+        windows = maps.unflatten(3, (2, 2)).unflatten(2, (2, 2)).permute(0, 2, 4, 3, 5, 1).reshape(-1, 4, 8)
+        tokens = self.windows(windows, windows, windows)[0].reshape(len(x), 16, 8)
+        scores: Tensor = self.head(self.whole(tokens, tokens, tokens)[0].mean(1))
+        return scores

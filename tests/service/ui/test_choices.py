@@ -1,0 +1,212 @@
+"""Quick and late choices: what is on the screen is of what is chosen, whatever came between."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import expect
+
+from tests.server import Live
+from tests.service.gated_server import wait_until
+from tests.service.ui.conftest import Open
+from tests.service.ui.support import DIGIT, drop
+
+LATE_PICTURE = """([first, second]) => {
+  // The first file's bytes come after the second one's.
+  const decode = text => Uint8Array.from(atob(text), each => each.charCodeAt(0));
+  const make = ([text, name]) => new File([decode(text)], name, {type: "image/png"});
+  const [late, soon] = [make(first), make(second)];
+  const read = late.arrayBuffer.bind(late);
+  late.arrayBuffer = async () => {
+    await new Promise(done => window.letGo = done);
+    return read();
+  };
+  for (const file of [late, soon]) {
+    const event = new DragEvent("drop", {bubbles: true});
+    Object.defineProperty(event, "dataTransfer", {value: {files: [file]}});
+    document.getElementById("PLACE").dispatchEvent(event);
+  }
+}"""
+
+
+def make_png(seed: int) -> bytes:
+    stream = BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("place", "name"), [("drop", "#picture-name"), ("compare", "#other-name")])
+def test_last_picture(shown: Live, open_page: Open, place: str, name: str) -> None:
+    """Of two pictures that are given quickly the last one is shown, though the first one takes longer to read."""
+    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
+    opened.show_maps()
+    files = [[b64encode(make_png(seed)).decode(), f"{seed}.png"] for seed in (1, 2)]
+    opened.page.evaluate(LATE_PICTURE.replace("PLACE", place), files)
+    expect(opened.page.locator(name)).to_have_text("2.png")
+    opened.page.evaluate("window.letGo()")
+    opened.page.evaluate("new Promise(done => setTimeout(done, 200))")  # the first one's turn, if it has one
+    opened.wait()
+    expect(opened.page.locator(name)).to_have_text("2.png")
+
+
+def test_late_sample(shown: Live, open_page: Open) -> None:
+    """A sample that comes after a picture was dropped does not take its place."""
+    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    held: list[Any] = []
+    page.route("**/ui/digit-0.png", lambda route: held.append(route))
+    page.click("#samples [data-sample=digit-0]")
+    wait_until(lambda: page.evaluate("1") and held)
+    drop(opened, DIGIT.read_bytes(), name="mine.png")
+    expect(page.locator("#picture-name")).to_have_text("mine.png")
+    held[0].continue_()
+    page.evaluate("new Promise(done => setTimeout(done, 200))")
+    opened.wait()
+    expect(page.locator("#picture-name")).to_have_text("mine.png")
+
+
+def test_sample_without_server(shown: Live, open_page: Open) -> None:
+    """A sample that does not come is a problem in words, with a button to try again."""
+    opened = open_page(f"{shown.url}/#model=digits")
+    opened.page.wait_for_selector("#tree button")
+    opened.wait()
+    page = opened.page
+    page.route("**/ui/digit-0.png", lambda route: route.abort())
+    page.click("#samples [data-sample=digit-0]")
+    expect(page.locator("#problem-text")).to_have_text("The server does not answer.")
+    page.unroute("**/ui/digit-0.png")
+    page.click("#retry")
+    expect(page.locator("#picture-name")).to_have_text("digit-0.png")
+    opened.show_maps()
+
+
+def test_other_model(shown: Live, open_page: Open) -> None:
+    """While another model is asked nothing of the former one is on the screen, over the picture neither."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    expect(page.locator("#overlay")).to_be_visible()
+    held: list[Any] = []
+    page.route("**/models/held/layers", lambda route: held.append(route))
+    page.select_option("#model", "held")
+    wait_until(lambda: page.evaluate("1") and held)
+    expect(page.locator("#overlay")).to_be_hidden()
+    expect(page.locator("#view-title")).not_to_contain_text("block1")
+    expect(page.locator("#view-facts")).to_have_text("")
+    held[0].continue_()
+    opened.show_maps()
+
+
+def test_change_of_another_layer(shown: Live, open_page: Open) -> None:
+    """What a change of one layer does is not shown below another layer, also where it is known late."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.click("#change-form button")
+    expect(page.locator("#change-result")).to_be_visible()
+    opened.wait()
+    page.click("[data-layer='block2.conv1']")
+    expect(page.locator("#view-title")).to_have_text("block2.conv1")
+    opened.wait()
+    expect(page.locator("#change-result")).to_be_hidden()
+    held: list[Any] = []
+    page.route(
+        "**/extract", lambda route: held.append(route) if "scores" in route.request.post_data else route.continue_()
+    )
+    page.click("#change-form button")
+    wait_until(lambda: page.evaluate("1") and held)
+    page.click("[data-layer='block1.2']")
+    expect(page.locator("#view-title")).to_have_text("block1.2")
+    for route in held:
+        route.continue_()
+    page.unroute("**/extract")
+    opened.wait()
+    expect(page.locator("#change-result")).to_be_hidden()
+
+
+def test_link_in_the_same_tab(shown: Live, open_page: Open) -> None:
+    """A link that is pasted into the address of an open page restores its view."""
+    opened = open_page(f"{shown.url}/#model=digits&sample=digit-2")
+    opened.show_maps()
+    opened.page.goto(f"{shown.url}/#model=square&layer=patch&sample=digit-0")
+    expect(opened.page.locator("#view-title")).to_have_text("patch")
+    expect(opened.page.locator("#picture-name")).to_have_text("digit-0.png")
+    expect(opened.page.locator("#model")).to_have_value("square")
+    opened.wait()
+
+
+def test_attention_without_grid(shown: Live, open_page: Open) -> None:
+    """Where attention has no grid to show nothing of the former layer stays, over the picture neither."""
+    opened = open_page(f"{shown.url}/#model=windowed&layer=whole&site=attention&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    expect(page.locator("#overlay")).to_be_visible()
+    page.click("[data-layer=windows]")
+    expect(page.locator("#reading")).to_have_text("The tokens of this attention are no grid of patches.")
+    opened.wait()
+    expect(page.locator("#view-title")).to_have_text("windows")
+    expect(page.locator("#overlay")).to_be_hidden()
+    expect(page.locator("#scale")).to_be_hidden()
+
+
+def test_refused_change(shown: Live, open_page: Open) -> None:
+    """A change that is refused leaves no table of the one before it."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.click("#change-form button")
+    expect(page.locator("#change-result")).to_be_visible()
+    page.fill("#change-channels", "99")
+    page.click("#change-form button")
+    expect(page.locator("#problem-text")).to_contain_text("'channels' of 'block1.2'")
+    expect(page.locator("#change-result")).to_be_hidden()
+
+
+def test_refused_layer(shown: Live, open_page: Open) -> None:
+    """Where what is asked of a layer is refused the page names this layer, has no maps of another one, and a way on."""
+    opened = open_page(f"{shown.url}/#model=digits&layer=block1.2&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    page.fill("#class", "99")
+    page.dispatch_event("#class", "change")
+    opened.wait()
+    page.click("[data-layer='block2.conv1']")
+    expect(page.locator("#view-title")).to_have_text("block2.conv1")
+    opened.wait()
+    page.select_option("#site", "grad_output")
+    expect(page.locator("#problem-text")).to_contain_text("class 99")
+    page.click("[data-layer='block3.conv1']")
+    expect(page.locator("#view-title")).to_have_text("block3.conv1")
+    expect(page.locator("#maps canvas")).to_have_count(0)
+    for part in ("#numbers", "#share", "#more", "#scale"):
+        expect(page.locator(part)).to_be_hidden()
+    page.select_option("#site", "output")
+    opened.show_maps()
+
+
+def test_map_of_another_class(shown: Live, open_page: Open) -> None:
+    """Over the picture is no map of the class before, neither while the new one's is asked nor if it is refused."""
+    opened = open_page(f"{shown.url}/#model=digits&method=grad_cam&sample=digit-2")
+    opened.show_maps()
+    page = opened.page
+    expect(page.locator("#overlay")).to_be_visible()
+    held: list[Any] = []
+    page.route("**/explain", lambda route: held.append(route))
+    page.fill("#class", "99")
+    page.dispatch_event("#class", "change")
+    wait_until(lambda: page.evaluate("1") and held)
+    expect(page.locator("#overlay")).to_be_hidden()
+    held[0].continue_()
+    expect(page.locator("#explanations figcaption")).to_contain_text("class 99")
+    expect(page.locator("#overlay")).to_be_hidden()
+    page.unroute("**/explain")
+    page.fill("#class", "3")
+    page.dispatch_event("#class", "change")
+    expect(page.locator("#overlay")).to_be_visible()
+    opened.wait()
