@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,14 @@ from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.spec import ModelSpec
 from layertap.service.errors import ForbiddenError
 
+# Which of a model's fields may change; those of the first line have rules of their own.
+FREE = frozenset(
+    {
+        *("name", "source", "weights", "labels", "args"),
+        *("prefix", "strict", "embedding", "load", "required", "idle_timeout_s"),
+        "tf32",  # nobody may change it, which is told elsewhere
+    }
+)
 HINT = "who runs the server adds it to 'allow' in the configuration file"
 
 
@@ -19,12 +27,14 @@ HINT = "who runs the server adds it to 'allow' in the configuration file"
 class Allowed:
     """Sources and weights as they may be written, and names of arguments; weights that end in a slash are folders.
 
-    Paths are absolute. What the file says of the model itself is always allowed.
+    Paths are absolute. What the file says of the model itself is always allowed, and what it leaves to the default.
+    ``fields`` are further ones of an entry that may change: inputs, devices or warm plans may take any memory and time.
     """
 
     sources: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
         """ForbiddenError where a model's next version has what neither this nor its entry in the file names."""
@@ -34,6 +44,12 @@ class Allowed:
             raise ForbiddenError("these weights are not allowed", hint=HINT)
         if isinstance(spec.labels, str) and spec.labels != configured.labels and not self._is_within(spec.labels):
             raise ForbiddenError("this file of labels is not allowed", hint=HINT)
+        for field in fields(ModelSpec):
+            value = getattr(spec, field.name)
+            if field.name in FREE or field.name in self.fields:
+                continue
+            if value not in (getattr(configured, field.name), field.default):
+                raise ForbiddenError(f"another {field.name!r} is not allowed", hint=HINT)
         given = configured.args if spec.source == configured.source else {}
         for name in _list_changed(spec.args, given):
             if name not in self.args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, with_config
 
@@ -27,6 +27,7 @@ class Allow(BaseModel):
     sources: list[str] = []
     weights: list[str] = []
     args: list[str] = []
+    fields: list[Literal["inputs", "preprocess", "warm", "device", "devices", "dtype", "memory_format", "decode"]] = []
 
 
 with_config(ConfigDict(extra="forbid"))(ModelSpec)  # marks the class, and so what stands in it

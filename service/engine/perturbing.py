@@ -163,7 +163,8 @@ async def _perturb_row(
 ) -> list[Array]:
     """The attributions of one row, (1, …), map by map: what is changed is the same for all of them."""
     made = await engine.run_in_thread(partial(row.make_perturbations, scores), admission.deadline)
-    size = min(CHUNK_ROWS, engine.settings.max_inputs, engine.settings.max_queue_rows)
+    room = max(engine.settings.max_queue_rows // 2, 1)  # others find a place beside it
+    size = min(CHUNK_ROWS, engine.settings.max_inputs, room)
     base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))

@@ -39,6 +39,12 @@ UNIX_MODE = (
 Address = tuple[Any, ...] | str  # the latter is a Unix socket's path
 
 
+class UnixListener(socket.socket):
+    """A listening Unix socket; ``file`` is what the path was when it was bound: device and inode."""
+
+    file: tuple[int, int] | None = None
+
+
 class _PortTakenError(LayertapError):
     """Somebody else has the port."""
 
@@ -65,11 +71,12 @@ def bind_unix(path: Path) -> socket.socket:
     try:
         if path.is_socket() and not _is_served(path):
             path.unlink()
-        listener = socket.socket(socket.AF_UNIX)
+        listener = UnixListener(socket.AF_UNIX)
         with ExitStack() as opened:
             opened.enter_context(listener)
             listener.bind(str(path))
             path.chmod(UNIX_MODE)  # nobody connects before the next line
+            listener.file = _identify(path)
             listener.listen(BACKLOG)
             opened.pop_all()
     except OSError as error:
@@ -122,8 +129,7 @@ def stop_connecting(listener: socket.socket) -> None:
     again, and then is refused. For TCP Linux alone can do this; elsewhere nothing happens.
     """
     if listener.family == getattr(socket, "AF_UNIX", None):
-        with suppress(OSError):  # what is no longer there nobody finds
-            Path(listener.getsockname()).unlink()
+        _remove_path(listener)
         return
     if not sys.platform.startswith("linux"):
         return
@@ -134,6 +140,19 @@ def stop_connecting(listener: socket.socket) -> None:
     except OSError as error:  # of a sandbox that has no filters
         reason = {"address": format_url(listener.getsockname()), "reason": error.strerror}
         log.warning("a connection that begins now may be reset", extra={"fields": reason})
+
+
+def _remove_path(listener: socket.socket) -> None:
+    """Let nobody find a Unix socket any more; what another process has put in its place stays."""
+    path = Path(listener.getsockname())
+    with suppress(OSError):  # what is no longer there nobody finds
+        if isinstance(listener, UnixListener) and listener.file == _identify(path):
+            path.unlink()
+
+
+def _identify(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
 def format_url(address: Address, scheme: str = "http") -> str:

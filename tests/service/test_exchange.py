@@ -220,6 +220,10 @@ def test_a_version_that_takes_long(serve: Serve, versions: Versions, gate: threa
 
 
 REFUSED: dict[str, Json] = {
+    "inputs that take all memory": {"inputs": [{"name": "x", "shape": [10**12]}]},
+    "thousands of devices": {"device": "auto", "devices": [f"cpu:{number}" for number in range(5000)]},
+    "compiling all layers": {"warm": [{"layers": ["*"], "compile": "always"}]},
+    "another dtype": {"dtype": "bfloat16"},
     "a file elsewhere": {"weights": "a.safetensors"},
     "a folder above": {"weights": "weights/../a.safetensors"},
     "an absolute path": {"weights": "/tmp/a.safetensors"},
@@ -245,6 +249,15 @@ def test_not_allowed(serve: Serve, versions: Versions, what: str) -> None:
         found = problem(live.client.put("/models/gated", json=entry("b") | REFUSED[what]), 403)
         assert "not allowed" in found["detail"]
         assert fingerprint(live) == first
+
+
+def test_allowed_fields(serve: Serve, versions: Versions) -> None:
+    """Fields that the file names may change, and what the file leaves out may be left out."""
+    allow = ALLOW | {"fields": ["dtype"]}
+    with serve(versions.write(entry("a"), allow=allow), config=versions.file) as live:
+        assert put(live, "b", dtype="bfloat16").json()["dtype"] == "bfloat16"
+        assert put(live, "b").json()["dtype"] == "float32"
+        problem(put(live, "b", decode="fast"), 403)
 
 
 def test_nothing_allowed(serve: Serve, versions: Versions) -> None:
@@ -278,7 +291,7 @@ BAD: dict[str, tuple[Any, int, str]] = {
 def test_bad_entries(serve: Serve, versions: Versions, what: str) -> None:
     """An entry that makes no sense is refused as in the file, with the place."""
     body, status, words = BAD[what]
-    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live:
+    with serve(versions.write(entry("a"), allow=ALLOW | {"fields": ["device"]}), config=versions.file) as live:
         found = problem(live.client.put("/models/gated", json=body), status)
         assert words in str(found)
         problem(live.client.put("/models/gated", content=b"{"), 400)

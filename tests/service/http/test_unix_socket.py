@@ -120,6 +120,17 @@ def test_left_behind(path: Path) -> None:
     assert not path.exists()
 
 
+def test_path_of_another(path: Path) -> None:
+    """A server that ends leaves a socket alone that another one has put in the place of its own."""
+    with closing(bind_unix(path)) as listener:
+        path.unlink()
+        with closing(bind_unix(path)) as other:
+            stop_connecting(listener)
+            assert path.is_socket()
+            stop_connecting(other)
+            assert not path.exists()
+
+
 def test_taken(path: Path) -> None:
     """A socket that somebody serves stays theirs, however many wait before it."""
     with socket.socket(socket.AF_UNIX) as other:

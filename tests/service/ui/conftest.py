@@ -97,7 +97,7 @@ def shown(serve: Serve) -> Iterator[Live]:
         make_spec("windowed", "Windowed"),
         net("never", "Never", required=False, load="lazy"),
     )
-    with serve(configured(*specs), max_body_bytes=200_000, max_queue_rows=4) as live:
+    with serve(configured(*specs), max_body_bytes=200_000, max_queue_rows=64) as live:
         yield live
 
 

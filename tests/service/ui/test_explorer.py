@@ -157,7 +157,7 @@ def test_busy(shown: Live, open_page: Open) -> None:
     module.gate.clear()
     try:
         with ThreadPoolExecutor() as pool:
-            body = {"model": "held", "layers": ["linear"], "inputs": [image(picture(1))] * 4}
+            body = {"model": "held", "layers": ["linear"], "inputs": [image(DIGIT.read_bytes())] * 64}
             others = [pool.submit(shown.client.post, "/extract", json=body) for _ in range(3)]
             wait_until(lambda: any(each.done() for each in others))  # one was refused: the queue is full
             drop(opened, DIGIT.read_bytes())
