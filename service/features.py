@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import WithJsonSchema
 
 from layertap.models.errors import Fault
 from layertap.models.spec import Preprocessed
 from layertap.service.probes import Probe
 
 Array = NDArray[Any]
+# An array of numbers to those who generate clients: some make of a pair what they can't compare with one.
+GridSize = Annotated[tuple[int, int], WithJsonSchema({"type": "array", "items": {"type": "integer"}})]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Receipt:
     token_counts: tuple[int, ...] | None = None
     reply_dtype: str = "float32"
     prefix_tokens: int = 0
-    grid_size: tuple[int, int] | None = None
+    grid_size: GridSize | None = None
     method: str = ""
     probe: Probe | None = None
     fingerprints: tuple[str, ...] | None = None

@@ -23,6 +23,7 @@ TYPE_STYLES = (
     ("Pool", "yellow"),
 )
 CONTAINER, QUIET, WARNING = "bold", "bright_black", "yellow"
+SHARE_WIDTH = 4  # 100%
 BAR_CELLS = 8
 MAX_WIDTH = 10_000  # of a tree that is only measured
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -63,7 +64,8 @@ def _make_table(rows: Sequence[TreeRow], dearest: float, columns: Sequence[Colum
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET)
     for column in columns:
         justify = "right" if column.right else "left"
-        table.add_column(column.header, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        width = SHARE_WIDTH if column.right else None
+        table.add_column(column.header, justify=justify, no_wrap=True, overflow="ellipsis", min_width=width)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(column.render(row, dearest) for column in columns))
     return table

@@ -84,10 +84,11 @@ def test_in_a_narrow_terminal_without_colours() -> None:
     status, text = run_in_terminal("layers", "digits", "--match", "block2*", width=64, NO_COLOR="1")
     assert status == 0
     assert not COLOURS.search(text)
-    lines = [line for line in strip_escapes(text).splitlines() if "block2" in line or line.startswith("layer")]
+    lines = [line for line in strip_escapes(text).splitlines() if "─ " in line or line.startswith("layer")]
     assert len(lines) == 8  # the header, the block and its six parts
     assert "parameters" not in text
     assert all(len(line) <= 64 for line in lines)
+    assert all(re.search(r"\d%", line) for line in lines[1:])
 
 
 RAISING = """
