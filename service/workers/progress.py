@@ -10,11 +10,12 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 RECORD = struct.Struct("=qd")  # the item, and seconds on the clock of time.monotonic, which all processes share
 NOTHING = (-1, 0.0)
 ROWS_WAIT = struct.Struct("=q")  # behind the record: 1 or 0
+CLOSED = (TypeError, ValueError)  # what struct says of memory that is closed
 
 
 class Progress:
@@ -38,8 +39,14 @@ class Progress:
 
     @property
     def item(self) -> tuple[int, float]:
-        """The item that is being decoded, or was when the process ended, -1 where none is, and since when."""
-        number, since = RECORD.unpack_from(self._memory)
+        """The item that is being decoded, or was when the process ended, -1 where none is, and since when.
+
+        None is either once this is closed, which another thread than the one that asks may do.
+        """
+        try:
+            number, since = RECORD.unpack_from(self._memory)
+        except CLOSED:
+            return NOTHING
         return number, since
 
     @property
@@ -49,7 +56,8 @@ class Progress:
 
     @rows_wait.setter
     def rows_wait(self, value: bool) -> None:
-        ROWS_WAIT.pack_into(self._memory, RECORD.size, value)
+        with suppress(*CLOSED):
+            ROWS_WAIT.pack_into(self._memory, RECORD.size, value)
 
 
 def create_progress() -> tuple[Progress, int]:

@@ -173,6 +173,17 @@ def test_no_descriptors_for_progress() -> None:
     assert list_descriptors() == before
 
 
+def test_closed_progress() -> None:
+    """Once it is closed, by whoever ends a worker, nothing is decoded, and nobody who still asks or tells fails."""
+    progress, descriptor = create_progress()
+    with progress.decoding(3):
+        assert progress.item[0] == 3
+    os.close(descriptor)
+    progress.close()
+    assert progress.item[0] == -1
+    progress.rows_wait = True
+
+
 def test_messages_one_after_another() -> None:
     channel, connection = connect()
     other = Channel(connection)
