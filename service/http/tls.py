@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+from functools import partial
 from pathlib import Path
 
 log = logging.getLogger("layertap")
@@ -14,11 +15,11 @@ NO_PASSWORD = ""  # where a key asks for one, loading fails: nobody is there to 
 
 def check_certificate(cert: str, key: str) -> None:
     """OSError, of which ssl.SSLError is one, where these files are no certificate with its key."""
-    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, NO_PASSWORD)
+    _load_certificate(cert, key)
 
 
 async def follow_renewals(context: ssl.SSLContext, cert: str, key: str, interval: float = LOOK_INTERVAL_S) -> None:
-    """Load certificate and key into a server's context whenever their files change, for ever.
+    """Have a server's context show a certificate and its key as their files are now, whenever these change, for ever.
 
     What can't be loaded, as a certificate whose key is yet to come, is told once and changes nothing.
     """
@@ -30,12 +31,26 @@ async def follow_renewals(context: ssl.SSLContext, cert: str, key: str, interval
             continue
         known = now
         try:
-            await asyncio.to_thread(check_certificate, cert, key)
-            context.load_cert_chain(cert, key, NO_PASSWORD)  # on the loop: no handshake reads the context meanwhile
+            # Into a context of its own: one that is in use has the new certificate with the old key for a while.
+            renewed = await asyncio.to_thread(_load_certificate, cert, key)
         except OSError as error:
             log.warning("the certificate is not renewed", extra={"fields": {"reason": error.strerror or str(error)}})
         else:
+            context.sni_callback = partial(_show_certificate, renewed)
             log.info("the certificate is renewed")
+
+
+def _load_certificate(cert: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key, NO_PASSWORD)
+    return context
+
+
+def _show_certificate(
+    renewed: ssl.SSLContext, connection: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext
+) -> None:
+    """Called at each handshake, whether a host is named or not: all but the certificate stays the context's own."""
+    connection.context = renewed
 
 
 def _describe_files(*paths: str) -> list[tuple[int, ...] | None]:

@@ -20,6 +20,7 @@ from tests.service.gated_server import TRIES, TRY_S, parse_response, wait_until
 from tests.service.load_server import Process, process
 from tests.service.support import Json, image, picture
 
+RENEWALS = 300
 BODY: Json = {"layers": ["block3"], "pool": "mean", "inputs": [image(picture(1))]}
 
 
@@ -181,6 +182,42 @@ def test_half_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level("INFO", logger="layertap"):
         assert asyncio.run(run()) == [True] * 4
+
+
+def test_renewed_under_load(tmp_path: Path) -> None:
+    """While certificate and key are renewed again and again, each handshake shows one with its own key."""
+    pairs = [make_certificate(tmp_path, name) for name in ("first", "second")]
+    trust = pairs[0].trust()
+    trust.load_verify_locations(pairs[1].cert)
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    shutil.copy(pairs[0].cert, cert)
+    shutil.copy(pairs[0].key, key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+
+    def renew() -> None:
+        for round_ in range(RENEWALS):
+            made = pairs[round_ % 2]
+            for source, target in ((made.cert, cert), (made.key, key)):
+                shutil.copy(source, tmp_path / "next")
+                (tmp_path / "next").replace(target)
+
+    async def run() -> int:
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        follower = asyncio.create_task(follow_renewals(context, str(cert), str(key), interval=0))
+        renewing = asyncio.create_task(asyncio.to_thread(renew))
+        handshakes = 0
+        while not renewing.done():
+            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="127.0.0.1")
+            writer.close()
+            handshakes += 1
+        follower.cancel()
+        server.close()
+        await server.wait_closed()
+        return handshakes
+
+    assert asyncio.run(run()) > 0
 
 
 def encrypt(made: Certificate) -> None:
