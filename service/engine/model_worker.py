@@ -85,7 +85,7 @@ class ModelWorker:
         self._batch_seconds_per_row = 0.0
         self._decode_seconds_per_row = 0.0
         self._threads = [WorkerThread(f"load-{name}", publish_name)]
-        self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
+        self.loaded.add_done_callback(partial(_settle, self.settled))  # which keeps no worker, nor its model
         self.submit(0, partial(self._load, load))
 
     @property
@@ -325,3 +325,7 @@ class ModelWorker:
         # On a GPU forwards only overlap.
         parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
         self._batch_seconds_per_row = executor.model.catalog.seconds / parallel
+
+
+def _settle(settled: Future[None], _loaded: Future[Executor]) -> None:
+    settled.set_result(None)

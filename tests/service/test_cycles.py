@@ -14,10 +14,10 @@ from tests.service.gated_server import wait_until
 from tests.service.load_server import END_S, Usage, process
 from tests.service.support import npy, raw
 
-FIRST, CYCLES = 60, 100  # until allocators, caches and pools of threads have what they need; after that
+FIRST, CYCLES = 20, 100  # until allocators and caches have what they need; after that
 OUTPUTS = 100_000
 WEIGHT_BYTES = 4 * 5 * OUTPUTS
-SLACK_BYTES = 24 * 2**20  # a hundredth of which is an eighth of the weights
+SLACK_BYTES = 16 * 2**20  # a hundredth of which is a twelfth of the weights
 SPEC = ModelSpec(
     "linear",
     "python:torch.nn:Linear",
