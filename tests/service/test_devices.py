@@ -22,7 +22,7 @@ from layertap.service.config.configuration import Configuration
 from tests.oracle import seeded
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.support import Array, arrays_of, npy, picture, problem, raw
+from tests.service.support import Array, arrays_of, npy, picture, problem, raw, tensor
 
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
 ROW = InputSpec("x", (4,))
@@ -30,19 +30,26 @@ MEET = 77.0  # a row that begins with it waits for as many others as there are d
 BUILDS = count()
 
 
-class Net(nn.Module):
-    """Rows with a mark wait in the forward until one runs on each device."""
+class Meeting(nn.Module):
+    """Rows with a mark wait here until one is here on each device."""
 
     barrier = threading.Barrier(len(DEVICES))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         if bool((x[:, 0] == MEET).any()):
             self.barrier.wait(60)
-        return self.head(self.first(x).relu())
+        return x
+
+
+class Net(nn.Module):
+    """Marks count before the first layer, and in what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first, self.after, self.head = Meeting(), nn.Linear(4, 8), Meeting(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.after(self.first(self.before(x))).relu())
 
 
 def make_net() -> Net:
@@ -143,6 +150,36 @@ def test_gradients_on_each_device(live: Live) -> None:
     assert row.grad is not None
     for answer in answers:
         np.testing.assert_allclose(next(iter(answer.values())), row.grad.numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_resumed_on_each_device(live: Live) -> None:
+    """Forwards that begin with what one layer gave run on each device at a time, and end as whole ones do."""
+    given = np.random.default_rng(3).normal(size=(len(DEVICES), 1, 8)).astype(np.float32)
+    given[:, :, 0] = MEET
+    with ThreadPoolExecutor(len(DEVICES)) as pool:
+        answers = list(pool.map(lambda row: ask(live, row, "head", resume="first", isolated=True), given))
+    for answer, row in zip(answers, given, strict=True):
+        with torch.no_grad():
+            expected = make_net().head(torch.from_numpy(row).relu()).numpy()
+        np.testing.assert_allclose(answer["head"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_changed_on_each_device(live: Live) -> None:
+    """A change by a tensor of the request's own is made on each device at a time."""
+    changes = [np.full(8, MEET, np.float32) + np.arange(8, dtype=np.float32) * number for number in range(len(DEVICES))]
+
+    def change(values: Array) -> Array:
+        intervention = {"layer": "first", "op": "replace", **tensor(values)}
+        body = {"inputs": [tensor(np.zeros(4, np.float32))], "isolated": True}
+        reply = live.client.post("/extract", json={**body, "layers": ["head"], "interventions": [intervention]})
+        return arrays_of(reply)["head"]
+
+    with ThreadPoolExecutor(len(DEVICES)) as pool:
+        answers = list(pool.map(change, changes))
+    for answer, values in zip(answers, changes, strict=True):
+        with torch.no_grad():
+            expected = make_net().head(torch.from_numpy(values)[None]).numpy()
+        np.testing.assert_allclose(answer, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_must_be_the_same(serve: Serve) -> None:

@@ -18,6 +18,7 @@ import pytest
 from layertap.models.compiled.compile import compute_key
 from layertap.models.compiled.plan_benchmark import locate_benchmark
 from layertap.models.compiled.prepare import prepare_warm_plans
+from layertap.models.multi_device_model import MultiDeviceModel
 from layertap.models.spec import WarmSpec
 from layertap.service.config.configuration import Configuration
 from tests.conftest import WARM, net_spec
@@ -145,6 +146,20 @@ def test_same_bits_in_workers(serve: Serve, warm_cache: Path) -> None:
         assert [forwards(reply) for reply in replies] == [{"compiled"}] * len(replies)
         answers.append([arrays_of(reply) for reply in replies])
     assert all(same(*pair) for pair in zip(*answers, strict=True))
+
+
+def test_on_several_devices(serve: Serve, warm_cache: Path) -> None:
+    """Each device has a graph of its own: whichever answers, numbers and fingerprints are those of plain hooks."""
+    several = replace(WARM_SPEC, device="auto", devices=("cpu:0", "cpu:1"))
+    configuration = Configuration((PLAIN_SPEC, several), PLAIN)
+    with serve(configuration, cache_dir=warm_cache, cpu_threads=THREADS) as live, ThreadPoolExecutor(8) as pool:
+        plain = extract(live, PLAIN, "conv", "head")
+        for reply in pool.map(lambda _: extract(live, COMPILED, "conv", "head"), range(24)):
+            assert (forwards(reply), reply.json()["fingerprint"]) == ({"compiled"}, plain.json()["fingerprint"])
+            close(arrays_of(reply), arrays_of(plain))
+        model = live.engine.manager.workers[COMPILED].model
+        assert isinstance(model, MultiDeviceModel)
+        assert len({id(each.compiled[0]) for each in model.models}) == 2
 
 
 def test_worker_killed(tmp_path: Path, warm_cache: Path) -> None:
