@@ -1,9 +1,11 @@
-"""What a serving process asks of the C library's allocator."""
+"""What a serving process asks of the allocators: the C library's, and torch's of GPUs."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+
+import torch
 
 from layertap.models.devices.threads import count_cores
 
@@ -20,7 +22,9 @@ MALLOC_PARAMETERS = {
 
 
 def release_memory() -> None:
-    """Give back what was kept to be used again: a process that may have no more memory needs it for something else."""
+    """Give back what was kept to be used again: another process needs it, or this one for something else."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()  # what else looks at a GPU, as "device: auto" does, takes that for memory in use
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

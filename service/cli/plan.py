@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from layertap.service.allocator import keep_large_blocks
 from layertap.service.cli.console import show_loading, stdout
 from layertap.service.cli.options import ConfigOption
 from layertap.service.cli.setup import create_configured_engine
@@ -21,6 +20,8 @@ def plan(config: ConfigOption = None) -> None:
 
     Times are of one row of a batch, on one thread.
     """
+    from layertap.service.allocator import keep_large_blocks
+
     keep_large_blocks()  # as the server does: hooks and graphs are measured
     registry = create_configured_engine(config, warm=True).manager.registry
     table = Table("model", "layers", "answered by", "rows", "hooks, ms", "graph, ms", "speedup")

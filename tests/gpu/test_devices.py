@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from layertap.models.devices.devices import resolve_device
 from layertap.models.spec import ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import serving
+from tests.service.gated_server import wait_until
 from tests.service.support import arrays_of, picture, raw
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SLACK_BYTES = 8 * 2**20  # of 45 MiB that the weights take
 SPECS = (
     ModelSpec("one", "torchvision:resnet18", weights="random:0", device="cuda:0"),
     ModelSpec("all", "torchvision:resnet18", weights="random:0", devices=("all",)),
@@ -47,3 +50,14 @@ def test_auto_is_the_emptiest() -> None:
     free = [torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]
     assert resolve_device("auto").index == free.index(max(free))
     del taken
+
+
+def test_unloaded_memory_is_given_back() -> None:
+    """What a model took of a device is free for other processes once it is unloaded."""
+    lazy = replace(SPECS[0], name="lazy", load="lazy")
+    with serving(Configuration((SPECS[0], lazy), "one")) as live:
+        before, _ = torch.cuda.mem_get_info(0)
+        assert live.client.post("/models/lazy/load").json()["state"] == "ready"
+        assert torch.cuda.mem_get_info(0)[0] < before
+        assert live.client.post("/models/lazy/unload").json()["state"] == "available"
+        wait_until(lambda: torch.cuda.mem_get_info(0)[0] >= before - SLACK_BYTES)

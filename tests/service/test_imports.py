@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.service.gated_server import wait_until
 from tests.service.load_server import ROOT
@@ -39,3 +40,12 @@ def test_imports_before_the_first_answer(tmp_path: Path) -> None:
     imported = set(IMPORTED.findall(file.read_text()))
     assert {"torch", "fastapi", "PIL.Image"} <= imported
     assert not LATER & imported
+
+
+@pytest.mark.parametrize("words", [("--version",), ("serve", "--help")])
+def test_imports_of_a_command_that_runs_no_model(words: tuple[str, ...]) -> None:
+    """What needs no model is answered without torch, which takes seconds."""
+    command = [sys.executable, "-X", "importtime", "-m", "layertap", *words]
+    imported = set(IMPORTED.findall(subprocess.run(command, capture_output=True, text=True, check=True).stderr))
+    assert "typer" in imported
+    assert not {"torch", "fastapi"} & imported
