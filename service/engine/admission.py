@@ -6,55 +6,26 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import NoReturn
 
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.unavailable import unloading_error
+from layertap.service.engine.workload import WAIT_MARGIN, PlannedWork, Workload
 from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
-
-WAIT_MARGIN = 1.25  # what is expected may take so many times as long
-LENIENCY = 2.0  # of what nothing waits for: it is expected to take so many times less than was measured
-
-
-@dataclass(eq=False)
-class PlannedWork:
-    """Changed inputs that a request will queue a few at a time, and what makes them fewer, in words.
-
-    ``seconds``: of all their forwards on one thread, by what was measured at loading; ``done`` of them are answered.
-    """
-
-    worker: ModelWorker
-    rows: int
-    seconds: float
-    smaller: str
-    done: int = 0
-
-    @property
-    def share_left(self) -> float:
-        """How much of it is yet to be done."""
-        return max(1 - self.done / max(self.rows, 1), 0.0)
-
-    @property
-    def seconds_left(self) -> float:
-        """How long what is left takes as of late, with nothing beside it."""
-        return self.share_left * self.worker.estimate_seconds(self.seconds)
 
 
 class AdmissionControl:
     """What is admitted now. For the event loop only.
 
     ``workers`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
-    counts bodies as they arrive, rows, and the replies that are expected. ``planned`` is what explanations have yet to
-    do.
+    counts bodies as they arrive, rows, and the replies that are expected. ``workload`` is what explanations plan.
     """
 
     def __init__(self, workers: Mapping[str, ModelWorker], settings: Settings, metrics: Metrics) -> None:
         self.used_bytes = 0
-        self.planned: set[PlannedWork] = set()
+        self.workload = Workload(settings.deadline_s, metrics)
         self._workers = workers
         self._settings = settings
         self._metrics = metrics
@@ -115,34 +86,6 @@ class AdmissionControl:
                 retry_after=max(math.ceil(wait), 1),
                 needed_s=needed,
             )
-
-    def check_work(self, work: PlannedWork, deadline: float) -> None:
-        """Whether work that is to be queued bit by bit can be done in time; QueueTooLongError.
-
-        What else is planned for its device gets as much time, if it wants it. With nothing planned it is refused only
-        where there is no hope: what was measured may be slower than what will be.
-        """
-        devices, seconds = set(work.worker.devices), work.seconds_left
-        others = [other for other in self.planned if devices & set(other.worker.devices)]
-        wait = sum(min(seconds, other.seconds_left) for other in others)
-        left = max(deadline - time.monotonic(), 0.0)
-        if wait:
-            if WAIT_MARGIN * (seconds + wait) > left:
-                taken = f"about {seconds:.1f} s, and explanations that run already {wait:.1f} s"
-                hint = f"come again later, or run fewer changed inputs: {work.smaller}"
-                self._refuse_work(work, taken, hint, wait, seconds + wait)
-            return
-        alone = work.worker.estimate_least_seconds(work.seconds)
-        if alone / LENIENCY > left:
-            hint = f"run at most {max(int(work.rows * left / alone), 1)} changed inputs: {work.smaller}"
-            if alone > self._settings.deadline_s:
-                hint += ", or raise LAYERTAP_DEADLINE_S"
-            self._refuse_work(work, f"about {alone:.1f} s", hint, alone, alone)
-
-    def _refuse_work(self, work: PlannedWork, taken: str, hint: str, retry_after: float, needed_s: float) -> NoReturn:
-        self._metrics.count_refused("deadline")
-        detail = f"{work.rows} changed inputs take {taken}: the deadline would pass"
-        raise QueueTooLongError(detail, hint=hint, retry_after=max(math.ceil(retry_after), 1), needed_s=needed_s)
 
 
 class Admission:
@@ -215,18 +158,21 @@ class Admission:
 
     @contextmanager
     def plan_work(self, work: PlannedWork) -> Iterator[None]:
-        """Have work that the block queues bit by bit count for others; QueueTooLongError where it can't be in time."""
-        self._control.check_work(work, self.deadline)
-        self._control.planned.add(work)
-        self._work = work
-        try:
-            yield
-        finally:
-            self._control.planned.discard(work)
-            self._work = None
+        """Announce what the block runs in turns; QueueTooLongError where it can't be done in time."""
+        with self._control.workload.plan(work, self.deadline):
+            self._work = work
+            try:
+                yield
+            finally:
+                self._work = None
+
+    async def wait_for_turn(self) -> None:
+        """Return once the next rows of what is planned may be queued; DeadlineError."""
+        if self._work is not None:
+            await self._control.workload.wait_for_turn(self._work, self.deadline)
 
     def note_done(self, rows: int) -> None:
-        """So many rows of what was planned are answered."""
+        """So many rows of what is planned are answered."""
         if self._work is not None:
             self._work.done += rows
 

@@ -15,7 +15,7 @@ from layertap.models.labels import Labels
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
-from layertap.service.engine.admission import Admission, PlannedWork
+from layertap.service.engine.admission import Admission
 from layertap.service.engine.changed_inputs import ChangedInputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.explanation_methods import (
@@ -38,6 +38,7 @@ from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.perturbing import PerturbedMethod, perturb
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.top_classes import find_scores, make_selector, take_top_classes
+from layertap.service.engine.workload import PlannedWork
 from layertap.service.features import Array, Features, merge_results
 from layertap.service.formats.table import FORMATS
 

@@ -84,6 +84,7 @@ class ModelWorker:
         self._empty: asyncio.Event | None = None
         self._batch_seconds_per_row = 0.0
         self._decode_seconds_per_row = 0.0
+        self._loaded_seconds_per_row = 1.0  # of a row alone, when it was loaded
         self._parallel = 1.0  # how many rows its device computes at once, one on each thread
         self._threads = [WorkerThread(f"load-{name}", publish_name)]
         self.loaded.add_done_callback(lambda _: self.settled.set_result(None))
@@ -126,7 +127,7 @@ class ModelWorker:
 
     def estimate_seconds(self, seconds: float) -> float:
         """How long its device takes as of late for forwards that took so many seconds one by one when it was loaded."""
-        return seconds * self._batch_seconds_per_row / self.model.catalog.seconds if self.is_active else 0.0
+        return seconds * self._batch_seconds_per_row / self._loaded_seconds_per_row if self.is_active else 0.0
 
     def estimate_least_seconds(self, seconds: float) -> float:
         """As ``estimate_seconds``, or as when it was loaded, whichever is less."""
@@ -336,4 +337,5 @@ class ModelWorker:
         catalog = executor.model.catalog
         queue = self.queues.create(catalog, catalog.costs)
         self._parallel = parallel * min(queue.slots, catalog.costs.speedup)  # a batch may take several threads
-        self._batch_seconds_per_row = catalog.seconds / self._parallel
+        self._loaded_seconds_per_row = catalog.costs.estimate_seconds(1)
+        self._batch_seconds_per_row = self._loaded_seconds_per_row / self._parallel

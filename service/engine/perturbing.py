@@ -168,6 +168,7 @@ async def _perturb_row(
     base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
+        await admission.wait_for_turn()
         rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), admission.deadline)
         chunk = replace(base, items=((0, ArraysItem({None: rows}, may_batch=True)),))
         with admission.return_bytes():

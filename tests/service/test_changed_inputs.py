@@ -27,6 +27,7 @@ from layertap.service.engine.explanation_methods import METHODS
 from layertap.service.engine.map_requests import MapRequest
 from layertap.service.engine.perturbing import PerturbedMethod, perturb
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.workload import PlannedWork
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings
 from tests.server import Live
@@ -237,7 +238,7 @@ class Watched(IntegratedGradients):
 
 
 def test_numbers_are_made_off_the_event_loop() -> None:
-    """Weights, changed rows, sums and maps are computed in other threads than the loop's."""
+    """Weights, changed rows, sums and maps are computed in other threads than the loop's; each row is told as done."""
     Watched.threads = set()
     explanation = Explanation(("integrated_gradients",), steps=40)
     items = ((0, ArraysItem({None: random_images(1, 2)[0]})),)
@@ -258,7 +259,10 @@ def test_numbers_are_made_off_the_event_loop() -> None:
                 resolved = resolve_objective(objective, worker.model.catalog)
                 method = PerturbedMethod(asked, Watched, point, resolved, worker.model)
                 (part,) = await engine.extract_parts(method.prepare(request), admission)
-                made = await perturb(engine, method, admission, part, ChangedInputs(40))
+                work = PlannedWork(worker, rows=40, seconds=1.0, smaller="less")
+                with admission.plan_work(work):
+                    made = await perturb(engine, method, admission, part, ChangedInputs(40))
+                assert (work.done, work.begun) == (40, True)
             return threading.current_thread().name, made.arrays["map"]
         finally:
             await engine.close()

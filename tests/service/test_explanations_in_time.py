@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import httpx
@@ -15,10 +15,12 @@ import pytest
 from layertap.models.catalog.catalog import Costs
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
-from layertap.service.engine.admission import PlannedWork
 from layertap.service.engine.batch import Batch, QueuedRequest, RowSlice
+from layertap.service.engine.changed_inputs import ChangedRows
+from layertap.service.engine.engine import Engine
 from layertap.service.engine.model_worker import ModelWorker
-from layertap.service.errors import QueueTooLongError
+from layertap.service.engine.workload import PlannedWork
+from layertap.service.errors import DeadlineError, QueueTooLongError
 from layertap.service.settings import Settings
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -167,18 +169,36 @@ def test_a_slow_batch_locks_nobody_out(served: Live) -> None:
     assert explain(served, SIXTEEN).status_code == 200
 
 
-def test_work_that_is_done(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("shape", "has_graph", "seconds"),
+    [((3, 32, 32), False, 4.0), ((3, 32, 32), True, 12.0), ((3, 16, 16), False, 1.0), ((3, 64, 64), False, 4.0)],
+)
+def test_what_rows_take(served: Live, shape: tuple[int, ...], has_graph: bool, seconds: float) -> None:
+    """Gradients count thrice; smaller rows than the model is configured for less, and larger ones, meant low, as those."""
+    model = served.engine.manager.registry.get_entry("held").model
+    assert model is not None
+    changed = ChangedRows(4, (1, *shape), has_graph)
+    assert changed.estimate_seconds(model) == pytest.approx(seconds * ROW_S)
+
+
+@asynccontextmanager
+async def planning() -> AsyncIterator[tuple[Engine, Callable[[float], PlannedWork]]]:
+    """An engine, and what makes work of so many seconds for it."""
+    engine = create_engine(Settings(workers=0, cpu_threads=1), configured(HELD), warm=False)
+    try:
+        worker = await engine.manager.get_worker("held", time.monotonic() + DEADLINE_S)
+        unit = worker.estimate_seconds(1.0)
+        yield engine, lambda seconds: PlannedWork(worker, rows=100, seconds=seconds / unit, smaller="less")
+    finally:
+        await engine.close()
+
+
+def test_work_that_is_done() -> None:
     """The rows that an explanation has run count no more for the others."""
 
     async def run() -> None:
-        engine = create_engine(Settings(workers=0, cpu_threads=1), configured(HELD), warm=False)
-        try:
+        async with planning() as (engine, plan):
             deadline = time.monotonic() + 100
-            worker = await engine.manager.get_worker("held", deadline)
-
-            def plan(seconds: float) -> PlannedWork:  # at the pace of when it was loaded
-                return PlannedWork(worker, rows=100, seconds=seconds / worker.estimate_seconds(1.0), smaller="less")
-
             with engine.admission.admit(deadline) as first, engine.admission.admit(deadline) as second:
                 with first.plan_work(plan(60)):
                     with pytest.raises(QueueTooLongError), second.plan_work(plan(60)):
@@ -188,7 +208,43 @@ def test_work_that_is_done(serve: Serve) -> None:
                         pass
                 with second.plan_work(plan(150)):  # alone
                     pass
-        finally:
-            await engine.close()
 
     asyncio.run(run())
+
+
+def test_turns() -> None:
+    """Two explanations run at a time, those that have least to do; others wait until one is done, or their deadline."""
+
+    async def run() -> None:
+        async with planning() as (engine, plan), asyncio.TaskGroup() as group:
+            workload, deadline = engine.admission.workload, time.monotonic() + DEADLINE_S
+            works = {seconds: plan(seconds) for seconds in (5, 6, 7, 1)}
+            held = {seconds: ExitStack() for seconds in works}
+            for seconds in (5, 6, 7):
+                held[seconds].enter_context(workload.plan(works[seconds], deadline))
+            for seconds in (5, 6):
+                await workload.wait_for_turn(works[seconds], deadline)
+            with pytest.raises(DeadlineError):
+                await workload.wait_for_turn(works[7], time.monotonic())
+            last = group.create_task(workload.wait_for_turn(works[7], deadline))
+            held[1].enter_context(workload.plan(works[1], deadline))
+            await workload.wait_for_turn(works[1], deadline)  # the shortest is first, whenever it came
+            await let_others_run()
+            held[5].close()
+            await let_others_run()
+            assert not last.done()  # two are ahead of it still
+            held[1].close()
+            await asyncio.wait_for(last, DEADLINE_S)
+            works[7].done = 50  # who is ahead stays ahead
+            held[5].enter_context(workload.plan(works[5], deadline))
+            await workload.wait_for_turn(works[7], deadline)
+            for stack in held.values():
+                stack.close()
+
+    asyncio.run(run())
+
+
+async def let_others_run() -> None:
+    """Whatever is ready to run does."""
+    for _ in range(10):
+        await asyncio.sleep(0)
