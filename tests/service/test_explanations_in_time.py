@@ -174,7 +174,7 @@ def test_a_slow_batch_locks_nobody_out(served: Live) -> None:
     [((3, 32, 32), False, 4.0), ((3, 32, 32), True, 12.0), ((3, 16, 16), False, 1.0), ((3, 64, 64), False, 4.0)],
 )
 def test_what_rows_take(served: Live, shape: tuple[int, ...], has_graph: bool, seconds: float) -> None:
-    """Gradients count thrice; smaller rows than the model is configured for less, and larger ones, meant low, as those."""
+    """Gradients count thrice, smaller rows than the model is configured for less, larger ones no more: meant low."""
     model = served.engine.manager.registry.get_entry("held").model
     assert model is not None
     changed = ChangedRows(4, (1, *shape), has_graph)
