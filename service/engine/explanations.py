@@ -94,7 +94,8 @@ def _plan_work(request: ExtractRequest, explanation: Explanation, worker: ModelW
     model = worker.model
     changed = list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
-    return PlannedWork(worker, sum(each.count for each in changed), seconds, name_savings(request, explanation))
+    smaller = name_savings(request, explanation, model)
+    return PlannedWork(worker, sum(each.count for each in changed), seconds, smaller)
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:

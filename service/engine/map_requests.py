@@ -107,13 +107,14 @@ def _count_changed(asked: MapRequest, model: ModelInfo, shape: Sequence[int]) ->
     return kind.count(kind.choose_settings(asked.explanation, shape, layout), shape, layout)
 
 
-def name_savings(request: ExtractRequest, explanation: Explanation) -> str:
+def name_savings(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> str:
     """What a request whose changed inputs are too many may ask for instead."""
-    taken = frozenset[str]().union(*(METHODS[method].options for method in explanation.methods))
-    savings = [saving for option, saving in SAVINGS.items() if option in taken]
-    savings += ["fewer classes"] if len(explanation.classes) > 1 else []
-    savings += ["fewer inputs"] if len(request.items) > 1 else []
-    return ", ".join(savings)
+    methods = [METHODS[method] for method in explanation.methods if METHODS[method].perturbation is not None]
+    rows = predict_rows([item for _, item in request.items], model.model_inputs).count
+    savings = [saving for option, saving in SAVINGS.items() if any(option in each.options for each in methods)]
+    if len(explanation.classes) > 1 and not all(each.measures_scores for each in methods):
+        savings.append("fewer classes")
+    return ", ".join([*savings, *(["fewer inputs"] if rows > 1 else [])])
 
 
 def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelInfo, settings: Settings) -> None:

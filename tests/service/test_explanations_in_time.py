@@ -79,7 +79,7 @@ def refused(reply: httpx.Response) -> tuple[str, str, int]:
     ("body", "rows", "changed", "smaller"),
     [
         (MANY, 1, 169, "a larger 'window' and 'stride'"),
-        (SIXTEEN, 12, 192, "fewer inputs"),
+        (SIXTEEN | {"classes": [0, 1]}, 12, 192, "'stride', fewer inputs"),  # classes share its forwards
         ({"method": "integrated_gradients", "steps": 30}, 1, 30, "fewer 'steps'"),
         ({"method": "smoothgrad", "samples": 10, "classes": [0, 1, 2]}, 1, 30, "fewer classes"),
         ({"method": ["smoothgrad", "occlusion"], "window": 8, "stride": 2}, 1, 194, "fewer 'samples'"),
