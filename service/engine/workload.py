@@ -103,7 +103,7 @@ class Workload:
         place, seconds = self._planned.index(work), work.seconds_left
         begun = [other for other in self._list_others(work) if other.begun]
         ahead = [(other.seconds_left, self._planned.index(other)) < (seconds, place) for other in begun]
-        return sum(ahead) < TURNS * len(work.worker.devices)
+        return sum(ahead) < TURNS * max(len(work.worker.devices), 1)  # one that is unloaded has none
 
     def _list_others(self, work: PlannedWork) -> list[PlannedWork]:
         """What else is planned for its device."""

@@ -238,6 +238,10 @@ def test_turns() -> None:
             works[7].done = 50  # who is ahead stays ahead
             held[5].enter_context(workload.plan(works[5], deadline))
             await workload.wait_for_turn(works[7], deadline)
+            await engine.manager.unload("held")
+            await asyncio.wait_for(
+                workload.wait_for_turn(works[7], deadline), DEADLINE_S / 10
+            )  # to hear that it is gone
             for stack in held.values():
                 stack.close()
 
