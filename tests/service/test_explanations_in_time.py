@@ -43,16 +43,9 @@ SIXTEEN: Json = {"method": "occlusion", "window": 8, "stride": 8}  # 160 s
 MANY: Json = {"method": "occlusion", "window": 8, "stride": 2}  # 169 windows, 1690 s
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served(serve: Serve) -> Iterator[Live]:
-    """A server of a quick model that is said to be slow."""
-    with serving_slowly(serve) as live:
-        yield live
-
-
-@contextmanager
-def serving_slowly(serve: Serve) -> Iterator[Live]:
-    """One whose rows were never slower than when the model was loaded, until something runs."""
+    """A server of a quick model that is said to be slow; each test's own, as what runs tells how slow it is of late."""
     with serve(configured(HELD), deadline_s=DEADLINE_S, replicas=1, cpu_threads=1) as live:
         model = live.engine.manager.registry.get_entry("held").model
         assert model is not None
@@ -131,14 +124,8 @@ def hold_explanation(live: Live, body: Json) -> Iterator[Gated]:
         assert held.result().status_code == 200
 
 
-def test_beside_others(serve: Serve) -> None:
+def test_beside_others(served: Live) -> None:
     """What explanations that run have yet to do counts for the next one, which is refused if both can't be in time."""
-    with serving_slowly(serve) as live:
-        check_beside_others(live)
-
-
-def check_beside_others(served: Live) -> None:
-    """That, on a server of which nothing was asked yet."""
     with hold_explanation(served, SIXTEEN) as module:
         module.forwards.clear()
         detail, hint, when = refused(explain(served, SIXTEEN))
