@@ -67,10 +67,10 @@ class QueueFullError(RetryLaterError):
 
 
 class QueueTooLongError(QueueFullError):
-    """So many rows wait that the deadline would pass; the answer is expected to take ``needed_s`` seconds."""
+    """So much is to be done that the deadline would pass; the answer is expected to take ``needed_s`` seconds."""
 
-    def __init__(self, detail: str, *, retry_after: float, needed_s: float) -> None:
-        super().__init__(detail, retry_after=retry_after)
+    def __init__(self, detail: str, *, retry_after: float, needed_s: float, hint: str = "") -> None:
+        super().__init__(detail, retry_after=retry_after, hint=hint)
         self.needed_s = needed_s
 
 

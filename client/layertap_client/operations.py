@@ -117,6 +117,14 @@ def layers(
     return Layers.read(_read_object(reply))
 
 
+def labels(session: Session, /, model: str | None = None, *, timeout: float | None = None) -> Steps[list[str] | None]:
+    """The names of a model's classes, that of class 0 first; None where it has none. Loads the model if need be."""
+    path = yield from _find_model(session, model)
+    reply = yield from session.exchange(Request("GET", f"{path}/labels"), timeout)
+    names: list[str] | None = _read_object(reply)["labels"]
+    return names
+
+
 def probe(
     session: Session, /, layers: LayerSpecs | None = None, *, model: str | None = None, **options: Any
 ) -> Steps[dict[str, Any]]:

@@ -10,22 +10,22 @@ from contextlib import ExitStack, contextmanager
 from layertap.models.errors import TooLargeError
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.unavailable import unloading_error
+from layertap.service.engine.workload import WAIT_MARGIN, PlannedWork, Workload
 from layertap.service.errors import QueueFullError, QueueTooLongError
 from layertap.service.metrics import Metrics
 from layertap.service.settings import Settings
-
-WAIT_MARGIN = 1.25  # what is expected may take so many times as long
 
 
 class AdmissionControl:
     """What is admitted now. For the event loop only.
 
     ``workers`` are those of this process, by the names of their models; it grows and shrinks with them. ``used_bytes``
-    counts bodies as they arrive, rows, and the replies that are expected.
+    counts bodies as they arrive, rows, and the replies that are expected. ``workload`` is what explanations plan.
     """
 
     def __init__(self, workers: Mapping[str, ModelWorker], settings: Settings, metrics: Metrics) -> None:
         self.used_bytes = 0
+        self.workload = Workload(settings.deadline_s, metrics)
         self._workers = workers
         self._settings = settings
         self._metrics = metrics
@@ -102,6 +102,7 @@ class Admission:
         self._worker: ModelWorker | None = None
         self._bytes = 0
         self._rows = 0
+        self._work: PlannedWork | None = None
 
     @property
     def nbytes(self) -> int:
@@ -154,6 +155,26 @@ class Admission:
             self._control.check_rows(self._worker, rows, self._rows, self.deadline)
         self._worker.rows += rows - self._rows
         self._rows = rows
+
+    @contextmanager
+    def plan_work(self, work: PlannedWork) -> Iterator[None]:
+        """Announce what the block runs in turns; QueueTooLongError where it can't be done in time."""
+        with self._control.workload.plan(work, self.deadline):
+            self._work = work
+            try:
+                yield
+            finally:
+                self._work = None
+
+    async def wait_for_turn(self) -> None:
+        """Return once the next rows of what is planned may be queued; DeadlineError."""
+        if self._work is not None:
+            await self._control.workload.wait_for_turn(self._work, self.deadline)
+
+    def note_done(self, rows: int) -> None:
+        """So many rows of what is planned are answered."""
+        if self._work is not None:
+            self._work.done += rows
 
     def release(self) -> None:
         """Give everything back."""

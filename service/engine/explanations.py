@@ -16,6 +16,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.service.engine.admission import Admission
+from layertap.service.engine.changed_inputs import ChangedInputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.explanation_methods import (
     GRADIENT_VALUES,
@@ -26,11 +27,18 @@ from layertap.service.engine.explanation_methods import (
 )
 from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.limits import check_sizes
-from layertap.service.engine.map_requests import ChangedInputs, MapRequest, check_maps, list_maps
+from layertap.service.engine.map_requests import (
+    MapRequest,
+    check_maps,
+    list_changed_rows,
+    list_maps,
+    name_savings,
+)
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.perturbing import PerturbedMethod, perturb
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.top_classes import find_scores, make_selector, take_top_classes
+from layertap.service.engine.workload import PlannedWork
 from layertap.service.features import Array, Features, merge_results
 from layertap.service.formats.table import FORMATS
 
@@ -65,18 +73,29 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
     if request.reply.format.is_picture:  # nothing that is captured is drawn
         request = replace(request, reply=replace(request.reply, format=FORMATS["npz"]))
     changed = ChangedInputs(engine.settings.max_changed_inputs)
+    work = await engine.run_in_thread(partial(_plan_work, request, explanation, worker), admission.deadline)
     made: Features | None = None
-    for asked in list_maps(request, explanation):
-        with admission.return_bytes():
-            count = explanation.top_classes if made is None else 0
-            part = await _make_maps(engine, asked, worker, admission, count, changed)
-        admission.reserve_bytes(part.nbytes)
-        made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
-        arrays = made.arrays.values()
-        check_sizes((each.size for each in arrays), (each.nbytes for each in arrays), made.rows, request.reply)
+    with admission.plan_work(work):
+        for asked in list_maps(request, explanation):
+            with admission.return_bytes():
+                count = explanation.top_classes if made is None else 0
+                part = await _make_maps(engine, asked, worker, admission, count, changed)
+            admission.reserve_bytes(part.nbytes)
+            made = part if made is None else merge_results(made, part, fingerprint.digest_reply)
+            arrays = made.arrays.values()
+            check_sizes((each.size for each in arrays), (each.nbytes for each in arrays), made.rows, request.reply)
     if made is None:
         raise ValueError("the request names no method")
     return made
+
+
+def _plan_work(request: ExtractRequest, explanation: Explanation, worker: ModelWorker) -> PlannedWork:
+    """The changed inputs of all maps, as far as shapes are known."""
+    model = worker.model
+    changed = list_changed_rows(list_maps(request, explanation), request, model)
+    seconds = sum(each.estimate_seconds(model) for each in changed)
+    smaller = name_savings(request, explanation, model)
+    return PlannedWork(worker, sum(each.count for each in changed), seconds, smaller)
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from layertap.models.errors import Fault, RequestError, SelectorError, TooLargeError, escape
+from layertap.models.errors import Fault, RequestError, SelectorError, escape
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Class, Explanation, Method, Objective
+from layertap.service.engine.changed_inputs import ChangedInputs, ChangedRows
 from layertap.service.engine.explanation_methods import METHODS, MethodSpec
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.row_shapes import predict_rows
@@ -27,6 +28,9 @@ OPTIONS = {
     "window": ("window", "occlusion"),
     "stride": ("stride", "occlusion"),
 }
+
+# What makes the changed inputs of a method fewer, by the option that it takes.
+SAVINGS = {"steps": "fewer 'steps'", "samples": "fewer 'samples'", "window": "a larger 'window' and 'stride'"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,39 @@ def _set_class(request: ExtractRequest, klass: Class) -> ExtractRequest:
     return replace(request, objective=replace(request.objective or Objective(), klass=klass))
 
 
+def list_changed_rows(asked: Sequence[MapRequest], request: ExtractRequest, model: ModelInfo) -> list[ChangedRows]:
+    """The changed inputs that some maps take, as far as shapes are known: SelectorError."""
+    changing = [each for each in asked if each.spec.perturbation is not None]
+    predicted = [predict_rows([item], model.model_inputs) for _, item in request.items] if changing else []
+    rows = Counter[tuple[int, ...]]()
+    for of_item in predicted:
+        rows[(1, *of_item.shapes[0])] += of_item.count
+    return [
+        ChangedRows(count * _count_changed(each, model, shape), shape, not each.spec.measures_scores)
+        for each in changing
+        for shape, count in rows.items()
+    ]
+
+
+def _count_changed(asked: MapRequest, model: ModelInfo, shape: Sequence[int]) -> int:
+    """How many changed inputs a method tries for a row, (1, …); 0 for one that changes none. SelectorError."""
+    kind = asked.spec.perturbation
+    if kind is None:
+        return 0
+    layout = asked.spec.find_points(asked.explanation, model)[0][1].layout or ""
+    return kind.count(kind.choose_settings(asked.explanation, shape, layout), shape, layout)
+
+
+def name_savings(request: ExtractRequest, explanation: Explanation, model: ModelInfo) -> str:
+    """What a request whose changed inputs are too many may ask for instead."""
+    methods = [METHODS[method] for method in explanation.methods if METHODS[method].perturbation is not None]
+    rows = predict_rows([item for _, item in request.items], model.model_inputs).count
+    savings = [saving for option, saving in SAVINGS.items() if any(option in each.options for each in methods)]
+    if len(explanation.classes) > 1 and not all(each.measures_scores for each in methods):
+        savings.append("fewer classes")
+    return ", ".join([*savings, *(["fewer inputs"] if rows > 1 else [])])
+
+
 def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelInfo, settings: Settings) -> None:
     """RequestError, SelectorError, TooLargeError for what makes no sense for these methods, or would be too much."""
     if model.text is not None:
@@ -97,8 +134,9 @@ def check_maps(request: ExtractRequest, explanation: Explanation, model: ModelIn
     _check_objectives(request, explanation)
     _check_classes(request, explanation, model)
     asked = list_maps(request, explanation)
-    _check_changed_inputs(asked, request, model, settings.max_changed_inputs)
     rows = predict_rows([item for _, item in request.items], model.model_inputs).count
+    changed = sum(each.count for each in list_changed_rows(asked, request, model))
+    ChangedInputs(settings.max_changed_inputs).add(changed, rows)
     infos = [
         ResultInfo(name=key, module="", site="", shape=(rows, 1, 1), method=each.method)
         for each in asked
@@ -152,44 +190,3 @@ def _find_wrong_objectives(request: ExtractRequest, model: ModelInfo) -> Iterato
         if (error_of_own := seen[own]) is not None:
             located = RequestError.from_faults([error_of_own.to_fault("/objective")])
             yield from request.locate(located, place).faults
-
-
-def _check_changed_inputs(asked: Sequence[MapRequest], request: ExtractRequest, model: ModelInfo, limit: int) -> None:
-    """TooLargeError where all maps together would take too many changed inputs, as far as shapes are known."""
-    changing = [each for each in asked if each.spec.perturbation is not None]
-    predicted = [predict_rows([item], model.model_inputs) for _, item in request.items] if changing else []
-    rows = Counter[tuple[int, ...]]()
-    for of_item in predicted:
-        rows[(1, *of_item.shapes[0])] += of_item.count
-    counts = {shape: sum(count_changed(each, model, shape) for each in changing) for shape in rows}
-    ChangedInputs(limit).add(sum(counts[shape] * rows[shape] for shape in rows), rows.total())
-
-
-def count_changed(asked: MapRequest, model: ModelInfo, shape: Sequence[int]) -> int:
-    """How many changed inputs a method tries for a row, (1, …); 0 for one that changes none. SelectorError."""
-    kind = asked.spec.perturbation
-    if kind is None:
-        return 0
-    layout = asked.spec.find_points(asked.explanation, model)[0][1].layout or ""
-    return kind.count(kind.choose_settings(asked.explanation, shape, layout), shape, layout)
-
-
-class ChangedInputs:
-    """How many changed inputs a request has had of those that it may have."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._count = 0
-
-    def add(self, count: int, rows: int) -> None:
-        """Count so many more, of some rows; TooLargeError where that would be too many."""
-        total = self._count + count
-        if total > self._limit:
-            fewer = (
-                f"send at most {rows * self._limit // total} inputs at once, or " if rows * self._limit >= total else ""
-            )
-            raise TooLargeError(
-                f"the request would run the model on {total} changed inputs, the limit is {self._limit}",
-                hint=f"{fewer}ask for fewer methods, classes, 'steps' or 'samples', or a larger 'stride'",
-            )
-        self._count = total

@@ -84,6 +84,8 @@ class ModelWorker:
         self._empty: asyncio.Event | None = None
         self._batch_seconds_per_row = 0.0
         self._decode_seconds_per_row = 0.0
+        self._loaded_seconds_per_row = 1.0  # of a row alone, when it was loaded
+        self._parallel = 1.0  # how many rows its device computes at once, one on each thread
         self._threads = [WorkerThread(f"load-{name}", publish_name)]
         self.loaded.add_done_callback(partial(_settle, self.settled))  # which keeps no worker, nor its model
         self.submit(0, partial(self._load, load))
@@ -122,6 +124,14 @@ class ModelWorker:
     def seconds_per_row(self) -> float:
         """Seconds that a row takes its device, as of late."""
         return self._batch_seconds_per_row + self._decode_seconds_per_row if self.is_active else 0.0
+
+    def estimate_seconds(self, seconds: float) -> float:
+        """How long its device takes as of late for forwards that took so many seconds one by one when it was loaded."""
+        return seconds * self._batch_seconds_per_row / self._loaded_seconds_per_row if self.is_active else 0.0
+
+    def estimate_least_seconds(self, seconds: float) -> float:
+        """As ``estimate_seconds``, or as when it was loaded, whichever is less."""
+        return min(self.estimate_seconds(seconds), seconds / self._parallel)
 
     @property
     def max_batch_rows(self) -> int:
@@ -324,7 +334,11 @@ class ModelWorker:
         self.idle_replicas = list(range(executor.replicas))
         # On a GPU forwards only overlap.
         parallel = sum(device == CPU for device in executor.devices) or len(set(executor.devices))
-        self._batch_seconds_per_row = executor.model.catalog.seconds / parallel
+        catalog = executor.model.catalog
+        queue = self.queues.create(catalog, catalog.costs)
+        self._parallel = parallel * min(queue.slots, catalog.costs.speedup)  # a batch may take several threads
+        self._loaded_seconds_per_row = catalog.costs.estimate_seconds(1)
+        self._batch_seconds_per_row = self._loaded_seconds_per_row / self._parallel
 
 
 def _settle(settled: Future[None], _loaded: Future[Executor]) -> None:

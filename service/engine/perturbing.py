@@ -25,15 +25,15 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, InputOptions, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.service.engine.admission import Admission
+from layertap.service.engine.changed_inputs import CHUNK_ROWS, ChangedInputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.explanation_methods import GRADIENT_VALUES, VALUES
-from layertap.service.engine.map_requests import ChangedInputs, MapRequest
+from layertap.service.engine.map_requests import MapRequest
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.engine.top_classes import make_selector
 from layertap.service.features import Array, Features, Receipt
 from layertap.service.inputs.items import ArraysItem
 
-CHUNK_ROWS = 32
 SCORE = "score"
 X, SLOPES = f"{VALUES}0", f"{GRADIENT_VALUES}0"
 
@@ -168,12 +168,14 @@ async def _perturb_row(
     base = row.make_request()
     for start in range(0, count, size):
         numbers = range(start, min(start + size, count))
+        await admission.wait_for_turn()
         rows = await engine.run_in_thread(partial(made[0].make_rows, numbers), admission.deadline)
         chunk = replace(base, items=((0, ArraysItem({None: rows}, may_batch=True)),))
         with admission.return_bytes():
             features = (await engine.extract_parts(chunk, admission))[0]
             add = partial(row.add, made, numbers, features.arrays)
             await engine.run_in_thread(add, admission.deadline)
+        admission.note_done(len(numbers))
     finish = partial(_finish, made, row.asked.point[1])
     return await engine.run_in_thread(finish, admission.deadline)
 

@@ -20,6 +20,7 @@ from layertap.service.schemas.replies import (
     DryRunReply,
     FeaturesReply,
     HealthReply,
+    LabelsReply,
     LayersReply,
     Model,
     ModelsReply,
@@ -272,5 +273,5 @@ def _add_parameter_examples(paths: dict[str, Any]) -> dict[str, Any]:
 
 SCHEMAS: tuple[type[BaseModel], ...] = (
     *(ExtractBody, ExplainBody, FeaturesReply, DryRunReply, ProbeReply),
-    *(ModelsReply, Model, ReloadReply, LayersReply, HealthReply, Problem),
+    *(ModelsReply, Model, ReloadReply, LabelsReply, LayersReply, HealthReply, Problem),
 )

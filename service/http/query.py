@@ -58,7 +58,8 @@ class Query:
             if key not in allowed:
                 offered = ", ".join(sorted(allowed))
                 near = find_nearest(key, sorted(allowed))
-                hint = f"{reason}; its query parameters are {offered}" if reason else suggest(near) or f"use {offered}"
+                use = f"use {offered}" if offered else "leave it out"
+                hint = f"{reason}; its query parameters are {offered}" if reason else suggest(near) or use
                 raise RequestError(f"the query parameter {escape(key)} is not taken here", hint=hint)
 
     def check(self, allowed: AbstractSet[str]) -> None:

@@ -49,7 +49,10 @@ class Timeout:
         return replace(self, seconds=seconds, deadline=self.deadline - self.seconds + seconds, source=source)
 
     def explain(self, error: DeadlineError | QueueTooLongError, otherwise: str = SEND_FEWER) -> None:
-        """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else."""
+        """Have an error say whose limit it met, and what helps: more time, where the server allows it, or else.
+
+        What the error itself knows to help stays.
+        """
         is_callers = self.seconds < self.limit
         source = (
             f"the {self.source} of {self.seconds:g} s" if is_callers else f"this server's limit of {self.limit:g} s"
@@ -57,9 +60,9 @@ class Timeout:
         error.detail += f" ({source})"
         more_time_helps = is_callers and error.needed_s <= self.limit
         error.hint = (
-            f"allow more time by {self.source}, at most {self.limit:g} s, or come again later"
+            f"allow more time by {self.source}, at most {self.limit:g} s, or {error.hint or 'come again later'}"
             if more_time_helps
-            else otherwise
+            else error.hint or otherwise
         )
 
 

@@ -27,7 +27,10 @@ OF_OUTPUT = frozenset(LayerBody.model_fields) - {"layer", "type", "call", "path"
 REFUSED = {  # by how names begin
     "sequence_": ("sequences are not offered", "models keep nothing from one request to the next"),
     "shared_memory_": ("shared memory is not offered", "send the bytes behind the JSON"),
-    "classification": ("classification is not offered", "ask for the scores; GET /models/NAME tells of labels"),
+    "classification": (
+        "classification is not offered",
+        "ask for the scores; GET /models/NAME/labels has the names",
+    ),
 }
 
 

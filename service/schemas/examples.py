@@ -252,6 +252,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "Checkpoint": [CHECKPOINT],
     "CountedNames": [NAMES],
     "ModelLabels": [LABELS],
+    "LabelsReply": [{"model": "pets", "labels": ["cat", "dog", "hamster"]}, {"model": "digits", "labels": None}],
     "TextInputs": [TEXT_INPUTS],
     "Limits": [LIMITS],
     "LayersReply": [{"model": "digits", "layers": [LAYER], "seconds": 0.000786, "rowwise": True, "embedding": "pool"}],

@@ -158,6 +158,13 @@ class ModelLabels(BaseModel):
     origin: str = Field(alias="from")
 
 
+class LabelsReply(BaseModel):
+    """The names of a model's classes: that of class 0 first; null where it has none."""
+
+    model: str
+    labels: list[str] | None
+
+
 class TextInputs(BaseModel):
     """How a model takes text; ``vocabulary`` is the number of ids, ``mask`` the name of an input."""
 

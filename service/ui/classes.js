@@ -6,9 +6,6 @@ import { makeBody } from "./requests.js";
 import { makeSelector } from "./selectors.js";
 
 const TOP = 5;
-const BEST_CLASSES = "top_classes"; // the field of /explain that counts the best classes, and the one of its reply that lists them
-const MOST_NAMED = 1000; // of them
-const CHEAP_METHODS = ["grad_cam", "saliency"]; // to learn names by: a backward through little of the model, or all of it
 
 export function findScores(state) {
   // The selector of the model's scores, null where its output is no row of classes.
@@ -32,25 +29,14 @@ function rank(shares) {
 }
 
 async function askLabels(state, signal) {
-  // The names of a model's classes by their numbers, once a model: an explanation tells them of a picture's best ones.
-  if (state.labels || !state.entry?.labels) return state.labels ?? new Map();
-  const labels = new Map();
-  for (const method of CHEAP_METHODS) {
-    try {
-      const body = { model: state.model, inputs: [{ image: state.picture.data }], method, [BEST_CLASSES]: MOST_NAMED, encoding: "base64" };
-      const reply = await ask("explain", body, signal);
-      for (const each of reply[BEST_CLASSES]?.[0] ?? []) labels.set(each.class, each.label);
-      break;
-    } catch (error) {
-      if (error.status !== 422) throw error; // else a method that the model can't do
-    }
-  }
-  state.labels = labels;
-  return labels;
+  // The names of a model's classes in their order, asked once a model; none where it has no names.
+  const path = `models/${encodeURIComponent(state.model)}/labels`;
+  state.labels ??= state.entry?.labels ? (await ask(path, null, signal)).labels : [];
+  return state.labels;
 }
 
 export function nameClass(labels, number) {
-  return labels?.get(number) ?? String(number);
+  return labels?.[number] ?? String(number);
 }
 
 function percent(share) {
@@ -80,13 +66,10 @@ export function markClass(state) {
 export async function showClasses(state, onChoose, signal) {
   find("classes").hidden = true;
   if (!findScores(state)) return;
-  const shares = await askScores(state, {}, signal);
-  const classes = rank(shares);
-  listClasses(state, classes, state.labels, shares, onChoose);
+  const [shares, labels] = await Promise.all([askScores(state, {}, signal), askLabels(state, signal)]);
+  listClasses(state, rank(shares), labels, shares, onChoose);
   find("classes").hidden = false;
   find("class").max = String(shares.length - 1);
-  const labels = await askLabels(state, signal);
-  if (labels.size) listClasses(state, classes, labels, shares, onChoose);
 }
 
 function readChannels(text) {

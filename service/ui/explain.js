@@ -109,8 +109,8 @@ export async function showExplanation(state, name, signal, onCancel) {
   try {
     reply = await ask("explain", body, signal);
   } catch (error) {
-    note.textContent = error.status === 422 ? error.message : "No answer"; // 422: not of this model, which is no problem
-    if (error.status === 422) return;
+    note.textContent = [422, 429].includes(error.status) ? error.message : "No answer";
+    if (error.status === 422) return; // it is not of this model, which is no problem
     throw error;
   } finally {
     figure.classList.remove("busy");

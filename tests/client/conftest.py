@@ -50,7 +50,8 @@ def open_client(request: pytest.FixtureRequest) -> Iterator[Open]:
 def live() -> Iterator[Live]:
     """A server with ``digits``, a model of two inputs and one that can be held up."""
     two = net("two", "TwoInputs", InputSpec("pixels", (4,)), InputSpec("kind", (), "int64"))
-    with serving(configured(two, net("gated", "Gated"), net("never", "Never", required=False))) as live:
+    gated = net("gated", "Gated", labels=("red", "green", "blue"))
+    with serving(configured(two, gated, net("never", "Never", required=False))) as live:
         yield live
 
 

@@ -73,6 +73,12 @@ def test_models(client: Any, live: Live) -> None:
         models["digit"]
 
 
+def test_labels(client: Any) -> None:
+    """The names of all classes, None where a model has none."""
+    assert client.labels("gated") == ["red", "green", "blue"]
+    assert client.labels() is None
+
+
 def test_probe(client: Any, live: Live) -> None:
     """Receipts with probes."""
     expected = live.client.get("/models/digits/probe?layers=block2,head&pool=mean").json()

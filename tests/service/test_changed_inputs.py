@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,15 +16,18 @@ import pytest
 import torch
 from captum.attr import Occlusion
 
+from layertap.models.catalog.catalog import Costs
 from layertap.models.explanations.perturbations import IntegratedGradients, Settings
 from layertap.models.gradients.resolve_objective import resolve_objective
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.app import create_engine
+from layertap.service.engine.changed_inputs import ChangedInputs
 from layertap.service.engine.explanation_methods import METHODS
-from layertap.service.engine.map_requests import ChangedInputs, MapRequest
+from layertap.service.engine.map_requests import MapRequest
 from layertap.service.engine.perturbing import PerturbedMethod, perturb
 from layertap.service.engine.request import ExtractRequest
+from layertap.service.engine.workload import PlannedWork
 from layertap.service.inputs.items import ArraysItem
 from layertap.service.settings import Settings as ServiceSettings
 from tests.server import Live
@@ -199,7 +203,10 @@ def test_clients_that_leave(patient: Live) -> None:
 
 
 def test_deadlines_that_pass(patient: Live) -> None:
-    """Deadlines end the work between batches."""
+    """Deadlines end the work between batches, where it was expected to be quicker."""
+    model = patient.engine.manager.registry.get_entry("resnet").model
+    assert model is not None
+    model.catalogs.configured = replace(model.catalog, costs=Costs(base=0.0, per_row=1e-9))
     body = {"model": "resnet", "method": ["occlusion", "smoothgrad"], "stride": 1, "samples": 512}
     before = count_rows(patient, "resnet")
     sent = {**body, "inputs": [tensor(row) for row in random_images(4, 5)]}
@@ -231,7 +238,7 @@ class Watched(IntegratedGradients):
 
 
 def test_numbers_are_made_off_the_event_loop() -> None:
-    """Weights, changed rows, sums and maps are computed in other threads than the loop's."""
+    """Weights, changed rows, sums and maps are computed in other threads than the loop's; each row is told as done."""
     Watched.threads = set()
     explanation = Explanation(("integrated_gradients",), steps=40)
     items = ((0, ArraysItem({None: random_images(1, 2)[0]})),)
@@ -252,7 +259,10 @@ def test_numbers_are_made_off_the_event_loop() -> None:
                 resolved = resolve_objective(objective, worker.model.catalog)
                 method = PerturbedMethod(asked, Watched, point, resolved, worker.model)
                 (part,) = await engine.extract_parts(method.prepare(request), admission)
-                made = await perturb(engine, method, admission, part, ChangedInputs(40))
+                work = PlannedWork(worker, rows=40, seconds=1.0, smaller="less")
+                with admission.plan_work(work):
+                    made = await perturb(engine, method, admission, part, ChangedInputs(40))
+                assert (work.done, work.begun) == (40, True)
             return threading.current_thread().name, made.arrays["map"]
         finally:
             await engine.close()

@@ -20,7 +20,7 @@ from layertap.service.config.configuration import Configuration, read_configurat
 from layertap.service.config.document import ConfigError
 from tests.oracle import seeded
 from tests.service.conftest import Serve
-from tests.service.support import Json, npy, picture, raw
+from tests.service.support import Json, npy, picture, problem, raw
 
 DIGITS = {
     "source": "python:layertap.models.digits:digits",
@@ -82,6 +82,22 @@ def test_configured(serve: Serve, tmp_path: Path, write: Callable[[Path], object
     assert explanation["labels"] == [WORDS[number] for number in explanation["classes"]]
 
 
+def test_all_of_a_model(serve: Serve, tmp_path: Path) -> None:
+    """The route names all classes in their order, whatever the model is called there, and loads it if need be."""
+    other = {"name": "plain", "device": "cpu", **DIGITS}
+    own = {"name": "own", "device": "cpu", **DIGITS, "labels": [*WORDS[:9], "<nine>"], "load": "lazy"}
+    (tmp_path / "models.json").write_text(json.dumps({"models": [other, own], "aliases": {"words": "own"}}))
+    with serve(read_configuration(tmp_path / "models.json", before_loading=True)) as live:
+        assert live.client.get("/models/own").json()["state"] == "available"
+        for name in ("words", "own"):
+            reply = live.client.get(f"/models/{name}/labels")
+            assert reply.json() == {"model": "own", "labels": [*WORDS[:9], "<nine>"]}
+        assert live.client.get("/models/plain/labels").json() == {"model": "plain", "labels": None}
+        told = problem(live.client.get("/models/own/labels?classes=3"), 422)
+        assert "'classes'" in told["detail"]
+        assert told["errors"][0]["hint"] == "leave it out"
+
+
 def from_torchvision(folder: Path) -> tuple[Json, list[str], str]:
     name = SqueezeNet1_1_Weights.DEFAULT.url.rpartition("/")[2]
     torch.save(seeded(get_model("squeezenet1_1"), 0).state_dict(), folder / name)
@@ -118,6 +134,7 @@ def test_of_the_weights(serve: Serve, tmp_path: Path, write: Callable[[Path], tu
     fields, names, origin = write(tmp_path)
     with serve(configuration(tmp_path, **fields)) as live:
         shown = live.client.get("/models/own").json()
+        assert live.client.get("/models/own/labels").json() == {"model": "own", "labels": names}
         shape = shown["inputs"][0]["shape"]
         row = np.random.default_rng(0).standard_normal(shape, np.float32)
         (receipt,) = (

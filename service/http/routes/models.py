@@ -27,10 +27,10 @@ from layertap.service.http import query
 from layertap.service.http.auth import require_admin
 from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.json_document import read_document
-from layertap.service.http.model_descriptions import Json, describe_layers, describe_model
+from layertap.service.http.model_descriptions import Json, describe_labels, describe_layers, describe_model
 from layertap.service.http.openapi import OTHER_PROBLEMS, describe_problem, describe_reply
 from layertap.service.http.timeout import Timeout
-from layertap.service.schemas.replies import LayersReply, Model, ModelsReply, ReloadReply
+from layertap.service.schemas.replies import LabelsReply, LayersReply, Model, ModelsReply, ReloadReply
 from layertap.service.settings import LIMITS
 
 log = logging.getLogger("layertap")
@@ -64,6 +64,15 @@ RELOAD_RESPONSES: dict[int | str, Json] = {
     422: describe_problem("The file makes no sense, and nothing changes"),
     429: describe_problem("This key is over its rate"),
     504: describe_problem("The file can't be read in time, or models of a former reading load longer"),
+    **OTHER_PROBLEMS,
+}
+LABELS_RESPONSES: dict[int | str, Json] = {
+    200: describe_reply(LabelsReply),
+    401: describe_problem("A key is missing or not known"),
+    404: describe_problem("Unknown model"),
+    422: describe_problem("A query parameter, of which this takes none"),
+    429: describe_problem("This key is over its rate"),
+    503: describe_problem("The model is not ready"),
     **OTHER_PROBLEMS,
 }
 LAYERS_RESPONSES: dict[int | str, Json] = {
@@ -138,6 +147,14 @@ async def list_layers(
         timeout.explain(error, otherwise="come again later")
         raise
     return Response(data, media_type=listing_format.media_type)
+
+
+@router.get("/models/{name}/labels", response_model=None, responses=LABELS_RESPONSES)
+async def list_labels(request: Request, engine: EngineDependency, name: str) -> Response:
+    """The names of a model's classes in their order, null where they have none."""
+    query.Query.parse(request.scope["query_string"]).check(frozenset())
+    worker = await engine.manager.get_worker(name, Timeout.from_settings(engine.settings).deadline)
+    return _make_json(describe_labels(worker.model))
 
 
 @router.put(

@@ -16,8 +16,10 @@ READ = (
     "/models/digits",
     "/models/resnet18",
     "/models/digits/layers",
+    "/models/digits/labels",
     "/models/nothing",
     "/models/nothing/layers",
+    "/models/nothing/labels",
     "/models/DIGITS",
     "/nowhere",
     "/extract/",
@@ -30,6 +32,7 @@ READ = (
     "/models/digits%00",
     "/livez?x=1",
     "/models/digits?x=1",
+    "/models/digits/labels?x=1",
 )
 FILTERS: dict[str, Json] = {
     "match": {"match": "block2*"},

@@ -60,6 +60,7 @@ def test_routes(document: Json) -> None:
             "post /explain",
             "get /models",
             "get /models/{name}",
+            "get /models/{name}/labels",
             "get /models/{name}/layers",
             "get /models/{name}/probe",
             "get /livez",
@@ -127,7 +128,16 @@ def test_models(live: Live, document: Json) -> None:
 def test_names_of_operations(document: Json) -> None:
     """Generated clients have functions of these names."""
     assert {each["operationId"] for each in operations(document).values()} == {
-        *("extract", "explain", "list_models", "show_model", "list_layers", "load_model", "unload_model"),
+        *(
+            "extract",
+            "explain",
+            "list_models",
+            "show_model",
+            "list_layers",
+            "list_labels",
+            "load_model",
+            "unload_model",
+        ),
         *("exchange_model", "reload_models", "probe_layers", "livez", "readyz"),
     }
 

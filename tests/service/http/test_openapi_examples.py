@@ -246,6 +246,7 @@ def ask_everything(live: Live) -> Iterator[httpx.Response]:
         ),
         *("/models/digits/layers?functions=true", "/models/encoder/layers", "/models/bert/layers", "/models/none"),
         *("/models/digits/probe", "/models/structured/probe", "/models/none/layers"),
+        *("/models/digits/labels", "/models/same/labels", "/models/none/labels"),
     ):
         yield client.get(path)
     yield client.post("/models/later/load")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
 from playwright.sync_api import expect
 
+from layertap.models.catalog.catalog import Costs
 from layertap.models.selection.hook_points import Method
 from tests.server import Live
 from tests.service.support import image
@@ -100,7 +102,28 @@ def test_names(shown: Live, open_page: Open) -> None:
     assert sorted(names.all_inner_texts()) == ["goldfish", "hammerhead", "ray", "shark", "tench"]
     drop(opened, DATA)
     opened.show_maps()
-    assert len([address for address in opened.addresses if address.endswith("/explain")]) == 1
+    assert len([address for address in opened.addresses if address.endswith("/models/square/labels")]) == 1
+    assert [address for address in opened.addresses if address.endswith("/explain")] == []
+
+
+def test_refused(shown: Live, open_page: Open) -> None:
+    """An explanation that can't be made in time says why, and what to do instead; the others are there."""
+    model = shown.engine.manager.registry.get_entry("wide").model
+    assert model is not None
+    known = model.catalogs.configured
+    model.catalogs.configured = replace(known, costs=Costs(base=0.0, per_row=100.0))
+    try:
+        opened = open_page(f"{shown.url}/#model=wide&method=saliency&sample=digit-2")
+        opened.show_maps()
+        page = opened.page
+        page.click("#methods [data-method=occlusion]")
+        note = page.locator("#explanations [data-method=occlusion] figcaption")
+        expect(note).to_contain_text("the deadline would pass")
+        expect(page.locator("#problem-text")).to_contain_text("changed inputs take about")
+        expect(page.locator("#problem-hint")).to_contain_text("a larger 'window' and 'stride'")
+        expect(page.locator("#explanations [data-method=saliency] canvas")).to_be_visible()
+    finally:
+        model.catalogs.configured = known
 
 
 def test_chosen_class(shown: Live, open_page: Open) -> None:

@@ -105,7 +105,8 @@ def test_failed(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/models/digit", "/models/digit/layers", "/models/digit/load", "/models/digit/unload"]
+    "path",
+    ["/models/digit", "/models/digit/layers", "/models/digit/labels", "/models/digit/load", "/models/digit/unload"],
 )
 def test_unknown(live: Live, path: str) -> None:
     """A model that is not configured is 404 on every route, with near names."""
