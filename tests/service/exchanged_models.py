@@ -1,19 +1,32 @@
-"""What tests of models that are exchanged share: versions of a model, files that configure them, what each gives."""
+"""What tests of models that are exchanged share: versions of a model, files that configure them, what each gives.
+
+Its fixtures are those of all tests beside it, by ``conftest``.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from layertap.service.config.configuration import Configuration, read_configuration
+from tests.service import nets_http
+from tests.service.nets_http import Gated
 from tests.service.support import Array, Json
 
 FACTORY = "python:tests.service.nets_http:Gated"
+WAITING = "python:tests.service.nets_http:waiting"  # the same once the fixture ``gate`` is open
+WIDE = "python:tests.service.nets_http:Wide"
+GATED_BYTES = 4 * (3 * 4 + 3)  # weights and biases of a linear layer from four numbers to three
+WIDE_BYTES = GATED_BYTES + 4 * (300 * 4 + 300)
 LETTERS = "abc"
 
 
@@ -49,12 +62,27 @@ def make_state(letter: str) -> dict[str, torch.Tensor]:
     }
 
 
-def make_versions(folder: Path) -> Versions:
-    """Write the weights of all versions into a folder below one."""
-    (folder / "weights").mkdir()
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    """The weights of all versions in a folder below one of the test's own."""
+    (tmp_path / "weights").mkdir()
     for letter in LETTERS:
-        save_file(make_state(letter), folder / "weights" / f"{letter}.safetensors")
-    return Versions(folder)
+        save_file(make_state(letter), tmp_path / "weights" / f"{letter}.safetensors")
+    return Versions(tmp_path)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Lets the factory ``nets_http:waiting`` go on."""
+    opened = threading.Event()
+
+    def waiting() -> nn.Module:
+        assert opened.wait(60)
+        return Gated()
+
+    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
+    yield opened
+    opened.set()
 
 
 def entry(letter: str = "a", name: str = "gated", **fields: object) -> Json:

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from torch import nn
 
+from layertap.models.spec import ModelSpec
+from layertap.service.config.allowed import Allowed
+from layertap.service.config.configuration import Configuration
 from tests.server import Live
-from tests.service import nets_http
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import ALLOW, Versions, entry, make_state, make_versions
+from tests.service.exchanged_models import ALLOW, WAITING, Versions, entry, make_state
 from tests.service.gated_server import gated_module, hold_model, post_rows, wait_until
-from tests.service.nets_http import Gated
 from tests.service.support import Array, Json, arrays_of, npy, problem, raw
 
 CLIENTS = 6
 EXCHANGES = "bcab"
 ADMIN, USER = {"x-api-key": "admin"}, {"x-api-key": "user"}
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return make_versions(tmp_path)
 
 
 def put(live: Live, letter: str, **fields: Any) -> httpx.Response:
@@ -178,23 +173,6 @@ def test_one_that_is_not_loaded(serve: Serve, versions: Versions) -> None:
         assert ask(live.client, np.ones((1, 4), np.float32), model="missing").status_code == 200
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets the factory ``nets_http:waiting`` go on."""
-    opened = threading.Event()
-
-    def waiting() -> nn.Module:
-        assert opened.wait(60)
-        return Gated()
-
-    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
-    yield opened
-    opened.set()
-
-
-WAITING = "python:tests.service.nets_http:waiting"
-
-
 def test_a_version_that_takes_long(serve: Serve, versions: Versions, gate: threading.Event) -> None:
     """Where loading takes longer than a request may, 202 says so, and the version answers once it is there.
 
@@ -219,6 +197,73 @@ def test_a_version_that_takes_long(serve: Serve, versions: Versions, gate: threa
         assert fingerprint(live) != first
 
 
+@dataclass(frozen=True)
+class SlowFolder(Allowed):
+    """A folder on a mount that answers once its gate is open."""
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def check(self, spec: ModelSpec, configured: ModelSpec) -> None:
+        self.entered.set()
+        assert self.gate.wait(60)
+        super().check(spec, configured)
+
+    @classmethod
+    def of(cls, configuration: Configuration) -> SlowFolder:
+        """What a configuration allows."""
+        assert configuration.allowed is not None
+        return cls(**asdict(configuration.allowed))
+
+
+@contextmanager
+def put_and_wait(live: Live, folder: SlowFolder, letter: str, name: str) -> Iterator[Future[httpx.Response]]:
+    """Ask for a version whose folder is looked at until the block ends."""
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(live.client.put, f"/models/{name}", json=entry(letter, name))
+        try:
+            assert folder.entered.wait(60)
+            yield reply
+        finally:
+            folder.gate.set()
+
+
+def test_a_folder_far_away(serve: Serve, versions: Versions) -> None:
+    """While it is looked whether a folder has the weights others are answered, and the version comes after that."""
+    configuration = versions.write(entry("a"), allow=ALLOW)
+    folder = SlowFolder.of(configuration)
+    with serve(replace(configuration, allowed=folder), config=versions.file, cpu_threads=2) as live:
+        with put_and_wait(live, folder, "b", "gated") as reply:
+            first = fingerprint(live)
+            assert not reply.done()
+        assert reply.result().status_code == 200
+        assert fingerprint(live) != first
+
+
+def test_a_folder_that_does_not_answer(serve: Serve, versions: Versions) -> None:
+    """A folder that is not looked at in time costs the request for the version, and nothing else."""
+    configuration = versions.write(entry("a"), allow=ALLOW)
+    folder = SlowFolder.of(configuration)
+    with serve(replace(configuration, allowed=folder), config=versions.file, deadline_s=1.0, cpu_threads=2) as live:
+        first = fingerprint(live)
+        with put_and_wait(live, folder, "b", "gated") as reply:
+            problem(reply.result(), 504, seconds=True)
+        assert "replacement" not in live.client.get("/models/gated").json()
+        assert fingerprint(live) == first
+
+
+def test_read_anew_meanwhile(serve: Serve, versions: Versions) -> None:
+    """What a file allows that is read while a folder is looked at counts for the version, and nothing of the former."""
+    first = entry("a", "first")
+    configuration = versions.write(first, entry("a"), allow=ALLOW)
+    folder = SlowFolder.of(configuration)
+    with serve(replace(configuration, allowed=folder), config=versions.file, cpu_threads=2) as live:
+        with put_and_wait(live, folder, "b", "gated") as reply:
+            versions.write(first, entry("a"), allow={})
+            assert live.client.post("/models/reload").status_code == 200
+        assert "not allowed" in problem(reply.result(), 403)["detail"]
+
+
 REFUSED: dict[str, Json] = {
     "inputs that take all memory": {"inputs": [{"name": "x", "shape": [10**12]}]},
     "thousands of devices": {"device": "auto", "devices": [f"cpu:{number}" for number in range(5000)]},
@@ -235,6 +280,9 @@ REFUSED: dict[str, Json] = {
     "a factory of the library": {"source": "python:os:system", "weights": "DEFAULT"},
     "another kind of source": {"source": "torchvision:resnet18"},
     "labels elsewhere": {"labels": "names.txt"},
+    "a text beside the weights": {"labels": "weights/names.txt"},
+    "labels of a folder above": {"labels": "labels/../names.txt"},
+    "labels by a link that leads out": {"labels": "labels/link.txt"},
     "an argument": {"args": {"bias": False}},
 }
 
@@ -244,11 +292,37 @@ def test_not_allowed(serve: Serve, versions: Versions, what: str) -> None:
     """What the configuration does not name is refused, and no path, import or argument of it is looked at."""
     save_file(make_state("b"), versions.folder / "a.safetensors")
     (versions.folder / "weights" / "link.safetensors").symlink_to(versions.folder / "a.safetensors")
-    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live:
+    write_names(versions, "names.txt", "weights/names.txt", "labels/names.txt")
+    (versions.folder / "labels" / "link.txt").symlink_to(versions.folder / "names.txt")
+    allow = ALLOW | {"labels": ["labels/"]}
+    with serve(versions.write(entry("a"), allow=allow), config=versions.file) as live:
         first = fingerprint(live)
         found = problem(live.client.put("/models/gated", json=entry("b") | REFUSED[what]), 403)
         assert "not allowed" in found["detail"]
         assert fingerprint(live) == first
+
+
+def write_names(versions: Versions, *paths: str) -> None:
+    """Write files of names of the classes, each with others."""
+    for path in paths:
+        file = versions.folder / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(f"{path} {number}\n" for number in range(3)))
+
+
+def test_allowed_labels(serve: Serve, versions: Versions) -> None:
+    """Files of labels come from folders of their own, or as they are named; lists, and what the file has, are free."""
+    write_names(versions, "labels/b.txt", "names.txt", "own.txt")
+    allow = ALLOW | {"labels": ["labels/", "names.txt"]}
+    with serve(versions.write(entry("a", labels="own.txt"), allow=allow), config=versions.file) as live:
+        for labels, origin in (
+            ("labels/b.txt", "b.txt"),
+            ("names.txt", "names.txt"),
+            (["x", "y", "z"], "configuration"),
+            ("own.txt", "own.txt"),
+        ):
+            assert put(live, "b", labels=labels).json()["labels"] == {"count": 3, "from": origin}
+        problem(put(live, "b", labels="labels.txt"), 403)
 
 
 def test_allowed_fields(serve: Serve, versions: Versions) -> None:

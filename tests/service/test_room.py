@@ -11,10 +11,10 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.exchanged_models import GATED_BYTES
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.support import Json, configured, net, problem
 
-GATED_BYTES = 4 * (3 * 4 + 3)  # weights and biases of a linear layer from four numbers to three
 LARGE, OVERHEAD_BYTES = 400_000, 200 * 2**20
 
 
