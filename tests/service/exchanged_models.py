@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from layertap.service.config.configuration import Configuration, read_configuration
+from tests.server import Live
 from tests.service import nets_http
+from tests.service.gated_server import post_rows
 from tests.service.nets_http import Gated
 from tests.service.support import Array, Json
 
@@ -92,3 +95,17 @@ def entry(letter: str = "a", name: str = "gated", **fields: object) -> Json:
 
 
 ALLOW: Json = {"weights": ["weights/"]}
+
+
+def put(
+    live: Live, letter: str, name: str = "gated", *, headers: Mapping[str, str] | None = None, **fields: object
+) -> httpx.Response:
+    """Ask for another version of a model."""
+    return live.client.put(f"/models/{name}", json=entry(letter, name, **fields), headers=headers)
+
+
+def fingerprint(live: Live, name: str = "gated") -> str:
+    """That of the version which answers."""
+    reply = post_rows(live, model=name)
+    assert reply.status_code == 200, reply.text
+    return reply.headers["x-layertap-fingerprint"]

@@ -6,20 +6,25 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, WIDE, WIDE_BYTES, Versions, entry
+from tests.service.exchanged_models import (
+    ALLOW,
+    GATED_BYTES,
+    WAITING,
+    WIDE,
+    WIDE_BYTES,
+    Versions,
+    entry,
+    fingerprint,
+    put,
+)
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.support import Json, problem
 
 ALLOWED = {**ALLOW, "weights": ["weights/", "random:0"], "sources": [WAITING, WIDE]}
-
-
-def put(live: Live, letter: str, name: str = "gated", **fields: Any) -> httpx.Response:
-    return live.client.put(f"/models/{name}", json=entry(letter, name, **fields))
 
 
 def show(live: Live, name: str = "gated") -> Json:
@@ -33,12 +38,6 @@ def unload(live: Live, name: str = "gated") -> None:
 
 def states(live: Live) -> dict[str, str]:
     return {each["name"]: each["state"] for each in live.client.get("/models").json()["models"]}
-
-
-def fingerprint(live: Live, name: str = "gated") -> str:
-    reply = post_rows(live, model=name)
-    assert reply.status_code == 200, reply.text
-    return reply.headers["x-layertap-fingerprint"]
 
 
 def count_workers(live: Live) -> int:
