@@ -115,7 +115,7 @@ def test_idle_timeout(serve: Serve) -> None:
 
 def test_busy_models_have_no_timeout(serve: Serve) -> None:
     """As long as a request runs its model is not idle, however long that takes."""
-    with serve(lazy("a", "b"), model_idle_timeout_s=0.1) as live:
+    with serve(lazy("a", "b"), model_idle_timeout_s=0.1, cpu_threads=2) as live:
         assert post_rows(live, model="a").status_code == 200
         with hold_model(live, "a"):
             assert post_rows(live, model="b").status_code == 200
