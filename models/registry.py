@@ -23,8 +23,8 @@ State = Literal["available", "loading", "ready", "failed"]
 class ModelEntry:
     """One configured model; ``reason`` and ``kind`` say why it failed, ``model`` is there when it is ready.
 
-    ``memory_bytes`` is what it took when it was loaded last, 0 before that. ``replacement`` is its next version while
-    that loads, and where that has failed.
+    ``memory_bytes`` is what it took when it was loaded last; before that what it is thought to take, 0 where nobody
+    knows. ``replacement`` is its next version while that loads, and where that has failed.
     """
 
     spec: ModelSpec
@@ -34,6 +34,11 @@ class ModelEntry:
     model: ModelInfo | None = None
     memory_bytes: int = 0
     replacement: ModelEntry | None = None
+
+    def make_next(self, spec: ModelSpec) -> ModelEntry:
+        """The entry of its next version: thought to take as much, where this one is loaded or has its architecture."""
+        is_alike = (spec.source, spec.args, spec.dtype) == (self.spec.source, self.spec.args, self.spec.dtype)
+        return ModelEntry(spec, memory_bytes=self.memory_bytes if is_alike or self.model is not None else 0)
 
     def fail(self, reason: str, kind: Failure = "lost") -> None:
         """Forget a model that could not be loaded, or was and then turned out not to run."""
@@ -129,7 +134,6 @@ class Registry:
             refusal = make_load_error(error)
             entry.fail(f"{refusal.detail}; {refusal.hint}", refusal.kind)
             raise refusal from error
-        entry.memory_bytes = entry.model.memory_bytes
         entry.state = "ready"
         return entry.model
 

@@ -25,7 +25,9 @@ HINT = "who runs the server adds it to 'allow' in the configuration file"
 
 @dataclass(frozen=True)
 class Allowed:
-    """Sources and weights as they may be written, and names of arguments; weights that end in a slash are folders.
+    """Sources, weights and files of labels as they may be written, and names of arguments.
+
+    Weights and labels that end in a slash are folders.
 
     Paths are absolute. What the file says of the model itself is always allowed, and what it leaves to the default.
     ``fields`` are further ones of an entry that may change: inputs, devices or warm plans may take any memory and time.
@@ -33,6 +35,7 @@ class Allowed:
 
     sources: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
     args: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
 
@@ -42,7 +45,7 @@ class Allowed:
             raise ForbiddenError(f"source {escape(spec.shown_source)} is not allowed", hint=HINT)
         if spec.weights != configured.weights and not self._allows_weights(spec.weights):
             raise ForbiddenError("these weights are not allowed", hint=HINT)
-        if isinstance(spec.labels, str) and spec.labels != configured.labels and not self._is_within(spec.labels):
+        if spec.labels != configured.labels and isinstance(spec.labels, str) and not self._allows_labels(spec.labels):
             raise ForbiddenError("this file of labels is not allowed", hint=HINT)
         for field in fields(ModelSpec):
             value = getattr(spec, field.name)
@@ -56,14 +59,18 @@ class Allowed:
                 raise ForbiddenError(f"argument {escape(name)} is not allowed", hint=HINT)
 
     def _allows_weights(self, weights: str) -> bool:
-        return weights in self.weights or (is_checkpoint(weights) and self._is_within(weights))
+        return weights in self.weights or (is_checkpoint(weights) and _is_within(weights, self.weights))
 
-    def _is_within(self, path: str) -> bool:
-        """Whether a file, wherever links lead, is in one of the folders."""
-        if "\0" in path:  # no file has such a name, and looking for one raises ValueError
-            return False
-        folders = (Path(each).resolve() for each in self.weights if each.endswith("/"))
-        return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
+    def _allows_labels(self, labels: str) -> bool:
+        return labels in self.labels or _is_within(labels, self.labels)
+
+
+def _is_within(path: str, allowed: tuple[str, ...]) -> bool:
+    """Whether a file, wherever links lead, is in one of the folders of what is allowed."""
+    if "\0" in path:  # no file has such a name, and looking for one raises ValueError
+        return False
+    folders = (Path(each).resolve() for each in allowed if each.endswith("/"))
+    return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
 
 
 def _list_changed(args: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -110,7 +110,8 @@ def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
 def _resolve_allowed(allow: Allow, folder: Path) -> Allowed:
     sources = tuple(_resolve_source(source, folder) for source in allow.sources)
     weights = tuple(_resolve_weights(each, folder) for each in allow.weights)
-    return Allowed(sources, weights, tuple(allow.args), tuple(allow.fields))
+    labels = tuple(_resolve(each, folder) for each in allow.labels)
+    return Allowed(sources, weights, labels, tuple(allow.args), tuple(allow.fields))
 
 
 def _resolve_source(source: str, folder: Path) -> str:

@@ -26,6 +26,7 @@ class Allow(BaseModel):
 
     sources: list[str] = []
     weights: list[str] = []
+    labels: list[str] = []
     args: list[str] = []
     fields: list[Literal["inputs", "preprocess", "warm", "device", "devices", "dtype", "memory_format", "decode"]] = []
 

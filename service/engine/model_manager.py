@@ -29,6 +29,7 @@ LOADING_RETRY_S = 5.0
 FAILED_RETRY_S = 60.0
 ABORT_S = 2.0  # for forwards that nobody waits for
 TIDY_INTERVAL_S = 1.0
+NO_ROOM_HINT = "POST /models/{}/unload first, or raise LAYERTAP_MODEL_MEMORY_BYTES or LAYERTAP_MAX_LOADED_MODELS"
 OWN_CODE = frozenset[Failure]({"code", "forward", "other"})  # failures of what the operator has written, or may have
 
 
@@ -55,8 +56,8 @@ class ModelManager:
         self.scheduler = Scheduler(
             metrics, settings.cpu_threads, on_failure=self._fail_all, gpu_streams=settings.gpu_streams
         )
-        self.room = ModelRoom(self.workers, registry, settings, self.scheduler.is_idle, self._unload_now)
         self._others: set[ModelWorker] = set()
+        self.room = ModelRoom(self.workers, self._others, settings, self.scheduler.is_idle, self._unload_now)
         self._tasks: set[asyncio.Task[None]] = set()
         self._startup: set[str] = set()  # models that were wanted from the start
         self._unseen: set[str] = set()  # those of them that were never there
@@ -189,9 +190,10 @@ class ModelManager:
     async def exchange(self, entry: ModelEntry) -> None:
         """Load a model beside the one of its name; once it is there new requests are its own.
 
-        Requests that the other one has are answered by it, then it is let go. LoadError, and all is as it was, where
-        it can't be loaded.
+        Requests that the other one has are answered by it, then it is let go. LoadError where it can't be loaded,
+        UnavailableError where there is no room for it, and all is as it was.
         """
+        self.room.make_for(entry, NO_ROOM_HINT.format(entry.spec.name))
         worker = self._create_worker(entry)
         self._others.add(worker)
         await asyncio.wait((asyncio.wrap_future(worker.settled),))
@@ -278,7 +280,7 @@ class ModelManager:
 
     def _create_worker(self, entry: ModelEntry) -> ModelWorker:
         entry.state = "loading"
-        return ModelWorker(entry.spec.name, partial(self._load, entry), entry.fail, self.scheduler, self._settings)
+        return ModelWorker(entry, partial(self._load, entry), self.scheduler, self._settings)
 
     def _load(self, entry: ModelEntry) -> Executor:
         name = entry.spec.name
@@ -288,7 +290,7 @@ class ModelManager:
                 log.info("a checkpoint was read", extra={"fields": {"model": name, **report}})
             try:
                 executor = self._create_executor(model)
-                self._measure(entry, executor)
+                self.room.measure(entry, executor)
             except LoadError as error:
                 entry.fail(error.detail, error.kind or "other")
                 raise
@@ -298,17 +300,6 @@ class ModelManager:
             log.error("a model could not be loaded", exc_info=traceback, extra={"fields": fields})
             raise
         return executor
-
-    def _measure(self, entry: ModelEntry, executor: Executor) -> None:
-        """Note what a model takes; LoadError where that is more than all models may."""
-        entry.memory_bytes = executor.memory_bytes
-        budget = self._settings.model_memory_bytes
-        if budget is not None and entry.memory_bytes > budget:
-            executor.close()
-            raise LoadError(
-                f"it takes {entry.memory_bytes} bytes, and all models together may have {budget}",
-                hint="set LAYERTAP_MODEL_MEMORY_BYTES",
-            )
 
     def _unload_now(self, worker: ModelWorker) -> None:
         """Let go of a worker that nobody uses."""
@@ -324,7 +315,7 @@ class ModelManager:
     def _forget(self, worker: ModelWorker) -> None:
         if self.workers.get(worker.name) is worker:
             del self.workers[worker.name]
-            self.registry.get_entry(worker.name).unload()
+            worker.entry.unload()
         elif worker not in self._others:
             return
         self._others.discard(worker)

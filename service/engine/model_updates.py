@@ -14,6 +14,7 @@ from typing import Any
 from layertap.models.errors import LayertapError, LoadError, RequestError
 from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec
+from layertap.service.config.allowed import Allowed
 from layertap.service.config.changes import Changes, compare
 from layertap.service.config.checks import check_specs
 from layertap.service.config.configuration import Configuration, read_configuration
@@ -56,37 +57,25 @@ class ModelUpdates:
         self._applying: asyncio.Task[None] | None = None
         self._reading = asyncio.Lock()
 
-    def parse(self, name: str, data: object) -> ModelSpec:
-        """A model's next version by its entry; ForbiddenError, RequestError, UnknownModelError."""
-        allowed = self._configuration.allowed
-        if allowed is None:
-            hint = "who runs the server adds 'allow' to the configuration file"
-            raise ForbiddenError("the configuration allows no model to be exchanged", hint=hint)
-        running = self._manager.registry.get_entry(name).spec
-        if running.name != name:
-            hint = f"name the model, {running.name}; aliases are changed in the configuration file"
-            raise ConflictError(f"{name} is an alias", hint=hint)
-        if not isinstance(data, dict) or data.get("name", name) != name:
-            raise RequestError("the body is the model's entry, by the name in the path", hint="leave 'name' out")
-        spec = parse_entry({**data, "name": name}, self._configuration.folder or Path.cwd())
-        configured = {each.name: each for each in self._configuration.models}
-        if name not in configured:  # it would come back
-            raise ConflictError(f"model {name} is about to go: the configuration has it no more", hint="add it there")
-        allowed.check(spec, configured[name])
-        specs = [spec if entry.spec.name == name else entry.spec for entry in self._manager.registry]
-        if mistakes := _find_mistakes(specs, self._manager.default, {name: running}):
-            raise RequestError(mistakes[0])
-        return spec
+    async def exchange(self, name: str, data: object, deadline: float) -> Exchange:
+        """Begin to load a model's next version by its entry.
 
-    def exchange(self, spec: ModelSpec) -> Exchange:
-        """Begin to load a model's next version; ConflictError where another one loads.
-
-        The task gives None once new requests are its own, or why it could not be loaded.
+        The task gives None once new requests are its own, or why it could not be loaded. ForbiddenError, RequestError,
+        UnknownModelError; ConflictError where another one loads, the name is an alias, or the model is about to go;
+        DeadlineError where what the entry names can't be looked at in time.
         """
-        if spec.name in self._exchanges:
-            raise ConflictError(f"model {spec.name} is being exchanged", hint="come again once it is")
-        exchange = self._exchanges[spec.name] = asyncio.create_task(self._exchange(spec))
-        return exchange
+        while True:
+            configuration = self._configuration
+            configured, allowed = self._find_configured(name)
+            parse = partial(_parse_version, name, data, configured, allowed, configuration.folder or Path.cwd())
+            spec = await self._run_in_thread(parse, deadline)  # folders may be far away
+            if self._configuration is configuration:  # else it was read anew meanwhile
+                break
+        running = self._manager.registry.get_entry(name)
+        specs = [spec if entry is running else entry.spec for entry in self._manager.registry]
+        if mistakes := _find_mistakes(specs, self._manager.default, {name: running.spec}):
+            raise RequestError(mistakes[0])
+        return self._begin_exchange(running, spec)
 
     async def reload(self, deadline: float) -> Update:
         """Read the configuration's file anew, and begin to make models what it says.
@@ -132,14 +121,31 @@ class ModelUpdates:
         if self._applying is not None:
             await asyncio.wait((self._applying,))
 
-    async def _exchange(self, spec: ModelSpec) -> LayertapError | None:
-        manager, entry = self._manager, ModelEntry(spec)
-        running = manager.registry.get_entry(spec.name)
-        running.replacement = entry
+    def _find_configured(self, name: str) -> tuple[ModelSpec, Allowed]:
+        """What the configuration says of a model that is to be exchanged, and what it allows."""
+        allowed = self._configuration.allowed
+        if allowed is None:
+            hint = "who runs the server adds 'allow' to the configuration file"
+            raise ForbiddenError("the configuration allows no model to be exchanged", hint=hint)
+        model = self._manager.registry.get_entry(name).spec.name
+        if model != name:
+            hint = f"name the model, {model}; aliases are changed in the configuration file"
+            raise ConflictError(f"{name} is an alias", hint=hint)
+        configured = {spec.name: spec for spec in self._configuration.models}
+        if name not in configured:  # it would come back
+            raise ConflictError(f"model {name} is about to go: the configuration has it no more", hint="add it there")
+        return configured[name], allowed
+
+    def _begin_exchange(self, running: ModelEntry, spec: ModelSpec) -> Exchange:
+        if spec.name in self._exchanges:
+            raise ConflictError(f"model {spec.name} is being exchanged", hint="come again once it is")
+        exchange = self._exchanges[spec.name] = asyncio.create_task(self._exchange(running, spec))
+        return exchange
+
+    async def _exchange(self, running: ModelEntry, spec: ModelSpec) -> LayertapError | None:
+        entry = running.replacement = running.make_next(spec)
         try:
-            if spec.name not in manager.workers:
-                manager.room.make_for(entry)
-            await manager.exchange(entry)
+            await self._manager.exchange(entry)
         except LayertapError as error:
             log.error("a model keeps its version", extra={"fields": {"model": spec.name, "reason": error.detail}})
             entry.fail(error.detail, error.kind if isinstance(error, LoadError) else "other")
@@ -152,13 +158,17 @@ class ModelUpdates:
     def _begin_changes(self, configuration: Configuration, changes: Changes) -> list[asyncio.Future[Any]]:
         """Begin to load what is new in a configuration, or failed before; what ends when that is loaded, or failed."""
         specs, workers = {spec.name: spec for spec in configuration.models}, self._manager.workers
-        failed = [entry.spec.name for entry in self._manager.registry if entry.state == "failed"]
+        entries = {entry.spec.name: entry for entry in self._manager.registry}
+        failed = [name for name, entry in entries.items() if entry.state == "failed"]
         again = [name for name in failed if name in specs and name not in changes.changed]
-        for name in (*changes.added, *again):
-            self._put(specs[name])
-        exchanges = [exchange for name in changes.changed if (exchange := self._change(specs[name], changes))]
-        loading = (asyncio.wrap_future(workers[name].settled) for name in (*changes.added, *again) if name in workers)
-        return [*exchanges, *loading]
+        for name in changes.added:
+            self._put(ModelEntry(specs[name]))
+        for name in again:
+            self._put(entries[name].make_next(specs[name]))
+        changing = (self._change(entries[name], specs[name], changes) for name in changes.changed)
+        exchanges = [exchange for exchange in changing if exchange is not None]
+        loading = [workers[name] for name in (*changes.added, *again, *changes.changed) if name in workers]
+        return [*exchanges, *(asyncio.wrap_future(worker.settled) for worker in loading)]
 
     async def _apply(
         self, configuration: Configuration, changes: Changes, loading: Sequence[asyncio.Future[Any]]
@@ -167,40 +177,48 @@ class ModelUpdates:
         manager = self._manager
         if loading:
             await asyncio.wait(loading)
-        aliases = {name: self._choose_target(name, target) for name, target in configuration.aliases.items()}
-        manager.registry.aliases = aliases
-        manager.default = configuration.default
+        new = {spec.name: spec.name for spec in configuration.models if spec.name in manager.registry.aliases}
+        names = {**new, **configuration.aliases}
+        targets = {name: self._choose_target(name, manager.find_name(name), target) for name, target in names.items()}
+        manager.default = self._choose_target("the default", manager.default, configuration.default)
+        manager.registry.aliases = {name: target for name, target in targets.items() if target != name}
         for name in changes.removed:
-            if name not in aliases.values():  # else an alias still means it: it goes when the file is read again
+            if name not in {manager.default, *targets.values()}:  # else it goes when the file is read again
                 manager.remove_entry(name)
         log.info("the configuration is in effect", extra={"fields": {"models": len(configuration.models)}})
 
-    def _change(self, spec: ModelSpec, changes: Changes) -> Exchange | None:
+    def _change(self, entry: ModelEntry, spec: ModelSpec, changes: Changes) -> Exchange | None:
         """Give a model its new entry; what loads for that, where it is loaded now."""
-        entry = self._manager.registry.get_entry(spec.name)
         worker = self._manager.workers.get(spec.name)
         if not changes.needs_loading(spec.name):
             entry.spec = spec
         elif worker is not None and not worker.failed:
-            return self.exchange(spec)
+            return self._begin_exchange(entry, spec)
         else:
-            self._put(spec)
+            self._put(entry.make_next(spec))
         return None
 
-    def _put(self, spec: ModelSpec) -> None:
-        entry = ModelEntry(spec)
+    def _put(self, entry: ModelEntry) -> None:
         self._manager.put_entry(entry)
-        if spec.load == "startup":
+        if entry.spec.load == "startup":
             self._manager.begin_loading(entry)
 
-    def _choose_target(self, alias: str, target: str) -> str:
-        """What an alias means from now on: not a model that could not be loaded, where it meant another before."""
-        registry = self._manager.registry
-        former = registry.aliases.get(alias)
-        if former is None or former not in registry or registry.get_entry(target).state != "failed":
+    def _choose_target(self, name: str, former: str, target: str) -> str:
+        """What a name means from now on: not a model that could not be loaded, where it meant another before."""
+        states = {entry.spec.name: entry.state for entry in self._manager.registry}
+        if former == target or former not in states or states[target] != "failed":
             return target
-        log.error("an alias stays where it was", extra={"fields": {"alias": alias, "model": former, "failed": target}})
+        log.error("a name stays where it was", extra={"fields": {"name": name, "model": former, "failed": target}})
         return former
+
+
+def _parse_version(name: str, data: object, configured: ModelSpec, allowed: Allowed, folder: Path) -> ModelSpec:
+    """A model's next version by its entry; ForbiddenError, RequestError. It looks at files: not on the event loop."""
+    if not isinstance(data, dict) or data.get("name", name) != name:
+        raise RequestError("the body is the model's entry, by the name in the path", hint="leave 'name' out")
+    spec = parse_entry({**data, "name": name}, folder)
+    allowed.check(spec, configured)
+    return spec
 
 
 def _find_mistakes(specs: Iterable[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:

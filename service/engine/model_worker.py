@@ -15,9 +15,10 @@ from typing import Any
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices import transfer
-from layertap.models.errors import IN_THE_LOG, Failure, LayertapError, LoadError
+from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
 from layertap.models.explanations.sensitivity import PointInfo
 from layertap.models.model_info import ModelInfo
+from layertap.models.registry import ModelEntry
 from layertap.models.resume.resumption import Resumption
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective
@@ -45,9 +46,10 @@ _GENERATIONS = itertools.count(1)
 class ModelWorker:
     """One model, from its loading on; each of its replicas has a thread.
 
-    ``loaded`` tells when it is there, or why it is not; ``settled`` the same without the reason. ``rows`` are admitted
-    and not answered, ``holders`` are requests that it is to answer; they, ``last_used``, ``stopping`` (from now on it
-    takes nothing) and ``replaced`` (set once no new request is its own) belong to the event loop.
+    ``entry`` is its model's, whatever requests mean by the name. ``loaded`` tells when it is there, or why it is not;
+    ``settled`` the same without the reason. ``rows`` are admitted and not answered, ``holders`` are requests that it is
+    to answer; they, ``last_used``, ``stopping`` (from now on it takes nothing) and ``replaced`` (set once no new
+    request is its own) belong to the event loop.
     ``idle_replicas``, ``calls`` (which want the first replica for themselves) and ``drained`` belong to the scheduler,
     under its lock. ``requires_isolation``: every request must have its forwards for itself, so that its bits are always
     the same. ``generation`` is a number that no other worker of this process has, ``key`` the name with it.
@@ -55,15 +57,15 @@ class ModelWorker:
 
     def __init__(
         self,
-        name: str,
+        entry: ModelEntry,
         load: Callable[[], Executor],
-        on_failure: Callable[[str, Failure], None],
         scheduler: Scheduler,
         settings: Settings,
     ) -> None:
-        self.name = name
+        self.entry = entry
+        self.name = entry.spec.name
         self.generation = next(_GENERATIONS)
-        self.key = f"{name}@{self.generation}"
+        self.key = f"{self.name}@{self.generation}"
         self.loaded: Future[Executor] = Future()
         self.settled: Future[None] = Future()
         self.rows = 0
@@ -78,7 +80,6 @@ class ModelWorker:
         self.idle_replicas: list[int] = []
         self.calls: deque[tuple[ModelFunction, Future[Any]]] = deque()
         self.drained: Future[None] | None = None
-        self._on_failure = on_failure
         self._scheduler = scheduler
         self._settings = settings
         self._empty: asyncio.Event | None = None
@@ -86,7 +87,7 @@ class ModelWorker:
         self._decode_seconds_per_row = 0.0
         self._loaded_seconds_per_row = 1.0  # of a row alone, when it was loaded
         self._parallel = 1.0  # how many rows its device computes at once, one on each thread
-        self._threads = [WorkerThread(f"load-{name}", publish_name)]
+        self._threads = [WorkerThread(f"load-{self.name}", publish_name)]
         self.loaded.add_done_callback(partial(_settle, self.settled))  # which keeps no worker, nor its model
         self.submit(0, partial(self._load, load))
 
@@ -304,7 +305,7 @@ class ModelWorker:
             self._end_loading(executor)
             reason = f"{stage} ended in {type(error).__name__}"
             log.error("a model could not be loaded", exc_info=error, extra={"fields": {"model": self.name}})
-            self._on_failure(f"{reason}; {IN_THE_LOG}", "other" if stage == "loading" else "forward")
+            self.entry.fail(f"{reason}; {IN_THE_LOG}", "other" if stage == "loading" else "forward")
             self.loaded.set_exception(LoadError(reason, hint=IN_THE_LOG))
             return
         if self.requires_isolation:

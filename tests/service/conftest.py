@@ -14,6 +14,7 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service import support
+from tests.service.exchanged_models import gate, versions  # noqa: F401  (fixtures)
 from tests.service.gated_server import wait_until
 from tests.service.support import ROW, Control, configured, net
 

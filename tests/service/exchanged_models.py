@@ -1,19 +1,35 @@
-"""What tests of models that are exchanged share: versions of a model, files that configure them, what each gives."""
+"""What tests of models that are exchanged share: versions of a model, files that configure them, what each gives.
+
+Its fixtures are those of all tests beside it, by ``conftest``.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from layertap.service.config.configuration import Configuration, read_configuration
+from tests.server import Live
+from tests.service import nets_http
+from tests.service.gated_server import post_rows
+from tests.service.nets_http import Gated
 from tests.service.support import Array, Json
 
 FACTORY = "python:tests.service.nets_http:Gated"
+WAITING = "python:tests.service.nets_http:waiting"  # the same once the fixture ``gate`` is open
+WIDE = "python:tests.service.nets_http:Wide"
+GATED_BYTES = 4 * (3 * 4 + 3)  # weights and biases of a linear layer from four numbers to three
+WIDE_BYTES = GATED_BYTES + 4 * (300 * 4 + 300)
 LETTERS = "abc"
 
 
@@ -49,12 +65,27 @@ def make_state(letter: str) -> dict[str, torch.Tensor]:
     }
 
 
-def make_versions(folder: Path) -> Versions:
-    """Write the weights of all versions into a folder below one."""
-    (folder / "weights").mkdir()
+@pytest.fixture
+def versions(tmp_path: Path) -> Versions:
+    """The weights of all versions in a folder below one of the test's own."""
+    (tmp_path / "weights").mkdir()
     for letter in LETTERS:
-        save_file(make_state(letter), folder / "weights" / f"{letter}.safetensors")
-    return Versions(folder)
+        save_file(make_state(letter), tmp_path / "weights" / f"{letter}.safetensors")
+    return Versions(tmp_path)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Lets the factory ``nets_http:waiting`` go on."""
+    opened = threading.Event()
+
+    def waiting() -> nn.Module:
+        assert opened.wait(60)
+        return Gated()
+
+    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
+    yield opened
+    opened.set()
 
 
 def entry(letter: str = "a", name: str = "gated", **fields: object) -> Json:
@@ -64,3 +95,17 @@ def entry(letter: str = "a", name: str = "gated", **fields: object) -> Json:
 
 
 ALLOW: Json = {"weights": ["weights/"]}
+
+
+def put(
+    live: Live, letter: str, name: str = "gated", *, headers: Mapping[str, str] | None = None, **fields: object
+) -> httpx.Response:
+    """Ask for another version of a model."""
+    return live.client.put(f"/models/{name}", json=entry(letter, name, **fields), headers=headers)
+
+
+def fingerprint(live: Live, name: str = "gated") -> str:
+    """That of the version which answers."""
+    reply = post_rows(live, model=name)
+    assert reply.status_code == 200, reply.text
+    return reply.headers["x-layertap-fingerprint"]

@@ -34,6 +34,14 @@ class Gated(nn.Module):
         return out
 
 
+class Wide(Gated):
+    """Takes more memory, which no forward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 300)
+
+
 def wait_for_file(path: str) -> nn.Module:
     """A model that is made once a file is there, in whatever process."""
     pause, file = Event(), Path(path)

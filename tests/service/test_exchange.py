@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from torch import nn
 
-from tests.server import Live
-from tests.service import nets_http
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import ALLOW, Versions, entry, make_state, make_versions
+from tests.service.exchanged_models import ALLOW, WAITING, Versions, entry, fingerprint, make_state, put
 from tests.service.gated_server import gated_module, hold_model, post_rows, wait_until
-from tests.service.nets_http import Gated
-from tests.service.support import Array, Json, arrays_of, npy, problem, raw
+from tests.service.support import Array, arrays_of, npy, problem, raw
 
 CLIENTS = 6
 EXCHANGES = "bcab"
 ADMIN, USER = {"x-api-key": "admin"}, {"x-api-key": "user"}
 
 
-@pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return make_versions(tmp_path)
-
-
-def put(live: Live, letter: str, **fields: Any) -> httpx.Response:
-    """Ask for another version."""
-    headers = fields.pop("headers", {})
-    return live.client.put("/models/gated", json=entry(letter, **fields), headers=headers)
-
-
 def ask(client: httpx.Client, rows: Array, model: str = "gated", **query: Any) -> httpx.Response:
     return client.post("/extract", **raw(npy(rows), "application/x-npy", layers="linear", model=model, **query))
-
-
-def fingerprint(live: Live) -> str:
-    reply = ask(live.client, np.ones((1, 4), np.float32))
-    assert reply.status_code == 200, reply.text
-    return reply.headers["x-layertap-fingerprint"]
 
 
 @dataclass
@@ -178,23 +156,6 @@ def test_one_that_is_not_loaded(serve: Serve, versions: Versions) -> None:
         assert ask(live.client, np.ones((1, 4), np.float32), model="missing").status_code == 200
 
 
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets the factory ``nets_http:waiting`` go on."""
-    opened = threading.Event()
-
-    def waiting() -> nn.Module:
-        assert opened.wait(60)
-        return Gated()
-
-    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
-    yield opened
-    opened.set()
-
-
-WAITING = "python:tests.service.nets_http:waiting"
-
-
 def test_a_version_that_takes_long(serve: Serve, versions: Versions, gate: threading.Event) -> None:
     """Where loading takes longer than a request may, 202 says so, and the version answers once it is there.
 
@@ -217,53 +178,6 @@ def test_a_version_that_takes_long(serve: Serve, versions: Versions, gate: threa
         gate.set()
         wait_until(lambda: "replacement" not in live.client.get("/models/gated").json())
         assert fingerprint(live) != first
-
-
-REFUSED: dict[str, Json] = {
-    "inputs that take all memory": {"inputs": [{"name": "x", "shape": [10**12]}]},
-    "thousands of devices": {"device": "auto", "devices": [f"cpu:{number}" for number in range(5000)]},
-    "compiling all layers": {"warm": [{"layers": ["*"], "compile": "always"}]},
-    "another dtype": {"dtype": "bfloat16"},
-    "a file elsewhere": {"weights": "a.safetensors"},
-    "a folder above": {"weights": "weights/../a.safetensors"},
-    "an absolute path": {"weights": "/tmp/a.safetensors"},
-    "a link that leads out": {"weights": "weights/link.safetensors"},
-    "what is no path": {"weights": "weights/\0.safetensors"},
-    "labels that are no path": {"labels": "weights/\0"},
-    "released weights": {"weights": "DEFAULT"},
-    "another factory": {"source": "python:tests.service.nets_http:Touchy"},
-    "a factory of the library": {"source": "python:os:system", "weights": "DEFAULT"},
-    "another kind of source": {"source": "torchvision:resnet18"},
-    "labels elsewhere": {"labels": "names.txt"},
-    "an argument": {"args": {"bias": False}},
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_not_allowed(serve: Serve, versions: Versions, what: str) -> None:
-    """What the configuration does not name is refused, and no path, import or argument of it is looked at."""
-    save_file(make_state("b"), versions.folder / "a.safetensors")
-    (versions.folder / "weights" / "link.safetensors").symlink_to(versions.folder / "a.safetensors")
-    with serve(versions.write(entry("a"), allow=ALLOW), config=versions.file) as live:
-        first = fingerprint(live)
-        found = problem(live.client.put("/models/gated", json=entry("b") | REFUSED[what]), 403)
-        assert "not allowed" in found["detail"]
-        assert fingerprint(live) == first
-
-
-def test_allowed_fields(serve: Serve, versions: Versions) -> None:
-    """Fields that the file names may change, and what the file leaves out may be left out."""
-    allow = ALLOW | {"fields": ["dtype"]}
-    with serve(versions.write(entry("a"), allow=allow), config=versions.file) as live:
-        assert put(live, "b", dtype="bfloat16").json()["dtype"] == "bfloat16"
-        assert put(live, "b").json()["dtype"] == "float32"
-        problem(put(live, "b", decode="fast"), 403)
-
-
-def test_nothing_allowed(serve: Serve, versions: Versions) -> None:
-    """Without ``allow`` in the file nothing can be exchanged, not even a model for itself."""
-    with serve(versions.write(entry("a")), config=versions.file) as live:
-        assert "allows no model" in problem(put(live, "a"), 403)["detail"]
 
 
 def test_keys(serve: Serve, versions: Versions) -> None:

@@ -14,8 +14,9 @@ import httpx
 import numpy as np
 import pytest
 
-from layertap.models.errors import Failure, LoadError
+from layertap.models.errors import LoadError
 from layertap.models.loaded_model import LoadedModel
+from layertap.models.registry import ModelEntry
 from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.engine.model_worker import ModelWorker
 from layertap.service.engine.scheduler import Scheduler
@@ -158,16 +159,16 @@ def test_end_of_loading_without_a_forward() -> None:
     def load() -> LoadedModel:
         raise SystemExit
 
-    told: list[tuple[str, Failure]] = []
+    entry = ModelEntry(ModelSpec("leaving", "python:none:none"))
     scheduler = Scheduler(Metrics(), 1)
     try:
-        model = ModelWorker("leaving", load, lambda *failure: told.append(failure), scheduler, Settings())
+        model = ModelWorker(entry, load, scheduler, Settings())
         error = model.loaded.exception(END_S)
     finally:
         scheduler.close()
     assert isinstance(error, LoadError)
     assert error.detail == "loading ended in SystemExit"
-    assert [(reason.partition(";")[0], kind) for reason, kind in told] == [(error.detail, "other")]
+    assert (entry.state, entry.reason.partition(";")[0], entry.kind) == ("failed", error.detail, "other")
 
 
 @pytest.mark.slow

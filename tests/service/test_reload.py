@@ -15,7 +15,7 @@ import pytest
 
 from tests.server import Live
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import Versions, entry, make_versions
+from tests.service.exchanged_models import Versions, entry
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.load_server import process
 from tests.service.server_process import fatal_model_spec
@@ -23,11 +23,6 @@ from tests.service.support import Json, arrays_of, configured, npy, problem, raw
 
 ROWS = np.ones((1, 4), np.float32)
 CLIENTS = 4
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return make_versions(tmp_path)
 
 
 def reload(live: Live) -> Json:

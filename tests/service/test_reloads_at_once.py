@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
-import pytest
-from torch import nn
 
 from tests.server import Live
-from tests.service import nets_http
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import ALLOW, Versions, entry, make_versions
+from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, WIDE, WIDE_BYTES, Versions, entry
 from tests.service.gated_server import wait_until
-from tests.service.nets_http import Gated
 from tests.service.support import npy, problem, raw
-
-WAITING = "python:tests.service.nets_http:waiting"
-
-
-@pytest.fixture
-def versions(tmp_path: Path) -> Versions:
-    return make_versions(tmp_path)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets the factory ``nets_http:waiting`` go on."""
-    opened = threading.Event()
-
-    def waiting() -> nn.Module:
-        assert opened.wait(60)
-        return Gated()
-
-    monkeypatch.setattr(nets_http, "waiting", waiting, raising=False)
-    yield opened
-    opened.set()
 
 
 def ask(live: Live, model: str | None = None) -> httpx.Response:
@@ -46,6 +20,10 @@ def ask(live: Live, model: str | None = None) -> httpx.Response:
     return live.client.post(
         "/extract", **raw(npy(np.ones((1, 4), np.float32)), "application/x-npy", **query, layers="linear")
     )
+
+
+def workers(live: Live) -> list[str]:
+    return sorted(worker.name for worker in live.engine.manager.list_workers())
 
 
 def states(live: Live) -> dict[str, str]:
@@ -64,6 +42,89 @@ def test_alias_of_a_model_that_goes(serve: Serve, versions: Versions) -> None:
         assert live.client.post("/models/reload").status_code == 200
         assert ask(live, "prod").json()["model"] == "two"
         assert states(live) == {"first": "ready", "two": "ready"}
+
+
+def test_names_of_a_model_that_fails(serve: Serve, versions: Versions) -> None:
+    """The default, aliases and names that become or were aliases mean what they did until the new model is there."""
+    for letter in ("broken", "worse"):
+        (versions.folder / "weights" / f"{letter}.safetensors").write_bytes(b"nothing")
+    before = [entry("a", "one"), entry("a", "other")]
+    with serve(versions.write(*before, aliases={"prod": "one"}), config=versions.file) as live:
+        for letter in ("broken", "broken", "worse"):
+            after = [entry(letter, "two"), entry(letter, "prod")]
+            versions.write(*after, aliases={"other": "two"}, defaults={"model": "two"})
+            assert live.client.post("/models/reload").json()["default"] == "two"
+            assert states(live) == {"one": "ready", "other": "ready", "two": "failed", "prod": "failed"}
+            assert live.client.get("/models").json()["default"] == "one"
+            for name, model in ((None, "one"), ("prod", "one"), ("other", "other")):
+                assert ask(live, name).json()["model"] == model
+        versions.write(entry("b", "two"), entry("b", "prod"), aliases={"other": "two"}, defaults={"model": "two"})
+        assert live.client.post("/models/reload").status_code == 200
+        assert states(live) == {"two": "ready", "prod": "ready"}
+        for name, model in ((None, "two"), ("prod", "prod"), ("other", "two")):
+            assert ask(live, name).json()["model"] == model
+
+
+def test_a_default_that_never_was(serve: Serve, versions: Versions) -> None:
+    """A default that stays, for it changes nothing, is not said to be another, though its model fails."""
+    (versions.folder / "weights" / "broken.safetensors").write_bytes(b"nothing")
+    models = [entry("broken", "one", required=False), entry("a", "two")]
+    with serve(versions.write(*models), config=versions.file) as live:
+        assert live.client.post("/models/reload").json()["default"] is None
+        assert live.client.get("/models").json()["default"] == "one"
+
+
+def test_an_alias_becomes_a_model(serve: Serve, versions: Versions, gate: threading.Event) -> None:
+    """Until all of the file has loaded an alias means what it did, and the model of that name is kept apart from it."""
+    first = entry("a", "first")
+    before = [first, entry("b", "one", load="lazy", idle_timeout_s=0.1)]
+    with serve(versions.write(*before, aliases={"prod": "one"}), config=versions.file) as live:
+        wide = entry("a", "prod", source=WIDE, weights="random:0")
+        versions.write(first, wide, entry("a", "slow", source=WAITING))
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(live.client.post, "/models/reload")
+            try:
+                wait_until(lambda: states(live).get("prod") == "ready")
+                assert ask(live, "prod").json()["model"] == "one"
+                wait_until(lambda: workers(live) == ["first", "prod", "slow"])  # the lazy one has gone
+                assert states(live) == {"first": "ready", "one": "available", "prod": "ready", "slow": "loading"}
+                assert live.engine.manager.room.used_bytes == GATED_BYTES + WIDE_BYTES
+                assert ask(live, "prod").json()["model"] == "one"
+            finally:
+                gate.set()
+            assert reply.result().status_code == 200
+        assert states(live) == {"first": "ready", "prod": "ready", "slow": "ready"}
+        assert ask(live, "prod").json()["model"] == "prod"
+
+
+def test_an_alias_becomes_a_model_under_load(serve: Serve, versions: Versions, gate: threading.Event) -> None:
+    """Of requests by a name that was an alias and becomes a model none fails: each is answered by one of the two."""
+    first = entry("a", "first")
+    with serve(versions.write(first, entry("b", "one"), aliases={"prod": "one"}), config=versions.file) as live:
+        replies, stop = list[httpx.Response](), threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                replies.append(ask(live, "prod"))
+
+        with ThreadPoolExecutor(2) as pool:
+            running = pool.submit(work)
+            try:
+                versions.write(first, entry("c", "prod"), entry("a", "slow", source=WAITING))
+                reply = pool.submit(live.client.post, "/models/reload")
+                wait_until(lambda: states(live).get("prod") == "ready")
+                seen = len(replies)
+                wait_until(lambda: len(replies) >= seen + 10)
+                gate.set()
+                assert reply.result().status_code == 200
+                wait_until(lambda: replies[-1].json().get("model") == "prod")
+            finally:
+                gate.set()
+                stop.set()
+            running.result()
+        assert {each.status_code for each in replies} == {200}
+        assert {each.json()["model"] for each in replies} == {"one", "prod"}
+        assert len({each.json()["fingerprint"] for each in replies}) == 2
 
 
 def test_what_failed_is_tried_again(serve: Serve, versions: Versions) -> None:

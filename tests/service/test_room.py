@@ -11,10 +11,10 @@ from layertap.models.spec import InputSpec, ModelSpec
 from layertap.service.config.configuration import Configuration
 from tests.server import Live
 from tests.service.conftest import Serve
+from tests.service.exchanged_models import GATED_BYTES
 from tests.service.gated_server import hold_model, post_rows, wait_until
 from tests.service.support import Json, configured, net, problem
 
-GATED_BYTES = 4 * (3 * 4 + 3)  # weights and biases of a linear layer from four numbers to three
 LARGE, OVERHEAD_BYTES = 400_000, 200 * 2**20
 
 
@@ -115,7 +115,7 @@ def test_idle_timeout(serve: Serve) -> None:
 
 def test_busy_models_have_no_timeout(serve: Serve) -> None:
     """As long as a request runs its model is not idle, however long that takes."""
-    with serve(lazy("a", "b"), model_idle_timeout_s=0.1) as live:
+    with serve(lazy("a", "b"), model_idle_timeout_s=0.1, cpu_threads=2) as live:
         assert post_rows(live, model="a").status_code == 200
         with hold_model(live, "a"):
             assert post_rows(live, model="b").status_code == 200

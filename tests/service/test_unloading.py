@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.service.conftest import Serve
-from tests.service.exchanged_models import ALLOW, entry, make_versions
+from tests.service.exchanged_models import ALLOW, Versions, entry
 from tests.service.gated_server import post_rows, wait_until
 
 Let = Callable[[httpx.Client], httpx.Response]
@@ -32,9 +31,9 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("way", WAYS)
-def test_freed(serve: Serve, tmp_path: Path, way: str) -> None:
+def test_freed(serve: Serve, versions: Versions, way: str) -> None:
     """Nothing holds the module of a model that answered and is gone."""
-    configuration = make_versions(tmp_path).write(entry("a"), allow=ALLOW)
+    configuration = versions.write(entry("a"), allow=ALLOW)
     with serve(configuration) as live:
         assert post_rows(live).status_code == 200
         module = weakref.ref(live.engine.manager.workers["gated"].model.module)

@@ -52,7 +52,8 @@ EXCHANGE_RESPONSES: dict[int | str, Json] = {
     413: describe_problem("Over a limit; the detail has the figure"),
     422: describe_problem("The entry makes no sense, or can't be loaded"),
     429: describe_problem("This key is over its rate"),
-    503: describe_problem("No room for one more model, or the server is shutting down"),
+    503: describe_problem("No room for the new version, or the server is shutting down"),
+    504: describe_problem("What the entry names can't be looked at in time"),
     **OTHER_PROBLEMS,
 }
 RELOAD_RESPONSES: dict[int | str, Json] = {
@@ -173,7 +174,7 @@ async def exchange_model(request: Request, engine: EngineDependency, name: str) 
     updates: ModelUpdates = request.app.state.updates
     timeout = Timeout.from_settings(engine.settings)
     data = await read_document(request, engine.settings, partial(engine.admission.admit, timeout.deadline))
-    exchange = updates.exchange(updates.parse(name, data))
+    exchange = await updates.exchange(name, data, timeout.deadline)
     try:
         error = await wait_until(timeout.deadline, asyncio.shield(exchange))
     except DeadlineError:
