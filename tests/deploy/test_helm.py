@@ -161,6 +161,19 @@ def test_autoscaling() -> None:
     assert "HorizontalPodAutoscaler" not in render(KEYS)
 
 
+def test_numbers() -> None:
+    """A large number without quotes, as a file of values has it, is the same number in the environment."""
+    settings = {"MAX_BODY_BYTES": 67_108_864, "KEY_RATE": 0.00002, "DEADLINE_S": 12.5, "WORKERS": 0, "FETCH_URLS": True}
+    found = environment(render({**KEYS, "settings": settings}))
+    assert {name: found[f"LAYERTAP_{name}"] for name in settings} == {
+        "MAX_BODY_BYTES": "67108864",
+        "KEY_RATE": "0.00002",
+        "DEADLINE_S": "12.5",
+        "WORKERS": "0",
+        "FETCH_URLS": "true",
+    }
+
+
 def test_restarts() -> None:
     """Other settings, models or keys are other pods; the same ones are the same."""
     checksums = [
