@@ -174,6 +174,14 @@ def test_numbers() -> None:
     }
 
 
+def test_scraped_as_alarms_expect() -> None:
+    """Prometheus' operator gives the server's figures the job that the alarms look for, whatever the release's name."""
+    objects = render(FULL, "features")
+    label = objects["ServiceMonitor"]["spec"]["jobLabel"]
+    job = objects["Service"]["metadata"]["labels"][label]
+    assert f'up{{job="{job}"}}' in (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+
+
 def test_restarts() -> None:
     """Other settings, models or keys are other pods; the same ones are the same."""
     checksums = [
