@@ -68,8 +68,9 @@ class RequestTracer:
         """The span of a request whose head has come, in its caller's trace where ``traceparent`` names one."""
         from opentelemetry.trace import SpanKind
 
-        carrier = {name: headers[name] for name in PARENT_HEADERS if name in headers}
-        parent = self._propagator.extract(carrier)
+        carrier = {name: headers.getlist(name) for name in PARENT_HEADERS}
+        # Of two callers none is believed; the propagator would take the first.
+        parent = self._propagator.extract(carrier) if len(carrier["traceparent"]) == 1 else None
         return RequestTrace(self, self._tracer.start_span("request", parent, SpanKind.SERVER))
 
     def add_span(self, name: str, parent: Context, started_ns: int, ended_ns: int, attributes: Attributes) -> None:

@@ -166,6 +166,17 @@ def test_callers_trace(traced: Live, collector: Collector) -> None:
     assert json.loads(stream.getvalue().splitlines()[0])["trace_id"] == TRACE_ID
 
 
+def test_headers_sent_twice(traced: Live, collector: Collector) -> None:
+    """Several ``tracestate`` are one list; of several ``traceparent`` none is believed (W3C Trace Context)."""
+    states = [("traceparent", RECORDED), ("tracestate", "a=1"), ("tracestate", "b=2,c=3")]
+    span = wait_for(collector, traced.client.get("/models", headers=states))
+    assert (span.trace_id.hex(), span.trace_state) == (TRACE_ID, "a=1,b=2,c=3")
+    parents = [("traceparent", RECORDED), ("traceparent", RECORDED.replace("0af7", "1af7"))]
+    span = wait_for(collector, traced.client.get("/models", headers=parents))
+    assert span.parent_span_id == b""
+    assert not span.trace_id.hex().endswith(TRACE_ID[4:])
+
+
 def test_not_recorded(traced: Live, collector: Collector) -> None:
     """A trace that its caller does not record gets no spans, and its identifiers all the same."""
     reply = traced.client.get("/models", headers={"traceparent": UNRECORDED})
