@@ -251,3 +251,11 @@ def test_kserve() -> None:
         "/v2/health/ready",
         "/v2/health/live",
     }
+
+
+def test_kserve_probes() -> None:
+    """KServe's probes are as patient as the chart's: a pod whose answer takes a second is not taken away."""
+    (runtime,) = yaml.safe_load((KSERVE / "servingruntime.yaml").read_text())["spec"]["containers"]
+    for name in ("readinessProbe", "livenessProbe"):
+        ours, theirs = ({**each[name], "httpGet": ""} for each in (container(render(KEYS)), runtime))
+        assert theirs == ours
