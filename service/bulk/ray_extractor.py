@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from dataclasses import dataclass, replace
@@ -67,11 +67,15 @@ class RayExtractor:
 
     async def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
         """The rows of all batches of ``work``, in their order; LayertapError."""
+        run, groups = asyncio.get_running_loop().run_in_executor, self._iterate(work)
         with ThreadPoolExecutor(1, "ray") as thread:
-            groups = self._iterate(work)
-            while (group := await asyncio.get_running_loop().run_in_executor(thread, next, groups, None)) is not None:
-                for rows in group:
-                    yield rows
+            try:
+                while (group := await run(thread, next, groups, None)) is not None:
+                    for rows in group:
+                        yield rows
+            finally:
+                # As long as the cluster is there: Ray Data tidies up by it, and would start another one.
+                await run(thread, groups.close)
 
     async def close(self) -> None:
         """Leave the cluster, and end it where it was started here."""
@@ -83,7 +87,7 @@ class RayExtractor:
         except self._ray.exceptions.RayError as error:
             raise _find_cause(error) from None
 
-    def _iterate(self, work: Work) -> Iterator[list[Rows]]:
+    def _iterate(self, work: Work) -> Generator[list[Rows], None, None]:
         """The rows of groups of batches, in their order; LayertapError."""
         try:
             for row in self._make_dataset(work).iter_rows():

@@ -209,6 +209,20 @@ def test_bulk_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert "Traceback" not in output.decode()
 
 
+def test_bulk_interrupted(cluster: Cluster, tmp_path: Path) -> None:
+    """Ctrl+C ends a job without a word of Ray's, which starts nothing any more: what it has answered is written."""
+    write_pictures(tmp_path / "source", 4000)
+    out = tmp_path / "out.parquet"
+    words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
+    process = start_bulk(cluster, *words)
+    wait_for_parts(out, process, 0)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 130, output.decode()
+    assert "Traceback" not in output.decode()
+    assert "Started a local Ray instance" not in output.decode()
+
+
 def test_bulk_without_room(cluster: Cluster, tmp_path: Path) -> None:
     """A job whose actors no machine of the cluster has room for says what it waits for."""
     write_pictures(tmp_path / "source", 3)
