@@ -54,7 +54,7 @@ RUN if [ -n "$TORCH_INDEX" ]; then \
             --index-url "$TORCH_INDEX" $(awk '/^torch(vision)?==/ {print $1}' requirements.lock); \
     fi \
     && /opt/uv/bin/uv pip install --python /opt/layertap/bin/python --only-binary :all: --constraint requirements.lock \
-        -r pyproject.toml --extra timm --extra transformers \
+        -r pyproject.toml --extra timm --extra transformers --extra otel \
     && /opt/uv/bin/uv pip check --python /opt/layertap/bin/python \
     && echo /opt/package >"$(/opt/layertap/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layertap.pth"
 

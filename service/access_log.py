@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from layertap.models.errors import escape
-from layertap.service.timings import Timings
+from layertap.service.timings import STEPS, Timings
 
 log = logging.getLogger("layertap.access")
 REQUEST, SLOW_REQUEST = "request", "slow request"  # what a line of the log says
 MAX_METHOD, MAX_PATH, MAX_NAME = 16, 200, 64  # characters
 MAX_SHOWN = 4  # steps in a sentence
-STEPS = ("unpack", "parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 MILLISECONDS = {step: f"{step}_ms" for step in ("receive", *STEPS, "send", "other")}
 
 

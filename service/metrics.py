@@ -11,11 +11,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from layertap.service.statistics import ModelStatistics
+from layertap.service.timings import STEPS
 from layertap.service.types import BatchReason, CacheResult, RestartReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 OTHER = "other"
-STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 Reason = Literal["queue_rows", "queue_bytes", "deadline"]
 Cause = Literal["memory", "error"]
 ConnectionReason = Literal["bad_request", "head_timeout", "head_too_large", "limit", "descriptors"]

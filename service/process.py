@@ -20,6 +20,7 @@ from uvicorn.server import HANDLED_SIGNALS
 
 from layertap.service.http.sockets import format_url, stop_connecting
 from layertap.service.http.tls import follow_renewals
+from layertap.service.signals import release_hangups
 
 log = logging.getLogger("layertap")
 EXIT_FAILED = 70  # as sysexits.h has it: an error of the software
@@ -81,6 +82,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self._on_hangup is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
+            release_hangups()
         config = self.config
         for listener in sockets or ():
             log.info("listening on %s", format_url(listener.getsockname(), "https" if config.is_ssl else "http"))

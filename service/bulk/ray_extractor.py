@@ -7,7 +7,7 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from layertap.service.ray_settings import read_settings_on_ray
 if TYPE_CHECKING:  # torch is imported on the cluster alone
     from layertap.service.bulk.local import LocalExtractor
 
+log = logging.getLogger("layertap")
 CONNECT_S = 10.0
 GROUP = 4  # batches that an actor takes at once, to decode some while it runs others
 IN_FLIGHT = 2  # groups of an actor: the next is there when one is done
@@ -47,6 +48,9 @@ class RayExtractor:
     def __init__(self, address: str | None, share: Share, chosen: Mapping[str, Any]) -> None:
         """Connect to the cluster, or start one; LayertapError."""
         self._ray = _connect(address)
+        if not _has_room(self._ray, share):  # an autoscaler may add one, so that this is no error
+            needs = f"{share.cpus:g} CPUs and {share.gpus:g} GPUs"
+            log.warning("no machine of the Ray cluster has %s: waiting for one (see ray status)", needs)
         self._share = share
         self._chosen = chosen
         self.max_picture_bytes = self.max_batch_bytes = self.max_rows = 0  # an actor tells
@@ -63,11 +67,15 @@ class RayExtractor:
 
     async def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
         """The rows of all batches of ``work``, in their order; LayertapError."""
+        run, groups = asyncio.get_running_loop().run_in_executor, self._iterate(work)
         with ThreadPoolExecutor(1, "ray") as thread:
-            groups = self._iterate(work)
-            while (group := await asyncio.get_running_loop().run_in_executor(thread, next, groups, None)) is not None:
-                for rows in group:
-                    yield rows
+            try:
+                while (group := await run(thread, next, groups, None)) is not None:
+                    for rows in group:
+                        yield rows
+            finally:
+                # As long as the cluster is there: Ray Data tidies up by it, and would start another one.
+                await run(thread, groups.close)
 
     async def close(self) -> None:
         """Leave the cluster, and end it where it was started here."""
@@ -79,7 +87,7 @@ class RayExtractor:
         except self._ray.exceptions.RayError as error:
             raise _find_cause(error) from None
 
-    def _iterate(self, work: Work) -> Iterator[list[Rows]]:
+    def _iterate(self, work: Work) -> Generator[list[Rows], None, None]:
         """The rows of groups of batches, in their order; LayertapError."""
         try:
             for row in self._make_dataset(work).iter_rows():
@@ -178,6 +186,12 @@ def _connect(address: str | None) -> Any:
     except Exception as error:  # whatever it is: Ray raises Exception itself where a node does not start in time
         raise LayertapError(f"Ray does not start: {error}", hint="see ray status") from error
     return ray
+
+
+def _has_room(ray: Any, share: Share) -> bool:
+    """Whether a machine of the cluster could have an actor, were it idle: Ray itself would wait without a word."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return any(each.get("CPU", 0) >= share.cpus and each.get("GPU", 0) >= share.gpus for each in machines)
 
 
 def _check_address(address: str | None) -> None:

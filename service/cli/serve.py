@@ -44,6 +44,8 @@ def serve(
     settings, configuration, fetcher = check_setup(
         host=host, port=port, uds=uds, config=config, log_level=log_level, root_path=root_path
     )
+    if _reloads(settings):
+        signals.hold_hangups()
     from layertap.service.http.sockets import bind, bind_unix
 
     listeners = [bind_unix(settings.uds)] if settings.uds is not None else bind(settings.host, settings.port)
@@ -101,8 +103,13 @@ def _run(
 
 
 def _choose_reload(settings: Settings, updates: ModelUpdates) -> Callable[[], None] | None:
-    """What SIGHUP does: what the system has it do where a terminal sends it as it closes, or nothing can be read."""
-    return None if settings.config is None or is_interactive() else updates.reload_beside
+    """What SIGHUP does; None: what the system has it do."""
+    return updates.reload_beside if _reloads(settings) else None
+
+
+def _reloads(settings: Settings) -> bool:
+    """Whether SIGHUP has the configuration read: not where a terminal sends it as it closes, or nothing can be read."""
+    return settings.config is not None and not is_interactive()
 
 
 def _choose_drain_delay(settings: Settings) -> float:

@@ -7,7 +7,6 @@ the road nothing of OpenTelemetry runs.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -52,13 +51,13 @@ class RequestTracer:
     def __init__(self, endpoint: str) -> None:
         check_installed()
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        name = os.environ.get("OTEL_SERVICE_NAME", "layertap")
-        resource = Resource.create({SERVICE_NAME: name, SERVICE_VERSION: get_version()})
+        variables = OTELResourceDetector().detect().attributes  # what is given to ``create`` comes before them
+        resource = Resource.create({SERVICE_NAME: "layertap", SERVICE_VERSION: get_version(), **variables})
         exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
         self._provider: TracerProvider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -69,8 +68,9 @@ class RequestTracer:
         """The span of a request whose head has come, in its caller's trace where ``traceparent`` names one."""
         from opentelemetry.trace import SpanKind
 
-        carrier = {name: headers[name] for name in PARENT_HEADERS if name in headers}
-        parent = self._propagator.extract(carrier)
+        carrier = {name: headers.getlist(name) for name in PARENT_HEADERS}
+        # Of two callers none is believed; the propagator would take the first.
+        parent = self._propagator.extract(carrier) if len(carrier["traceparent"]) == 1 else None
         return RequestTrace(self, self._tracer.start_span("request", parent, SpanKind.SERVER))
 
     def add_span(self, name: str, parent: Context, started_ns: int, ended_ns: int, attributes: Attributes) -> None:

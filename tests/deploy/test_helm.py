@@ -161,6 +161,27 @@ def test_autoscaling() -> None:
     assert "HorizontalPodAutoscaler" not in render(KEYS)
 
 
+def test_numbers() -> None:
+    """A large number without quotes, as a file of values has it, is the same number in the environment."""
+    settings = {"MAX_BODY_BYTES": 67_108_864, "KEY_RATE": 0.00002, "DEADLINE_S": 12.5, "WORKERS": 0, "FETCH_URLS": True}
+    found = environment(render({**KEYS, "settings": settings}))
+    assert {name: found[f"LAYERTAP_{name}"] for name in settings} == {
+        "MAX_BODY_BYTES": "67108864",
+        "KEY_RATE": "0.00002",
+        "DEADLINE_S": "12.5",
+        "WORKERS": "0",
+        "FETCH_URLS": "true",
+    }
+
+
+def test_scraped_as_alarms_expect() -> None:
+    """Prometheus' operator gives the server's figures the job that the alarms look for, whatever the release's name."""
+    objects = render(FULL, "features")
+    label = objects["ServiceMonitor"]["spec"]["jobLabel"]
+    job = objects["Service"]["metadata"]["labels"][label]
+    assert f'up{{job="{job}"}}' in (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+
+
 def test_restarts() -> None:
     """Other settings, models or keys are other pods; the same ones are the same."""
     checksums = [
@@ -230,3 +251,11 @@ def test_kserve() -> None:
         "/v2/health/ready",
         "/v2/health/live",
     }
+
+
+def test_kserve_probes() -> None:
+    """KServe's probes are as patient as the chart's: a pod whose answer takes a second is not taken away."""
+    (runtime,) = yaml.safe_load((KSERVE / "servingruntime.yaml").read_text())["spec"]["containers"]
+    for name in ("readinessProbe", "livenessProbe"):
+        ours, theirs = ({**each[name], "httpGet": ""} for each in (container(render(KEYS)), runtime))
+        assert theirs == ours

@@ -96,10 +96,6 @@ class Cluster:
             lambda: len(set(self.list_replicas()) - before) == len(self.list_replicas()) == replicas and self.is_ready()
         )
 
-    def _has_only_new_replicas(self, before: set[int], count: int) -> bool:
-        now = set(self.list_replicas())
-        return len(now) == count and not now & before
-
     def is_ready(self) -> bool:
         with suppress(httpx.TransportError):
             return httpx.get(f"{self.url}/readyz").status_code == 200

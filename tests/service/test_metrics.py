@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ ROUTES = {
     *("/livez", "/readyz", "/metrics", "/", "other"),
 }
 LABELS = {"route", "status", "step", "model", "why", "reason", "result", "cause", "state", "device"}
-STEPS = ("parse", "fetch", "decode", "queue", "forward", "copy", "encode")
+STEPS = ("unpack", "parse", "fetch", "decode", "queue", "forward", "copy", "encode")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROUNDING_S = 0.005 / 1000  # of a step in Server-Timing
 Figures = Mapping[str, float]
@@ -122,12 +123,22 @@ def test_requests(server: Live) -> None:
         assert of[f"layertap_{name}_bytes_total{{route=other}}"] == sizes[-1]
     for step in STEPS:
         taken = [durations(reply)[step] for reply in replies if step in durations(reply)]
-        assert (
-            found[f"layertap_step_seconds_count{{step={step}}}"] == len(taken) >= (len(good) if step != "fetch" else 0)
-        )
+        least = 0 if step in ("fetch", "unpack") else len(good)
+        assert found[f"layertap_step_seconds_count{{step={step}}}"] == len(taken) >= least
         assert found[f"layertap_step_seconds_sum{{step={step}}}"] == pytest.approx(
             sum(taken), rel=0, abs=len(taken) * ROUNDING_S
         )
+
+
+def test_packed_body(server: Live) -> None:
+    """What it took to unpack a body is a step like others."""
+    request = raw(gzip.compress(npy(rows(1))), "application/x-npy", layers="linear", model="gated")
+    request["headers"] |= {"content-encoding": "gzip"}
+    reply = server.client.post("/extract", **request)
+    assert reply.status_code == 200, reply.text
+    found = counted(server, extract=1)
+    assert found["layertap_step_seconds_count{step=unpack}"] == 1
+    assert found["layertap_step_seconds_sum{step=unpack}"] == pytest.approx(durations(reply)["unpack"], abs=ROUNDING_S)
 
 
 def test_own_scrapes(server: Live) -> None:

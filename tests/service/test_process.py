@@ -54,6 +54,27 @@ print(listener.getsockname()[1], flush=True)
 config = make_server_config(app, Settings(), lifespan="off")
 Server(config, lambda: True, lambda: print("ending", flush=True), delay=0.2).run_until_stopped([listener])
 """
+HUNG_UP = """
+import os, signal
+from layertap.service.http.server_config import make_server_config
+from layertap.service.http.sockets import bind
+from layertap.service.process import Server
+from layertap.service.settings import Settings
+from layertap.service.signals import exit_cleanly_on_signals, hold_hangups
+
+async def app(scope, receive, send):
+    pass
+
+def take():
+    print("taken", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+exit_cleanly_on_signals()
+hold_hangups()
+os.kill(os.getpid(), signal.SIGHUP)
+config = make_server_config(app, Settings(), lifespan="off")
+Server(config, lambda: True, lambda: None, on_hangup=take).run_until_stopped(bind("127.0.0.1", 0))
+"""
 STALLED = """
 import asyncio, socket, sys, threading, time
 from layertap.service.http.server_config import make_server_config
@@ -256,6 +277,12 @@ def test_connections_at_the_end() -> None:
 
 
 @pytest.mark.slow
+def test_hangup_before_the_start() -> None:
+    """A SIGHUP that comes while a server is being put together does not end it, and is taken once it runs."""
+    done = subprocess.run([sys.executable, "-c", HUNG_UP], capture_output=True, text=True, check=False, timeout=END_S)
+    assert (done.returncode, done.stdout) == (0, "taken\n"), done.stderr
+
+
 def test_second_signal_ends_the_delay(tmp_path: Path) -> None:
     """Asked again, the server waits no more; what it has accepted it still answers."""
     with process([digits()], tmp_path, LAYERTAP_DRAIN_DELAY_S="3600") as server:

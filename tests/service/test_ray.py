@@ -207,3 +207,39 @@ def test_bulk_refused(cluster: Cluster, tmp_path: Path) -> None:
     assert process.returncode == 2, output.decode()
     assert "pool9" in output.decode()
     assert "Traceback" not in output.decode()
+
+
+def test_bulk_interrupted(cluster: Cluster, tmp_path: Path) -> None:
+    """Ctrl+C ends a job without a word of Ray's, which starts nothing any more: what it has answered is written."""
+    write_pictures(tmp_path / "source", 4000)
+    out = tmp_path / "out.parquet"
+    words = (tmp_path / "source", *WORDS, "--out", out, "--ray", "--ray-address", cluster.address)
+    process = start_bulk(cluster, *words)
+    wait_for_parts(out, process, 0)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 130, output.decode()
+    assert "Traceback" not in output.decode()
+    assert "Started a local Ray instance" not in output.decode()
+
+
+def test_bulk_without_room(cluster: Cluster, tmp_path: Path) -> None:
+    """A job whose actors no machine of the cluster has room for says what it waits for."""
+    write_pictures(tmp_path / "source", 3)
+    words = (tmp_path / "source", *WORDS, "--out", tmp_path / "out.parquet", "--ray", "--ray-address", cluster.address)
+    said = b""
+    with start_bulk(cluster, *words, "--ray-gpus", "0.5") as process:
+        output = process.stdout
+        assert output is not None
+        os.set_blocking(output.fileno(), False)
+
+        def says_so() -> bool:
+            nonlocal said
+            said += output.read() or b""
+            return b"no machine of the Ray cluster has 1 CPUs and 0.5 GPUs" in said or process.poll() is not None
+
+        try:
+            wait(says_so)
+            assert process.poll() is None, said.decode()
+        finally:
+            process.kill()

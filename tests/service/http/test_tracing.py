@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -16,9 +17,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from opentelemetry.context import Context
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from layertap.models.digits import spec as digits
+from layertap.service.http.tracing import RequestTracer
 from layertap.service.logs import JsonFormatter
 from layertap.service.version import get_version
 from tests.server import Live
@@ -107,6 +110,27 @@ def test_resource(traced: Live, collector: Collector) -> None:
     assert (resource["service.name"], resource["service.version"]) == ("layertap", get_version())
 
 
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=pictures,service.version=7,team=x"}, "pictures"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=pictures,team=x", "OTEL_SERVICE_NAME": "search"}, "search"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=x", "OTEL_SERVICE_NAME": ""}, "layertap"),
+    ],
+)
+def test_resource_of_variables(variables: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What OpenTelemetry's variables say of who sends is what is told, name and version too."""
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with collecting() as collector:
+        tracer = RequestTracer(collector.url)
+        tracer.add_span("parse", Context(), 1, 2, {})
+        asyncio.run(tracer.close())
+    (resource,) = collector.resources
+    assert (resource["service.name"], resource["team"]) == (name, "x")
+    assert resource["service.version"] == ("7" if "version" in variables["OTEL_RESOURCE_ATTRIBUTES"] else get_version())
+
+
 def test_shared_batch(traced: Live, collector: Collector) -> None:
     """Requests that share a forward each tell of it, at the same time, with all the rows that it had."""
     with ThreadPoolExecutor(2) as pool:
@@ -140,6 +164,17 @@ def test_callers_trace(traced: Live, collector: Collector) -> None:
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     assert reply.headers["traceparent"] == f"00-{TRACE_ID}-{span.span_id.hex()}-01"
     assert json.loads(stream.getvalue().splitlines()[0])["trace_id"] == TRACE_ID
+
+
+def test_headers_sent_twice(traced: Live, collector: Collector) -> None:
+    """Several ``tracestate`` are one list; of several ``traceparent`` none is believed (W3C Trace Context)."""
+    states = [("traceparent", RECORDED), ("tracestate", "a=1"), ("tracestate", "b=2,c=3")]
+    span = wait_for(collector, traced.client.get("/models", headers=states))
+    assert (span.trace_id.hex(), span.trace_state) == (TRACE_ID, "a=1,b=2,c=3")
+    parents = [("traceparent", RECORDED), ("traceparent", RECORDED.replace("0af7", "1af7"))]
+    span = wait_for(collector, traced.client.get("/models", headers=parents))
+    assert span.parent_span_id == b""
+    assert not span.trace_id.hex().endswith(TRACE_ID[4:])
 
 
 def test_not_recorded(traced: Live, collector: Collector) -> None:
