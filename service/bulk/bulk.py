@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits
 from layertap.service.bulk.job import Extractor, Outline, Question, Rows, Work
-from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, lock_folder
+from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, check_same_job, lock_folder
 from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts
 from layertap.service.bulk.pipeline import write_rows
 from layertap.service.bulk.shards import LAYOUTS
@@ -95,10 +95,8 @@ def find_complete(job: Job, source: Source) -> Summary | None:
     target = job.destination
     _finish_cleaning(target)
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
-        question = _read_question(target.file)
-        for name, value in job.describe().items():
-            if value != question.get(name) and not (name == "model" and value is None):
-                raise LayertapError(f"{target.file} was made with {name} {question.get(name)}", hint=OTHERWISE)
+        metadata = _read_metadata(target.file)
+        check_same_job(json.loads(metadata[b"question"]), job.describe(), metadata[b"model"].decode())
         _check_pictures([target.file], source)
         return _summarize([target.file])
     manifest = Manifest.read(target.folder)
@@ -113,7 +111,7 @@ def remove(destination: Destination) -> None:
     """Remove what a job has written, and nothing else; LayertapError where it is somebody else's."""
     folder, file = destination.folder, destination.file
     if file is not None and file.exists():
-        _read_question(file)
+        _read_metadata(file)
     if Manifest.read(folder) is not None:
         with lock_folder(folder):
             for pattern in OWN:
@@ -248,9 +246,12 @@ def _summarize(tables: Sequence[Path]) -> Summary:
     return Summary(sum(map(len, columns)), sum(len(column) - column.null_count for column in columns))
 
 
-def _read_question(file: Path) -> dict[str, Any]:
+def _read_metadata(file: Path) -> Mapping[bytes, bytes]:
+    """What a file says of the job that made it; LayertapError where none did."""
     try:
-        question: dict[str, Any] = json.loads(import_parquet().read_schema(file).metadata[b"question"])
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out") from error
-    return question
+        metadata: Mapping[bytes, bytes] = import_parquet().read_schema(file).metadata or {}
+        if metadata.keys() >= {b"model", b"question"} and isinstance(json.loads(metadata[b"question"]), dict):
+            return metadata
+    except (OSError, ValueError):
+        pass
+    raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out")

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Column, Outline, Question
+from layertap.service.bulk.job import Outline, Question
 
-FORMAT = 1
 NAME = "manifest.json"
 LOCK = ".lock"
 OTHERWISE = "choose another --out, or add --restart to begin anew"
@@ -31,16 +32,12 @@ class Manifest:
     limits: BatchLimits
     layout: str
     complete: bool = False
+    format: Literal[1] = 1  # of the file
 
     def check_same(self, asked: Mapping[str, Any], layout: str) -> None:
         """LayertapError where what a job asks now is not what it was begun with."""
         begun = {**self.question.describe(), "source": self.source, "column": self.column, "layout": self.layout}
-        for name, value in {**asked, "layout": layout}.items():
-            before = begun[name]
-            if value != before and not (name == "model" and value in (None, self.outline.model)):
-                raise LayertapError(
-                    f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
-                )
+        check_same_job(begun, {**asked, "layout": layout}, self.outline.model)
 
     def check_outline(self, outline: Outline) -> None:
         """LayertapError where answers are not what they were."""
@@ -53,7 +50,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing."""
-        write_atomically(folder / NAME, json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
+        write_atomically(folder / NAME, json.dumps(asdict(self), indent=1).encode())
 
     def finish(self, folder: Path) -> None:
         """Write that all pictures are there."""
@@ -63,29 +60,26 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """The one in a folder, None where there is none; LayertapError."""
         try:
-            return cls._parse(json.loads((folder / NAME).read_bytes()))
+            return TypeAdapter(cls).validate_json((folder / NAME).read_bytes())
         except FileNotFoundError:
             return None
-        except (KeyError, TypeError, ValueError) as error:
-            raise LayertapError(f"{folder / NAME} can't be read", hint=OTHERWISE) from error
+        except ValidationError:
+            # --restart does not help: whose files these are is not known, so none is removed.
+            detail = f"{folder / NAME} is no manifest of a job, or one of another version of layertap"
+            raise LayertapError(detail, hint="choose another --out") from None
 
-    @classmethod
-    def _parse(cls, document: dict[str, Any]) -> Manifest:
-        if document.pop("format") != FORMAT:
-            raise LayertapError("what is there was made by another version of layertap", hint=OTHERWISE)
-        question, outline = document["question"], document["outline"]
-        columns = {
-            name: Column(tuple(column["shape"]), column["dtype"]) for name, column in outline.pop("columns").items()
-        }
-        return cls(
-            question=Question(**question | {"layers": tuple(question["layers"])}),
-            source=document["source"],
-            column=document["column"],
-            outline=Outline(**outline, columns=columns),
-            limits=BatchLimits(**document["limits"]),
-            layout=document["layout"],
-            complete=document["complete"],
-        )
+
+def check_same_job(begun: Mapping[str, Any], asked: Mapping[str, Any], model: str) -> None:
+    """LayertapError where what is asked now is not what a job was begun with; ``model`` is the one that answered.
+
+    To name no model is to ask for the one that answered, as is to name that.
+    """
+    for name, value in asked.items():
+        before = begun.get(name)
+        if value != before and not (name == "model" and value in (None, model)):
+            raise LayertapError(
+                f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
+            )
 
 
 def write_atomically(path: Path, data: bytes) -> None:
