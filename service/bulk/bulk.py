@@ -20,7 +20,7 @@ from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits
 from layertap.service.bulk.job import Extractor, Outline, Question, Rows, Work
 from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, check_same_job, lock_folder
-from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts
+from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts, open_table
 from layertap.service.bulk.pipeline import write_rows
 from layertap.service.bulk.shards import LAYOUTS
 from layertap.service.bulk.sources import Source
@@ -231,8 +231,7 @@ def _list_tables(target: Destination) -> list[Path]:
 
 def _check_pictures(tables: Sequence[Path], source: Source) -> None:
     """LayertapError where what is complete is not of the pictures that a source has now."""
-    parquet = import_parquet()
-    answered = (key for path in tables for key in parquet.read_table(path, columns=["key"]).column(0).to_pylist())
+    answered = (key for path in tables for key in _read_column(path, "key").to_pylist())
     there = (entry.key for entry in source.iterate(sys.maxsize))  # none of them is read
     for before, now in zip_longest(answered, there):
         if before != now:
@@ -240,9 +239,13 @@ def _check_pictures(tables: Sequence[Path], source: Source) -> None:
             raise LayertapError(f"{tables[0].name} is complete, and of other pictures: {what}", hint=OTHERWISE)
 
 
+def _read_column(table: Path, name: str) -> Any:
+    with open_table(table) as file:
+        return file.read([name]).column(0)
+
+
 def _summarize(tables: Sequence[Path]) -> Summary:
-    parquet = import_parquet()
-    columns = [parquet.read_table(path, columns=["error"]).column(0) for path in tables]
+    columns = [_read_column(path, "error") for path in tables]
     return Summary(sum(map(len, columns)), sum(len(column) - column.null_count for column in columns))
 
 

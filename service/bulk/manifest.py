@@ -90,12 +90,22 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A name to write to: once that is done the file is on the disk, and has the name that it is to have."""
+    """A name to write to: once that is done the file is on the disk, and has the name that it is to have.
+
+    LayertapError where the disk is full, or it can't be written for another reason: nothing half-written remains.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    yield temporary
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        hint = "what is written stays: make room, and the same command goes on"
+        raise LayertapError(f"{path} can't be written: {reason}", hint=hint) from error
     sync_folder(path.parent)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import orjson
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.arrow import import_parquet
+from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
@@ -113,11 +114,10 @@ def merge_parts(parts: Sequence[Part], path: Path, metadata: Mapping[str, str], 
 
 def _regroup(parts: Sequence[Part], size: int) -> Iterator[list[Any]]:
     """The record batches of all parts, as many as have so many rows together."""
-    parquet = import_parquet()
     group: list[Any] = []
     missing = size
     for part in parts:
-        with parquet.ParquetFile(part.path) as file:
+        with open_table(part.path) as file:
             for batch in file.iter_batches(size):
                 rest = batch.replace_schema_metadata(None)
                 while rest.num_rows >= missing:
@@ -128,6 +128,18 @@ def _regroup(parts: Sequence[Part], size: int) -> Iterator[list[Any]]:
                     missing -= rest.num_rows
     if group:
         yield group
+
+
+@contextmanager
+def open_table(path: Path) -> Iterator[Any]:
+    """A ``ParquetFile`` of what a job has written; LayertapError where that is damaged, also while it is read."""
+    try:
+        with import_parquet().ParquetFile(path) as file:
+            yield file
+    except LayertapError:
+        raise
+    except (OSError, ValueError) as error:
+        raise LayertapError(f"{path} is damaged: {summarize(error)}", hint=OTHERWISE) from error
 
 
 def _read_part(path: Path) -> Part:

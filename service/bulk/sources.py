@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from layertap.models.errors import LayertapError, suggest
+from layertap.models.errors import LayertapError, escape, suggest
 from layertap.service.bulk.entries import Entry
 from layertap.service.inputs.files import FileError, read_regular_file
 
@@ -208,23 +208,28 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, key: str, li
 
 
 def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
-    from layertap.service.bulk.arrow import import_parquet
+    from layertap.service.bulk.arrow import import_parquet, summarize
 
     parquet = import_parquet()
     try:
         with parquet.ParquetFile(path) as file:
             schema, count = file.schema_arrow, file.metadata.num_rows
     except (OSError, ValueError) as error:
-        raise LayertapError(f"{path} can't be read: {error}") from error
+        hint = "it is damaged, cut off, or no Parquet file: have it written anew"
+        raise LayertapError(f"{path} can't be read: {summarize(error)}", hint=hint) from error
     chosen = _choose_column(path, schema, column)
 
     def iterate(skip: int) -> Iterator[Entry]:
         number = 0
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[chosen]):
-                for value in batch.column(0):
-                    yield _read_value(value.as_py(), number, limit) if number >= skip else _name_value(value, number)
-                    number += 1
+        try:
+            with parquet.ParquetFile(path) as file:
+                for batch in file.iter_batches(PARQUET_ROWS, columns=[chosen]):
+                    for value in batch.column(0):
+                        yield _read_value(value.as_py(), number, limit) if number >= skip else _name_value(value, number)
+                        number += 1
+        except (OSError, ValueError) as error:
+            hint = "put a whole file with the same rows in its place, and the same command goes on"
+            raise LayertapError(f"{path} is damaged from row {number} on: {summarize(error)}", hint=hint) from error
 
     return Source(iterate, lambda: count)
 
@@ -247,7 +252,8 @@ def _choose_column(path: Path, schema: Any, column: str | None) -> str:
     hint = f"--column names one of bytes: {listed}"
     if column is not None and (near := suggest(tuple(name for name in names if name.lower() == column.lower()))):
         hint = near
-    raise LayertapError(f"{path} has {len(names)} columns of pictures", hint=hint)
+    found = f"{len(names)} columns" if column is None else f"no column {escape(column)}"
+    raise LayertapError(f"{path} has {found} of pictures", hint=hint)
 
 
 def _name_value(value: Any, number: int) -> Entry:
