@@ -95,23 +95,23 @@ def find_complete(job: Job, source: Source) -> Summary | None:
     target = job.destination
     _finish_cleaning(target)
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
-        metadata = _read_metadata(target.file)
+        metadata = read_metadata(target.file)
         check_same_job(json.loads(metadata[b"question"]), job.describe(), metadata[b"model"].decode())
-        _check_pictures([target.file], source)
-        return _summarize([target.file])
+        _check_pictures(list_tables(target), source)
+        return summarize(list_tables(target))
     manifest = Manifest.read(target.folder)
     if manifest is None or not manifest.complete:
         return None
     manifest.check_same(job.describe(), target.layout)
-    _check_pictures(_list_tables(target), source)
-    return _summarize(_list_tables(target))
+    _check_pictures(list_tables(target), source)
+    return summarize(list_tables(target))
 
 
 def remove(destination: Destination) -> None:
     """Remove what a job has written, and nothing else; LayertapError where it is somebody else's."""
     folder, file = destination.folder, destination.file
     if file is not None and file.exists():
-        _read_metadata(file)
+        read_metadata(file)
     if Manifest.read(folder) is not None:
         with lock_folder(folder):
             for pattern in OWN:
@@ -186,14 +186,11 @@ def _finish(job: Job, manifest: Manifest) -> Summary:
     metadata = make_metadata(outline, job.describe())
     if target.file is not None:
         merge_parts(parts, target.file, metadata, outline.row_bytes)
-        manifest.finish(target.folder)
-        _clean(target)
-        return _summarize([target.file])
-    if LAYOUTS[target.layout].write_shard is not None:
+    elif LAYOUTS[target.layout].write_shard is not None:
         merge_parts(parts, target.folder / INDEX, metadata, ROW_BYTES)
     manifest.finish(target.folder)
     _clean(target)
-    return _summarize(_list_tables(target))
+    return summarize(list_tables(target))
 
 
 def _clean(target: Destination) -> None:
@@ -223,15 +220,17 @@ def _is_emptied(folder: Path) -> bool:
     return folder.is_dir() and all(path.name == LOCK for path in folder.iterdir())
 
 
-def _list_tables(target: Destination) -> list[Path]:
-    """The tables that have a row for each picture."""
+def list_tables(target: Destination) -> list[Path]:
+    """The tables of a complete job that have a row for each picture, in order."""
+    if target.file is not None:
+        return [target.file]
     index = target.folder / INDEX
     return [index] if index.exists() else sorted(target.folder.glob("part-*.parquet"))
 
 
 def _check_pictures(tables: Sequence[Path], source: Source) -> None:
     """LayertapError where what is complete is not of the pictures that a source has now."""
-    answered = (key for path in tables for key in _read_column(path, "key").to_pylist())
+    answered = (key for path in tables for key in read_column(path, "key").to_pylist())
     there = (entry.key for entry in source.iterate(sys.maxsize))  # none of them is read
     for before, now in zip_longest(answered, there):
         if before != now:
@@ -239,17 +238,19 @@ def _check_pictures(tables: Sequence[Path], source: Source) -> None:
             raise LayertapError(f"{tables[0].name} is complete, and of other pictures: {what}", hint=OTHERWISE)
 
 
-def _read_column(table: Path, name: str) -> Any:
+def read_column(table: Path, name: str) -> Any:
+    """A column of what a job has written; LayertapError where that is damaged."""
     with open_table(table) as file:
         return file.read([name]).column(0)
 
 
-def _summarize(tables: Sequence[Path]) -> Summary:
-    columns = [_read_column(path, "error") for path in tables]
+def summarize(tables: Sequence[Path]) -> Summary:
+    """How many rows there are in what is complete; LayertapError."""
+    columns = [read_column(path, "error") for path in tables]
     return Summary(sum(map(len, columns)), sum(len(column) - column.null_count for column in columns))
 
 
-def _read_metadata(file: Path) -> Mapping[bytes, bytes]:
+def read_metadata(file: Path) -> Mapping[bytes, bytes]:
     """What a file says of the job that made it; LayertapError where none did."""
     try:
         metadata: Mapping[bytes, bytes] = import_parquet().read_schema(file).metadata or {}

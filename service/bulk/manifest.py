@@ -41,12 +41,7 @@ class Manifest:
 
     def check_outline(self, outline: Outline) -> None:
         """LayertapError where answers are not what they were."""
-        if (outline.model, outline.fingerprint) != (self.outline.model, self.outline.fingerprint):
-            raise LayertapError(
-                f"what is there was made by {self.outline.model} with fingerprint {self.outline.fingerprint}, and now "
-                f"{outline.model} has {outline.fingerprint}: the vectors can't be compared",
-                hint=OTHERWISE,
-            )
+        check_same_model(self.outline.model, self.outline.fingerprint, outline)
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing."""
@@ -80,6 +75,16 @@ def check_same_job(begun: Mapping[str, Any], asked: Mapping[str, Any], model: st
             raise LayertapError(
                 f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
             )
+
+
+def check_same_model(model: str, fingerprint: str, outline: Outline) -> None:
+    """LayertapError where answers are not by the model, or not of the fingerprint, that a job was begun with."""
+    if (outline.model, outline.fingerprint) != (model, fingerprint):
+        raise LayertapError(
+            f"what is there was made by {model} with fingerprint {fingerprint}, and now "
+            f"{outline.model} has {outline.fingerprint}: the vectors can't be compared",
+            hint=OTHERWISE,
+        )
 
 
 def write_atomically(path: Path, data: bytes) -> None:

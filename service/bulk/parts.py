@@ -21,6 +21,7 @@ from layertap.service.bulk.shards import Layout
 
 PART = "part-{start:012d}"
 GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the file in the end
+READ_ROWS = 1024
 KEYS, FIRST, COUNT = b"keys", b"first", b"count"
 
 
@@ -102,30 +103,41 @@ def digest_keys(keys: Iterable[str]) -> bytes:
 
 def merge_parts(parts: Sequence[Part], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
     """All parts as one file, which depends on their rows alone: not on where a part ends."""
+    schema = import_parquet().read_schema(parts[0].path).with_metadata({**metadata})
+    size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
+    write_batches(read_batches([part.path for part in parts]), path, schema, size)
+
+
+def write_batches(batches: Iterator[Any], path: Path, schema: Any, size: int) -> None:
+    """Record batches as one file, in groups of ``size`` rows."""
     parquet = import_parquet()
     import pyarrow as pa
 
-    schema = parquet.read_schema(parts[0].path).with_metadata({**metadata})
-    size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
     with replace_file(path) as temporary, parquet.ParquetWriter(temporary, schema, **OPTIONS) as writer:
-        for batches in _regroup(parts, size):
-            writer.write_table(pa.Table.from_batches(batches, schema).combine_chunks(), size)
+        for group in _regroup(batches, size):
+            writer.write_table(pa.Table.from_batches(group, schema).combine_chunks(), size)
 
 
-def _regroup(parts: Sequence[Part], size: int) -> Iterator[list[Any]]:
-    """The record batches of all parts, as many as have so many rows together."""
+def read_batches(paths: Iterable[Path]) -> Iterator[Any]:
+    """The record batches of what a job has written, without metadata; LayertapError where that is damaged."""
+    for path in paths:
+        with open_table(path) as file:
+            for batch in file.iter_batches(READ_ROWS):
+                yield batch.replace_schema_metadata(None)
+
+
+def _regroup(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Record batches, as many as have so many rows together."""
     group: list[Any] = []
     missing = size
-    for part in parts:
-        with open_table(part.path) as file:
-            for batch in file.iter_batches(size):
-                rest = batch.replace_schema_metadata(None)
-                while rest.num_rows >= missing:
-                    yield [*group, rest.slice(0, missing)]
-                    rest, group, missing = rest.slice(missing), [], size
-                if rest.num_rows:
-                    group.append(rest)
-                    missing -= rest.num_rows
+    for batch in batches:
+        rest = batch
+        while rest.num_rows >= missing:
+            yield [*group, rest.slice(0, missing)]
+            rest, group, missing = rest.slice(missing), [], size
+        if rest.num_rows:
+            group.append(rest)
+            missing -= rest.num_rows
     if group:
         yield group
 

@@ -169,9 +169,7 @@ class RemoteExtractor:
         if self._size.rows < before:
             self._tell(f"{self._url} has no time for {rows} pictures in a request: it gets {self._size.rows} at once")
 
-    async def _send(
-        self, method: str, path: str, retried: Collection[int] = RETRIED, **options: Any
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, retried: Collection[int] = RETRIED, **options: Any) -> httpx.Response:
         """The reply, once there is one that is worth having; LayertapError where there is none for long."""
         wait, given_up = FIRST_WAIT_S, time.monotonic() + self._patience
         while True:

@@ -34,7 +34,9 @@ def change(field: str, value: Any, folder: Path) -> bytes:
     return json.dumps({**json.loads((folder / NAME).read_text()), field: value}).encode()
 
 
-@pytest.mark.parametrize("data", [b"[]", b"3", b'"text"', b"null", b"{}", b"", b"[" * 100_000, b"\xff", b'{"format": 1'])
+@pytest.mark.parametrize(
+    "data", [b"[]", b"3", b'"text"', b"null", b"{}", b"", b"[" * 100_000, b"\xff", b'{"format": 1']
+)
 def test_of_a_wrong_type(command: Command, folder: Path, tmp_path: Path, data: bytes) -> None:
     """Whatever is in a manifest's place is one line, without ``--restart`` as with it, and stays."""
     out = tmp_path / "out"
