@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Extractor, Outline, Question, Rows, Work
+from layertap.service.bulk.job import Extractor, Outline, Question, RemainingJob, Rows
 from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, check_same_job, lock_folder
 from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts, open_table
 from layertap.service.bulk.pipeline import write_rows
@@ -154,8 +154,8 @@ async def run(job: Job, extractor: Extractor, open_source: Callable[[int], Sourc
         observer.start(first, source.count)
         writer = PartWriter(target.folder, manifest.outline, LAYOUTS[target.layout], first)
         reopen = partial(open_source, extractor.max_picture_bytes)
-        work = Work(job.question, manifest.outline, manifest.limits, entries, reopen, first)
-        await write_rows(extractor.answer(work), writer, observer.advance)
+        remaining = RemainingJob(job.question, manifest.outline, manifest.limits, entries, reopen, first)
+        await write_rows(extractor.answer(remaining), writer, observer.advance)
         return await asyncio.to_thread(_finish, job, manifest)
 
 

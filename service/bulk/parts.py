@@ -26,7 +26,7 @@ KEYS, FIRST, COUNT = b"keys", b"first", b"count"
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFile:
     """Rows that are written, as their file tells: the first one's number, how many, a digest of their keys."""
 
     path: Path
@@ -69,7 +69,7 @@ class PartWriter:
         self._rows.clear()
 
 
-def find_parts(folder: Path) -> list[Part]:
+def find_parts(folder: Path) -> list[PartFile]:
     """The parts of a folder, in order, without a gap; LayertapError. What was begun and not finished is removed."""
     for left in folder.glob("*.tmp"):
         left.unlink()
@@ -82,7 +82,7 @@ def find_parts(folder: Path) -> list[Part]:
     return parts
 
 
-def check_keys(entries: Iterator[Entry], parts: Sequence[Part]) -> None:
+def check_keys(entries: Iterator[Entry], parts: Sequence[PartFile]) -> None:
     """Take as many entries as parts have rows; LayertapError where they are not the same pictures in the same order."""
     for part in parts:
         keys = [entry.key for entry in islice(entries, part.count)]
@@ -101,7 +101,7 @@ def digest_keys(keys: Iterable[str]) -> bytes:
     return digest.hexdigest().encode()
 
 
-def merge_parts(parts: Sequence[Part], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
+def merge_parts(parts: Sequence[PartFile], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
     """All parts as one file, which depends on their rows alone: not on where a part ends."""
     schema = import_parquet().read_schema(parts[0].path).with_metadata({**metadata})
     size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
@@ -154,10 +154,10 @@ def open_table(path: Path) -> Iterator[Any]:
         raise LayertapError(f"{path} is damaged: {summarize(error)}", hint=OTHERWISE) from error
 
 
-def _read_part(path: Path) -> Part:
+def _read_part(path: Path) -> PartFile:
     try:
         facts = import_parquet().read_schema(path).metadata
-        return Part(path, int(facts[FIRST]), int(facts[COUNT]), facts[KEYS].decode())
+        return PartFile(path, int(facts[FIRST]), int(facts[COUNT]), facts[KEYS].decode())
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise LayertapError(f"{path} is no part of a job", hint=OTHERWISE) from error
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, Work, check_rows
+from layertap.service.bulk.job import Answer, Column, Outline, Question, RemainingJob, Rows, check_rows
 from layertap.service.bulk.manifest import OTHERWISE
 from layertap.service.bulk.pipeline import answer_batches
 
@@ -99,9 +99,11 @@ class RemoteExtractor:
             raise RequestError(error.detail, hint=error.hint)
         raise error
 
-    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``work``, in their order; LayertapError."""
-        return answer_batches(cut_batches(work.entries, work.limits), self, work.question, work.outline)
+    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``remaining``, in their order; LayertapError."""
+        return answer_batches(
+            cut_batches(remaining.entries, remaining.limits), self, remaining.question, remaining.outline
+        )
 
     async def close(self) -> None:
         """Close all connections."""

@@ -136,9 +136,9 @@ def _create_ray_extractor(address: str | None, cpus: float, gpus: float, config:
 
     chosen = pick_chosen(read_settings(config=config), keys=False)
     with show_status("connecting to Ray"):
-        from layertap.service.bulk.ray_extractor import RayExtractor, Share
+        from layertap.service.bulk.ray_extractor import ActorResources, RayExtractor
 
-        return RayExtractor(address, Share(cpus, gpus), chosen)
+        return RayExtractor(address, ActorResources(cpus, gpus), chosen)
 
 
 class _Reporter:
