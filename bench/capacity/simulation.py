@@ -36,7 +36,7 @@ class Simulated:
 
 
 @dataclass
-class Part:
+class Station:
     """Something that does one thing for each of its servers at a time; ``busy_s`` is their time together."""
 
     resource: simpy.Resource
@@ -67,7 +67,7 @@ class SimulatedMachine:
         servers = {"network in": 1, "front": machine.servers, "network out": 1}
         if machine.devices:
             servers |= {"decode": machine.decode_cores, "copy to the device": machine.devices}
-        self.parts = {name: Part(simpy.Resource(environment, number)) for name, number in servers.items()}
+        self.parts = {name: Station(simpy.Resource(environment, number)) for name, number in servers.items()}
         for _ in range(machine.devices or machine.cores):
             environment.process(self._run_forwards())
 
@@ -149,7 +149,7 @@ class SimulatedFleet:
         self._machines = [
             SimulatedMachine(self._environment, costs, fleet, self._random) for _ in range(fleet.machines)
         ]
-        self._index = Part(simpy.Resource(self._environment, 1))
+        self._index = Station(simpy.Resource(self._environment, 1))
 
     def run_open(self, per_second: float) -> Simulated:
         """Images that come at random moments, each to the less busy of two machines drawn by lot."""
@@ -215,7 +215,7 @@ class SimulatedFleet:
         return shares | ({"index": round(self._index.busy_s / seconds, 3)} if self._index.busy_s else {})
 
 
-def use_part(environment: simpy.Environment, part: Part, seconds: float) -> Steps:
+def use_part(environment: simpy.Environment, part: Station, seconds: float) -> Steps:
     """Wait for a part, and have it for so long."""
     with part.resource.request() as turn:
         yield turn

@@ -10,7 +10,7 @@ ROUNDING_S = 1e-12
 
 
 @dataclass(eq=False)
-class Work:
+class Computation:
     """What a thread computes: the seconds that are left of it while its cores are its own, and what follows its end."""
 
     seconds: float
@@ -24,7 +24,7 @@ class Processor:
     def __init__(self, cores: int) -> None:
         self._cores = cores
         self._wanted_cores = 0
-        self._running: list[Work] = []
+        self._running: list[Computation] = []
 
     @property
     def speed(self) -> float:
@@ -38,7 +38,7 @@ class Processor:
 
     def run(self, seconds: float, on_end: Callable[[], None], cores: int = 1) -> None:
         """Begin to compute something."""
-        self._running.append(Work(seconds, cores, on_end))
+        self._running.append(Computation(seconds, cores, on_end))
         self._wanted_cores += cores
 
     def advance(self, seconds: float) -> None:

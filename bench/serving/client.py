@@ -158,7 +158,7 @@ def watched(
     return told.splitlines()[-1], peak
 
 
-class Line:
+class Connection:
     """A connection that stays open."""
 
     def __init__(self, port: int) -> None:

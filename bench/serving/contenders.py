@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bench import peers
-from bench.serving.client import Ask, Figures, Line
+from bench.serving.client import Ask, Connection, Figures
 from bench.serving.loads import Load
 from bench.serving.metrics import BatchRows, read_batch_rows
 from bench.serving.server import Server, layertap, running
@@ -81,7 +81,7 @@ def deviation(found: Array, expected: Array) -> float:
 def _deviation(contender: Contender, load: Load, server: Server, asks: Sequence[Ask], vectors: Vectors) -> float:
     """SystemExit: one of the sets is answered with something else than the plain forward gives."""
     off = []
-    with closing(Line(server.port)) as line:
+    with closing(Connection(server.port)) as line:
         for layers, ask in zip(load.sets, asks, strict=True):
             expected = np.concatenate([np.asarray(vectors[layer]) for layer in layers])
             off.append(deviation(contender.read(line.post(ask).body, layers), expected))

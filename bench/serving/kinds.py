@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from bench.machine import CpuMeter
-from bench.serving.client import Answer, Ask, Figures, Line, Sending, cpu_s, loaded, watched
+from bench.serving.client import Answer, Ask, Connection, Figures, Sending, cpu_s, loaded, watched
 from bench.serving.contenders import CLOSE, CONTENDERS, Vectors, deviation, extract, started
 from bench.serving.loads import LAYER, Load
 from bench.serving.repeat import repeat_disturbed
@@ -135,7 +135,7 @@ def one(bench: Bench, load: Load) -> Lines:
 def early(bench: Bench, load: Load) -> Lines:
     """Layers at several depths in turn, one request at a time; ``ratio`` is measured share to the catalogue's."""
     with serving([load.model], bench.folder) as server:
-        with closing(Line(server.port)) as line:
+        with closing(Connection(server.port)) as line:
             catalogue = {layer["name"]: layer for layer in line.get(f"/models/{load.model}/layers")["layers"]}
         names = [*EARLY[load.model], "."]
         shape = catalogue["."]["inputs"][0]["shape"][1:]
@@ -172,7 +172,7 @@ def _alone(
 
 def _asked(bench: Bench, server: Server, asks: Sequence[Ask]) -> tuple[list[list[Answer]], Figures]:
     """The answers to each of some requests, sent in turn over one connection, after a warm-up; who else used cores."""
-    with closing(Line(server.port)) as line:
+    with closing(Connection(server.port)) as line:
 
         def run() -> Figures:
             meter = CpuMeter(lambda: cpu_s(server))

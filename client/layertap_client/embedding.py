@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from layertap_client.results import Result, read_result
 AHEAD = 2  # times as many batches as are under way may wait for one that is slow
 MAX_GROUPS = 1024  # kinds of input whose fingerprint is remembered
 HEADERS = {"Accept": MEDIA_TYPES["safetensors"]}
+OF_INPUT = re.compile(r"/inputs/(\d{1,9})(?:/|$)")  # where in a JSON body an input stands
 
 
 @dataclass(frozen=True)
@@ -217,13 +219,22 @@ class EmbeddingScheduler:
 
 def _find_bad(error: ProblemError, items: tuple[tuple[int, AnyItem], ...]) -> dict[int, Embedded]:
     """The inputs that a refusal is of, by their places; none where it is of the request."""
-    faults = {fault.input: fault for fault in error.faults if fault.input is not None and fault.input < len(items)}
-    if not isinstance(error, InvalidRequestError | TooLargeError) or len(faults) < len(error.faults) or not faults:
+    placed = ((_find_place(fault), fault) for fault in error.faults)
+    faults = {place: fault for place, fault in placed if place is not None and place < len(items)}
+    if not isinstance(error, InvalidRequestError | TooLargeError) or not faults:
+        return {}
+    if any(_find_place(fault) not in faults for fault in error.faults):
         return {}
     named = {items[n][0]: Embedded(items[n][0], error=replace(f, input=items[n][0])) for n, f in faults.items()}
     if len(named) + error.more_faults < len(items):
         return named
     return {place: named.get(place) or _fail(place, error) for place, _ in items}
+
+
+def _find_place(fault: Fault) -> int | None:
+    """The input that a fault is of: by its place, or by where in the request it is, as of fields that no input has."""
+    match = OF_INPUT.match(fault.pointer)
+    return int(match[1]) if fault.input is None and match else fault.input
 
 
 def _fail(place: int, error: ProblemError) -> Embedded:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,10 +125,21 @@ def is_pil_image(value: object) -> bool:
 
 
 def check_many(inputs: Any) -> Any:
-    """Inputs that come one after another; InputError for a single one, which would be taken apart."""
+    """Inputs that come one after another; InputError for a single one, which would be taken apart.
+
+    InputError for a generator that has ended too: whoever gives it twice would take nothing for an answer.
+    """
+    if _is_ended(inputs):
+        raise InputError("the generator has ended, it was read before: make a new one, or give a list")
     if not is_array(inputs) and not hasattr(inputs, "__aiter__") and is_single(inputs):
         raise InputError(f"a {type(inputs).__name__} is one input, and this takes many: write [INPUT]")
     return inputs
+
+
+def _is_ended(inputs: Any) -> bool:
+    if inspect.isasyncgen(inputs):
+        return inputs.ag_frame is None
+    return inspect.isgenerator(inputs) and inputs.gi_frame is None
 
 
 def read_item(value: Input) -> AnyItem:
@@ -207,11 +220,20 @@ def _read_entry(value: Mapping[str, Any]) -> AnyItem:
     fields = dict(value)
     if "image" in fields:
         item = read_item(fields.pop("image"))
-        return Entry({**item.to_entry(), **to_plain(fields)})
+        return Entry({**item.to_entry(), **_check_json(to_plain(fields))})
     if isinstance(fields.get("tensors"), Mapping):
         tensors = fields["tensors"]
         fields["tensors"] = {name: describe_tensor(to_array(array)) for name, array in tensors.items()}
-    return Entry(to_plain(fields))
+    return Entry(_check_json(to_plain(fields)))
+
+
+def _check_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same; InputError where JSON can't hold them, so that no request of many inputs fails for this one."""
+    try:
+        json.dumps(fields, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"JSON can't hold the entry: {error}") from None
+    return fields
 
 
 def _read_file(value: Readable) -> bytes:

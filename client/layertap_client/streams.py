@@ -17,7 +17,7 @@ from layertap_client.bodies import ExtractOptions, check_options
 from layertap_client.embedding import Batch, BatchOutcome, Embedded, EmbeddingScheduler
 from layertap_client.errors import Fault
 from layertap_client.exchange import Session
-from layertap_client.inputs import Input, to_plain
+from layertap_client.inputs import Input, check_many, to_plain
 from layertap_client.messages import Steps
 from layertap_client.operations import LayerSpecs, list_layers
 from layertap_client.operations import models as list_models
@@ -88,9 +88,16 @@ class Embeddings:
 
 @dataclass
 class EmbeddingStream(Iterator[Embedded]):
-    """Embedded inputs in order, as they come; ``collect`` waits for all of them."""
+    """Embedded inputs in order, as they come; ``collect`` waits for all of them.
+
+    It is read once: InputError where it is iterated or collected again after its end.
+    """
 
     items: Generator[Embedded, None, None]
+
+    def __iter__(self) -> EmbeddingStream:
+        check_many(self.items)
+        return self
 
     def __next__(self) -> Embedded:
         return next(self.items)
@@ -106,9 +113,16 @@ class EmbeddingStream(Iterator[Embedded]):
 
 @dataclass
 class AsyncEmbeddingStream(AsyncIterator[Embedded]):
-    """Embedded inputs in order, as they come; ``collect`` waits for all of them."""
+    """Embedded inputs in order, as they come; ``collect`` waits for all of them.
+
+    It is read once: InputError where it is iterated or collected again after its end.
+    """
 
     items: AsyncGenerator[Embedded, None]
+
+    def __aiter__(self) -> AsyncEmbeddingStream:
+        check_many(self.items)
+        return self
 
     async def __anext__(self) -> Embedded:
         return await anext(self.items)

@@ -14,3 +14,8 @@ def import_parquet() -> Any:
     except ImportError:
         raise LayertapError("Parquet needs pyarrow", hint="pip install 'layertap[arrow]'") from None
     return parquet
+
+
+def summarize(error: Exception) -> str:
+    """What pyarrow says of a damaged file, as one short line."""
+    return str(error).strip().split("\n")[0][:200].rstrip(".")

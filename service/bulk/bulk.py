@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Extractor, Outline, Question, Rows, Work
-from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, lock_folder
-from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts
+from layertap.service.bulk.job import Extractor, Outline, Question, RemainingJob, Rows
+from layertap.service.bulk.manifest import LOCK, NAME, OTHERWISE, Manifest, check_same_job, lock_folder
+from layertap.service.bulk.parts import PartWriter, check_keys, find_parts, make_metadata, merge_parts, open_table
 from layertap.service.bulk.pipeline import write_rows
 from layertap.service.bulk.shards import LAYOUTS
 from layertap.service.bulk.sources import Source
@@ -95,25 +95,23 @@ def find_complete(job: Job, source: Source) -> Summary | None:
     target = job.destination
     _finish_cleaning(target)
     if target.file is not None and target.file.exists() and not (target.folder / NAME).exists():
-        question = _read_question(target.file)
-        for name, value in job.describe().items():
-            if value != question.get(name) and not (name == "model" and value is None):
-                raise LayertapError(f"{target.file} was made with {name} {question.get(name)}", hint=OTHERWISE)
-        _check_pictures([target.file], source)
-        return _summarize([target.file])
+        metadata = read_metadata(target.file)
+        check_same_job(json.loads(metadata[b"question"]), job.describe(), metadata[b"model"].decode())
+        _check_pictures(list_tables(target), source)
+        return summarize(list_tables(target))
     manifest = Manifest.read(target.folder)
     if manifest is None or not manifest.complete:
         return None
     manifest.check_same(job.describe(), target.layout)
-    _check_pictures(_list_tables(target), source)
-    return _summarize(_list_tables(target))
+    _check_pictures(list_tables(target), source)
+    return summarize(list_tables(target))
 
 
 def remove(destination: Destination) -> None:
     """Remove what a job has written, and nothing else; LayertapError where it is somebody else's."""
     folder, file = destination.folder, destination.file
     if file is not None and file.exists():
-        _read_question(file)
+        read_metadata(file)
     if Manifest.read(folder) is not None:
         with lock_folder(folder):
             for pattern in OWN:
@@ -156,8 +154,8 @@ async def run(job: Job, extractor: Extractor, open_source: Callable[[int], Sourc
         observer.start(first, source.count)
         writer = PartWriter(target.folder, manifest.outline, LAYOUTS[target.layout], first)
         reopen = partial(open_source, extractor.max_picture_bytes)
-        work = Work(job.question, manifest.outline, manifest.limits, entries, reopen, first)
-        await write_rows(extractor.answer(work), writer, observer.advance)
+        remaining = RemainingJob(job.question, manifest.outline, manifest.limits, entries, reopen, first)
+        await write_rows(extractor.answer(remaining), writer, observer.advance)
         return await asyncio.to_thread(_finish, job, manifest)
 
 
@@ -188,14 +186,11 @@ def _finish(job: Job, manifest: Manifest) -> Summary:
     metadata = make_metadata(outline, job.describe())
     if target.file is not None:
         merge_parts(parts, target.file, metadata, outline.row_bytes)
-        manifest.finish(target.folder)
-        _clean(target)
-        return _summarize([target.file])
-    if LAYOUTS[target.layout].write_shard is not None:
+    elif LAYOUTS[target.layout].write_shard is not None:
         merge_parts(parts, target.folder / INDEX, metadata, ROW_BYTES)
     manifest.finish(target.folder)
     _clean(target)
-    return _summarize(_list_tables(target))
+    return summarize(list_tables(target))
 
 
 def _clean(target: Destination) -> None:
@@ -225,16 +220,17 @@ def _is_emptied(folder: Path) -> bool:
     return folder.is_dir() and all(path.name == LOCK for path in folder.iterdir())
 
 
-def _list_tables(target: Destination) -> list[Path]:
-    """The tables that have a row for each picture."""
+def list_tables(target: Destination) -> list[Path]:
+    """The tables of a complete job that have a row for each picture, in order."""
+    if target.file is not None:
+        return [target.file]
     index = target.folder / INDEX
     return [index] if index.exists() else sorted(target.folder.glob("part-*.parquet"))
 
 
 def _check_pictures(tables: Sequence[Path], source: Source) -> None:
     """LayertapError where what is complete is not of the pictures that a source has now."""
-    parquet = import_parquet()
-    answered = (key for path in tables for key in parquet.read_table(path, columns=["key"]).column(0).to_pylist())
+    answered = (key for path in tables for key in read_column(path, "key").to_pylist())
     there = (entry.key for entry in source.iterate(sys.maxsize))  # none of them is read
     for before, now in zip_longest(answered, there):
         if before != now:
@@ -242,15 +238,24 @@ def _check_pictures(tables: Sequence[Path], source: Source) -> None:
             raise LayertapError(f"{tables[0].name} is complete, and of other pictures: {what}", hint=OTHERWISE)
 
 
-def _summarize(tables: Sequence[Path]) -> Summary:
-    parquet = import_parquet()
-    columns = [parquet.read_table(path, columns=["error"]).column(0) for path in tables]
+def read_column(table: Path, name: str) -> Any:
+    """A column of what a job has written; LayertapError where that is damaged."""
+    with open_table(table) as file:
+        return file.read([name]).column(0)
+
+
+def summarize(tables: Sequence[Path]) -> Summary:
+    """How many rows there are in what is complete; LayertapError."""
+    columns = [read_column(path, "error") for path in tables]
     return Summary(sum(map(len, columns)), sum(len(column) - column.null_count for column in columns))
 
 
-def _read_question(file: Path) -> dict[str, Any]:
+def read_metadata(file: Path) -> Mapping[bytes, bytes]:
+    """What a file says of the job that made it; LayertapError where none did."""
     try:
-        question: dict[str, Any] = json.loads(import_parquet().read_schema(file).metadata[b"question"])
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out") from error
-    return question
+        metadata: Mapping[bytes, bytes] = import_parquet().read_schema(file).metadata or {}
+        if metadata.keys() >= {b"model", b"question"} and isinstance(json.loads(metadata[b"question"]), dict):
+            return metadata
+    except (OSError, ValueError):
+        pass
+    raise LayertapError(f"{file} is there already, and none of ours", hint="choose another --out")

@@ -96,7 +96,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Work:
+class RemainingJob:
     """What is left of a job: ``entries``, to be cut into batches; ``open_source`` has them after the ``first`` ones."""
 
     question: Question
@@ -129,8 +129,8 @@ class Extractor(Protocol):
     async def outline(self, question: Question) -> Outline:
         """What answers will be like; LayertapError."""
 
-    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``work``, in their order; LayertapError."""
+    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``remaining``, in their order; LayertapError."""
 
     async def close(self) -> None:
         """Let go of everything."""

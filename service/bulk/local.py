@@ -10,7 +10,7 @@ from layertap.models.errors import Fault, RequestError
 from layertap.models.selection.hook_points import Embedding, Reduction, Selector
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, Work, check_rows
+from layertap.service.bulk.job import Answer, Column, Outline, Question, RemainingJob, Rows, check_rows
 from layertap.service.bulk.pipeline import answer_batches
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.picture_rows import get_preprocessing
@@ -69,9 +69,11 @@ class LocalExtractor:
             return Answer("", {}, _list_reasons(error.faults))
         return Answer(features.fingerprint, features.arrays, _list_reasons(features.errors))
 
-    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``work``, in their order; LayertapError."""
-        return answer_batches(cut_batches(work.entries, work.limits), self, work.question, work.outline)
+    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``remaining``, in their order; LayertapError."""
+        return answer_batches(
+            cut_batches(remaining.entries, remaining.limits), self, remaining.question, remaining.outline
+        )
 
     async def close(self) -> None:
         """End the engine."""

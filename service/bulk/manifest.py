@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.entries import BatchLimits
-from layertap.service.bulk.job import Column, Outline, Question
+from layertap.service.bulk.job import Outline, Question
 
-FORMAT = 1
 NAME = "manifest.json"
 LOCK = ".lock"
 OTHERWISE = "choose another --out, or add --restart to begin anew"
@@ -31,29 +32,20 @@ class Manifest:
     limits: BatchLimits
     layout: str
     complete: bool = False
+    format: Literal[1] = 1  # of the file
 
     def check_same(self, asked: Mapping[str, Any], layout: str) -> None:
         """LayertapError where what a job asks now is not what it was begun with."""
         begun = {**self.question.describe(), "source": self.source, "column": self.column, "layout": self.layout}
-        for name, value in {**asked, "layout": layout}.items():
-            before = begun[name]
-            if value != before and not (name == "model" and value in (None, self.outline.model)):
-                raise LayertapError(
-                    f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
-                )
+        check_same_job(begun, {**asked, "layout": layout}, self.outline.model)
 
     def check_outline(self, outline: Outline) -> None:
         """LayertapError where answers are not what they were."""
-        if (outline.model, outline.fingerprint) != (self.outline.model, self.outline.fingerprint):
-            raise LayertapError(
-                f"what is there was made by {self.outline.model} with fingerprint {self.outline.fingerprint}, and now "
-                f"{outline.model} has {outline.fingerprint}: the vectors can't be compared",
-                hint=OTHERWISE,
-            )
+        check_same_model(self.outline.model, self.outline.fingerprint, outline)
 
     def save(self, folder: Path) -> None:
         """Write it, all or nothing."""
-        write_atomically(folder / NAME, json.dumps({"format": FORMAT, **asdict(self)}, indent=1).encode())
+        write_atomically(folder / NAME, json.dumps(asdict(self), indent=1).encode())
 
     def finish(self, folder: Path) -> None:
         """Write that all pictures are there."""
@@ -63,28 +55,35 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest | None:
         """The one in a folder, None where there is none; LayertapError."""
         try:
-            return cls._parse(json.loads((folder / NAME).read_bytes()))
+            return TypeAdapter(cls).validate_json((folder / NAME).read_bytes())
         except FileNotFoundError:
             return None
-        except (KeyError, TypeError, ValueError) as error:
-            raise LayertapError(f"{folder / NAME} can't be read", hint=OTHERWISE) from error
+        except ValidationError:
+            # --restart does not help: whose files these are is not known, so none is removed.
+            detail = f"{folder / NAME} is no manifest of a job, or one of another version of layertap"
+            raise LayertapError(detail, hint="choose another --out") from None
 
-    @classmethod
-    def _parse(cls, document: dict[str, Any]) -> Manifest:
-        if document.pop("format") != FORMAT:
-            raise LayertapError("what is there was made by another version of layertap", hint=OTHERWISE)
-        question, outline = document["question"], document["outline"]
-        columns = {
-            name: Column(tuple(column["shape"]), column["dtype"]) for name, column in outline.pop("columns").items()
-        }
-        return cls(
-            question=Question(**question | {"layers": tuple(question["layers"])}),
-            source=document["source"],
-            column=document["column"],
-            outline=Outline(**outline, columns=columns),
-            limits=BatchLimits(**document["limits"]),
-            layout=document["layout"],
-            complete=document["complete"],
+
+def check_same_job(begun: Mapping[str, Any], asked: Mapping[str, Any], model: str) -> None:
+    """LayertapError where what is asked now is not what a job was begun with; ``model`` is the one that answered.
+
+    To name no model is to ask for the one that answered, as is to name that.
+    """
+    for name, value in asked.items():
+        before = begun.get(name)
+        if value != before and not (name == "model" and value in (None, model)):
+            raise LayertapError(
+                f"what is there was made with {name} {before}, and now it is to be {value}", hint=OTHERWISE
+            )
+
+
+def check_same_model(model: str, fingerprint: str, outline: Outline) -> None:
+    """LayertapError where answers are not by the model, or not of the fingerprint, that a job was begun with."""
+    if (outline.model, outline.fingerprint) != (model, fingerprint):
+        raise LayertapError(
+            f"what is there was made by {model} with fingerprint {fingerprint}, and now "
+            f"{outline.model} has {outline.fingerprint}: the vectors can't be compared",
+            hint=OTHERWISE,
         )
 
 
@@ -96,12 +95,22 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """A name to write to: once that is done the file is on the disk, and has the name that it is to have."""
+    """A name to write to: once that is done the file is on the disk, and has the name that it is to have.
+
+    LayertapError where the disk is full, or it can't be written for another reason: nothing half-written remains.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    yield temporary
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        hint = "what is written stays: make room, and the same command goes on"
+        raise LayertapError(f"{path} can't be written: {reason}", hint=hint) from error
     sync_folder(path.parent)
 
 

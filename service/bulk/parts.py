@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import orjson
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.arrow import import_parquet
+from layertap.service.bulk.arrow import import_parquet, summarize
 from layertap.service.bulk.entries import Entry
 from layertap.service.bulk.job import Outline, Rows
 from layertap.service.bulk.manifest import OTHERWISE, replace_file
@@ -20,11 +21,12 @@ from layertap.service.bulk.shards import Layout
 
 PART = "part-{start:012d}"
 GROUP_ROWS, GROUP_BYTES = 8192, 64 * 2**20  # of a row group of the file in the end
+READ_ROWS = 1024
 KEYS, FIRST, COUNT = b"keys", b"first", b"count"
 
 
 @dataclass(frozen=True)
-class Part:
+class PartFile:
     """Rows that are written, as their file tells: the first one's number, how many, a digest of their keys."""
 
     path: Path
@@ -67,7 +69,7 @@ class PartWriter:
         self._rows.clear()
 
 
-def find_parts(folder: Path) -> list[Part]:
+def find_parts(folder: Path) -> list[PartFile]:
     """The parts of a folder, in order, without a gap; LayertapError. What was begun and not finished is removed."""
     for left in folder.glob("*.tmp"):
         left.unlink()
@@ -80,7 +82,7 @@ def find_parts(folder: Path) -> list[Part]:
     return parts
 
 
-def check_keys(entries: Iterator[Entry], parts: Sequence[Part]) -> None:
+def check_keys(entries: Iterator[Entry], parts: Sequence[PartFile]) -> None:
     """Take as many entries as parts have rows; LayertapError where they are not the same pictures in the same order."""
     for part in parts:
         keys = [entry.key for entry in islice(entries, part.count)]
@@ -99,41 +101,63 @@ def digest_keys(keys: Iterable[str]) -> bytes:
     return digest.hexdigest().encode()
 
 
-def merge_parts(parts: Sequence[Part], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
+def merge_parts(parts: Sequence[PartFile], path: Path, metadata: Mapping[str, str], row_bytes: int) -> None:
     """All parts as one file, which depends on their rows alone: not on where a part ends."""
+    schema = import_parquet().read_schema(parts[0].path).with_metadata({**metadata})
+    size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
+    write_batches(read_batches([part.path for part in parts]), path, schema, size)
+
+
+def write_batches(batches: Iterator[Any], path: Path, schema: Any, size: int) -> None:
+    """Record batches as one file, in groups of ``size`` rows."""
     parquet = import_parquet()
     import pyarrow as pa
 
-    schema = parquet.read_schema(parts[0].path).with_metadata({**metadata})
-    size = max(1, min(GROUP_ROWS, GROUP_BYTES // max(row_bytes, 1)))
     with replace_file(path) as temporary, parquet.ParquetWriter(temporary, schema, **OPTIONS) as writer:
-        for batches in _regroup(parts, size):
-            writer.write_table(pa.Table.from_batches(batches, schema).combine_chunks(), size)
+        for group in _regroup(batches, size):
+            writer.write_table(pa.Table.from_batches(group, schema).combine_chunks(), size)
 
 
-def _regroup(parts: Sequence[Part], size: int) -> Iterator[list[Any]]:
-    """The record batches of all parts, as many as have so many rows together."""
-    parquet = import_parquet()
+def read_batches(paths: Iterable[Path]) -> Iterator[Any]:
+    """The record batches of what a job has written, without metadata; LayertapError where that is damaged."""
+    for path in paths:
+        with open_table(path) as file:
+            for batch in file.iter_batches(READ_ROWS):
+                yield batch.replace_schema_metadata(None)
+
+
+def _regroup(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Record batches, as many as have so many rows together."""
     group: list[Any] = []
     missing = size
-    for part in parts:
-        with parquet.ParquetFile(part.path) as file:
-            for batch in file.iter_batches(size):
-                rest = batch.replace_schema_metadata(None)
-                while rest.num_rows >= missing:
-                    yield [*group, rest.slice(0, missing)]
-                    rest, group, missing = rest.slice(missing), [], size
-                if rest.num_rows:
-                    group.append(rest)
-                    missing -= rest.num_rows
+    for batch in batches:
+        rest = batch
+        while rest.num_rows >= missing:
+            yield [*group, rest.slice(0, missing)]
+            rest, group, missing = rest.slice(missing), [], size
+        if rest.num_rows:
+            group.append(rest)
+            missing -= rest.num_rows
     if group:
         yield group
 
 
-def _read_part(path: Path) -> Part:
+@contextmanager
+def open_table(path: Path) -> Iterator[Any]:
+    """A ``ParquetFile`` of what a job has written; LayertapError where that is damaged, also while it is read."""
+    try:
+        with import_parquet().ParquetFile(path) as file:
+            yield file
+    except LayertapError:
+        raise
+    except (OSError, ValueError) as error:
+        raise LayertapError(f"{path} is damaged: {summarize(error)}", hint=OTHERWISE) from error
+
+
+def _read_part(path: Path) -> PartFile:
     try:
         facts = import_parquet().read_schema(path).metadata
-        return Part(path, int(facts[FIRST]), int(facts[COUNT]), facts[KEYS].decode())
+        return PartFile(path, int(facts[FIRST]), int(facts[COUNT]), facts[KEYS].decode())
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise LayertapError(f"{path} is no part of a job", hint=OTHERWISE) from error
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Outline, Question, Rows, Work
+from layertap.service.bulk.job import Outline, Question, RemainingJob, Rows
 from layertap.service.bulk.pipeline import answer_batches
 from layertap.service.ray_settings import read_settings_on_ray
 
@@ -35,7 +35,7 @@ ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 
 @dataclass(frozen=True)
-class Share:
+class ActorResources:
     """What each actor gets of a cluster."""
 
     cpus: float
@@ -45,7 +45,7 @@ class Share:
 class RayExtractor:
     """Actors of a cluster, each with an engine; ``chosen`` are the settings that theirs are read with."""
 
-    def __init__(self, address: str | None, share: Share, chosen: Mapping[str, Any]) -> None:
+    def __init__(self, address: str | None, resources: ActorResources, chosen: Mapping[str, Any]) -> None:
         """Connect to the cluster, or start one; LayertapError."""
         self._ray = _connect(address)
         if not _has_room(self._ray, share):  # an autoscaler may add one, so that this is no error
@@ -58,16 +58,16 @@ class RayExtractor:
     async def outline(self, question: Question) -> Outline:
         """What answers will be like, as a process of the cluster tells; LayertapError."""
         # Once: what it has loaded is gone with its process.
-        once = self._ray.remote(num_cpus=self._share.cpus, num_gpus=self._share.gpus, max_calls=1)
+        once = self._ray.remote(num_cpus=self._resources.cpus, num_gpus=self._resources.gpus, max_calls=1)
         reference = once(_describe).remote(self._chosen, question)
         outline: Outline
         outline, limits = await asyncio.to_thread(self._get, reference)
         self.max_picture_bytes, self.max_batch_bytes, self.max_rows = limits
         return outline
 
-    async def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``work``, in their order; LayertapError."""
-        run, groups = asyncio.get_running_loop().run_in_executor, self._iterate(work)
+    async def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``remaining``, in their order; LayertapError."""
+        run, groups = asyncio.get_running_loop().run_in_executor, self._iterate(remaining)
         with ThreadPoolExecutor(1, "ray") as thread:
             try:
                 while (group := await run(thread, next, groups, None)) is not None:
@@ -87,15 +87,15 @@ class RayExtractor:
         except self._ray.exceptions.RayError as error:
             raise _find_cause(error) from None
 
-    def _iterate(self, work: Work) -> Generator[list[Rows], None, None]:
+    def _iterate(self, remaining: RemainingJob) -> Generator[list[Rows], None, None]:
         """The rows of groups of batches, in their order; LayertapError."""
         try:
-            for row in self._make_dataset(work).iter_rows():
+            for row in self._make_dataset(remaining).iter_rows():
                 yield pickle.loads(row[GROUPS])  # noqa: S301  (of our own actors)
         except self._ray.exceptions.RayError as error:
             raise _find_cause(error) from None
 
-    def _make_dataset(self, work: Work) -> Any:
+    def _make_dataset(self, remaining: RemainingJob) -> Any:
         import ray.data
 
         logging.getLogger("ray.data").setLevel(logging.ERROR)  # it warns of what is chosen here
@@ -105,26 +105,33 @@ class RayExtractor:
         context.target_max_block_size = 1  # a block for each group, so a task for each
         groups = ray.data.range(1).map_batches(
             _read_groups,
-            fn_kwargs={"work": replace(work, entries=iter(())), "folder": Path.cwd()},  # where a list's paths begin
+            fn_kwargs={
+                "remaining": replace(remaining, entries=iter(())),
+                "folder": Path.cwd(),  # where a list's paths begin
+            },
             batch_format="pyarrow",
             num_cpus=0,
             label_selector={NODE: self._ray.get_runtime_context().get_node_id()},
         )
         return groups.map_batches(
             _Answerer,
-            fn_constructor_kwargs={"chosen": self._chosen, "question": work.question, "outline": work.outline},
+            fn_constructor_kwargs={
+                "chosen": self._chosen,
+                "question": remaining.question,
+                "outline": remaining.outline,
+            },
             batch_format="pyarrow",
-            num_cpus=self._share.cpus,
-            num_gpus=self._share.gpus,
+            num_cpus=self._resources.cpus,
+            num_gpus=self._resources.gpus,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=None, max_tasks_in_flight_per_actor=IN_FLIGHT),
         )
 
 
-def _read_groups(_: Any, work: Work, folder: Path) -> Iterator[Any]:
+def _read_groups(_: Any, remaining: RemainingJob, folder: Path) -> Iterator[Any]:
     """Read what is left of a source, on the machine where the job was begun: a row for each group of batches."""
     with chdir(folder):
-        entries = islice(work.open_source().iterate(work.first), work.first, None)
-        batches = cut_batches(entries, work.limits)
+        entries = islice(remaining.open_source().iterate(remaining.first), remaining.first, None)
+        batches = cut_batches(entries, remaining.limits)
         while group := list(islice(batches, GROUP)):
             yield _pack(group)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -13,18 +14,43 @@ from safetensors.numpy import load
 
 from layertap.models.errors import LayertapError, RequestError, TooLargeError
 from layertap.service.bulk.entries import Entry, cut_batches
-from layertap.service.bulk.job import Answer, Column, Outline, Question, Rows, Work, check_rows
+from layertap.service.bulk.job import Answer, Column, Outline, Question, RemainingJob, Rows, check_rows
+from layertap.service.bulk.manifest import OTHERWISE
 from layertap.service.bulk.pipeline import answer_batches
 
 PATIENCE_S = 600.0  # without any answer: the server is restarted, or there are others before us
 FIRST_PATIENCE_S = 30.0  # where there has never been one: it may be about to start
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
-TIMEOUT_S = 120.0
+TIMEOUT_S = 120.0  # beyond the server's own deadline
+ALONE_ATTEMPTS = 3  # of a picture that takes longer than the server allows: others may have been before it
+CALM_REQUESTS = 16  # in time, until twice as many pictures go in a request again
 OVERHEAD_BYTES = 2**16  # of a body, for the question; each picture has some of its own
 PART_BYTES = 256
 MAX_ROWS = 32
 IN_FLIGHT = 8  # what the server has is not known
 RETRIED = frozenset({408, 429, 502, 503, 504})
+TOO_SLOW = httpx.codes.GATEWAY_TIMEOUT
+
+
+@dataclass
+class RequestSize:
+    """How many pictures go in a request: half as many after one that took too long, twice as many after some in time.
+
+    Batches stay what they are, and so do the files: a batch goes in several requests.
+    """
+
+    rows: int
+    max_rows: int
+    _in_time: int = 0
+
+    def record(self, rows: int, *, in_time: bool) -> None:
+        """Take note of a request of so many pictures."""
+        if not in_time:
+            self.rows, self._in_time = max(1, min(self.rows, rows // 2)), 0
+            return
+        self._in_time += 1
+        if self._in_time >= CALM_REQUESTS:
+            self.rows, self._in_time = min(2 * self.rows, self.max_rows), 0
 
 
 class RemoteExtractor:
@@ -41,11 +67,13 @@ class RemoteExtractor:
         # As settings come; a server tells its own.
         self.max_picture_bytes = self.max_batch_bytes = 32 * 2**20
         self.max_rows = MAX_ROWS
+        self._size = RequestSize(MAX_ROWS, MAX_ROWS)
 
     async def outline(self, question: Question) -> Outline:
         """What answers will be like, as the server tells; LayertapError."""
         limits = (await self._get("/models", "limits"))["limits"]
         self.max_rows = min(MAX_ROWS, limits["max_inputs"], limits["max_queue_rows"])
+        self._client.timeout = httpx.Timeout(limits["deadline_s"] + TIMEOUT_S)
         self.max_batch_bytes = limits["max_body_bytes"] - OVERHEAD_BYTES - PART_BYTES * self.max_rows
         self.max_picture_bytes = self.max_batch_bytes
         self._outline = await self._ask_outline(question)
@@ -53,6 +81,8 @@ class RemoteExtractor:
 
     async def extract(self, question: Question, entries: Sequence[Entry]) -> Answer:
         """What a batch gives; RequestError, TooLargeError where fewer may be answered; LayertapError."""
+        if len(entries) > self._size.rows:
+            raise TooLargeError(f"{len(entries)} pictures take too long")
         reply = await self._post(question, entries)
         if reply.status_code == httpx.codes.OK:
             answer = _read_answer(reply.content)
@@ -69,9 +99,11 @@ class RemoteExtractor:
             raise RequestError(error.detail, hint=error.hint)
         raise error
 
-    def answer(self, work: Work) -> AsyncGenerator[Rows, None]:
-        """The rows of all batches of ``work``, in their order; LayertapError."""
-        return answer_batches(cut_batches(work.entries, work.limits), self, work.question, work.outline)
+    def answer(self, remaining: RemainingJob) -> AsyncGenerator[Rows, None]:
+        """The rows of all batches of ``remaining``, in their order; LayertapError."""
+        return answer_batches(
+            cut_batches(remaining.entries, remaining.limits), self, remaining.question, remaining.outline
+        )
 
     async def close(self) -> None:
         """Close all connections."""
@@ -99,7 +131,7 @@ class RemoteExtractor:
             return
         now = await self._ask_outline(question)
         if now.fingerprint != self._outline.fingerprint:
-            raise LayertapError(f"{self._url} has another model than before", hint="begin anew with --restart")
+            raise LayertapError(f"{self._url} has another model than before", hint=OTHERWISE)
 
     async def _get(self, path: str, needed: str, params: Mapping[str, str] | None = None) -> Any:
         """A document that has the field ``needed``; LayertapError."""
@@ -116,18 +148,36 @@ class RemoteExtractor:
         return document
 
     async def _post(self, question: Question, entries: Sequence[Entry]) -> httpx.Response:
+        """The reply to a batch; TooLargeError where it took too long, LayertapError where one picture does."""
         fields = {**_write_question(question), "on_error": "skip", "isolated": True, "priority": "bulk"}
         files = [("request", (None, json.dumps(fields).encode(), "application/json"))]
         pictures = [("images", ("picture", entry.data or b"", "application/octet-stream")) for entry in entries]
-        return await self._send("POST", "/extract", params={"format": "safetensors"}, files=[*files, *pictures])
+        options: dict[str, Any] = {"params": {"format": "safetensors"}, "files": [*files, *pictures]}
+        for _ in range(ALONE_ATTEMPTS):
+            reply = await self._send("POST", "/extract", retried=RETRIED - {TOO_SLOW}, **options)
+            if reply.status_code != TOO_SLOW:
+                self._size.record(len(entries), in_time=True)
+                return reply
+            if len(entries) > 1:
+                self._record_too_slow(len(entries))
+                raise TooLargeError(f"{len(entries)} pictures take too long")
+        error = _make_error(self._url, reply)
+        hint = "raise LAYERTAP_DEADLINE_S of the server, or name an earlier layer; the same command goes on"
+        raise LayertapError(f"{entries[0].key} alone takes too long: {error.detail}", hint=hint)
 
-    async def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+    def _record_too_slow(self, rows: int) -> None:
+        before = self._size.rows
+        self._size.record(rows, in_time=False)
+        if self._size.rows < before:
+            self._tell(f"{self._url} has no time for {rows} pictures in a request: it gets {self._size.rows} at once")
+
+    async def _send(self, method: str, path: str, retried: Collection[int] = RETRIED, **options: Any) -> httpx.Response:
         """The reply, once there is one that is worth having; LayertapError where there is none for long."""
         wait, given_up = FIRST_WAIT_S, time.monotonic() + self._patience
         while True:
             try:
                 reply = await self._client.request(method, path, **options)
-                if reply.status_code not in RETRIED and not _is_of_proxy(reply):
+                if reply.status_code not in retried and not _is_of_proxy(reply):
                     self._patience = PATIENCE_S
                     return reply
                 reason, asked = f"{reply.status_code} {reply.reason_phrase}", reply.headers.get("retry-after", "")

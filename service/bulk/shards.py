@@ -71,11 +71,12 @@ def _make_vectors(array: Array, good: Any) -> Any:
 
 
 def _write_safetensors(folder: Path, name: str, arrays: Mapping[str, Array]) -> str:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     shard = f"{name}.safetensors"
+    data = save({key: np.ascontiguousarray(array) for key, array in arrays.items()})
     with replace_file(folder / shard) as temporary:
-        save_file({key: np.ascontiguousarray(array) for key, array in arrays.items()}, temporary)
+        temporary.write_bytes(data)
     return shard
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from layertap.models.errors import LayertapError, suggest
+from layertap.models.errors import LayertapError, escape, suggest
 from layertap.service.bulk.entries import Entry
 from layertap.service.inputs.files import FileError, read_regular_file
 
@@ -25,12 +25,29 @@ PARQUET_ROWS = 64  # read at once
 HINT = "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar or a .parquet file"
 
 
+IsWanted = Callable[[int], bool]  # whether an entry's bytes are to be read, by its number from 0
+
+
 @dataclass(frozen=True)
 class Source:
-    """Pictures by their keys: ``iterate`` gives entries, after so many; ``count`` how many, None where nobody knows."""
+    """Pictures by their keys: ``read`` gives all entries, ``count`` how many, None where nobody knows."""
 
-    iterate: Callable[[int], Iterator[Entry]]
+    read: Callable[[IsWanted], Iterator[Entry]]
     count: Callable[[], int | None]
+
+    def iterate(self, skip: int) -> Iterator[Entry]:
+        """All entries, of which the first so many are not read."""
+        return self.read(lambda number: number >= skip)
+
+    def select(self, numbers: Sequence[int]) -> Source:
+        """Only the entries with some numbers, which ascend; no others are read."""
+        kept = frozenset(numbers)
+
+        def read(is_wanted: IsWanted) -> Iterator[Entry]:
+            wanted = frozenset(number for place, number in enumerate(numbers) if is_wanted(place))
+            return (entry for number, entry in enumerate(self.read(wanted.__contains__)) if number in kept)
+
+        return Source(read, lambda: len(numbers))
 
 
 def open_source(text: str, limit: int, column: str | None = None) -> Source:
@@ -46,7 +63,7 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
     if path.is_file():
         name = path.name.lower()
         if name.endswith(ARCHIVES):
-            return Source(lambda skip: _read_tar(path, skip, limit), lambda: None)
+            return Source(lambda is_wanted: _read_tar(path, is_wanted, limit), lambda: None)
         if name.endswith(".parquet"):
             return _open_parquet(path, column, limit)
         if name.endswith(".txt"):
@@ -58,12 +75,12 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
 
 
 def _open_paths(list_paths: Callable[[], Iterator[tuple[str, Path]]], limit: int) -> Source:
-    def iterate(skip: int) -> Iterator[Entry]:
+    def read(is_wanted: IsWanted) -> Iterator[Entry]:
         for number, (name, path) in enumerate(list_paths()):
             key = _make_key(name)
-            yield _skipped(key) if number < skip else _read_file(key, path, limit)
+            yield _read_file(key, path, limit) if is_wanted(number) else _skipped(key)
 
-    return Source(iterate, lambda: sum(1 for _ in list_paths()))
+    return Source(read, lambda: sum(1 for _ in list_paths()))
 
 
 def _read_file(key: str, path: Path, limit: int) -> Entry:
@@ -177,7 +194,7 @@ class _Member(tarfile.TarInfo):
             raise
 
 
-def _read_tar(path: Path, skip: int, limit: int) -> Iterator[Entry]:
+def _read_tar(path: Path, is_wanted: IsWanted, limit: int) -> Iterator[Entry]:
     """Pictures of an archive, which is read once from its beginning; nothing is written to disk.
 
     Where it can't be read any further, an entry with the archive's own name says so. LayertapError where it is none.
@@ -189,7 +206,7 @@ def _read_tar(path: Path, skip: int, limit: int) -> Iterator[Entry]:
                 if member.isdir() or not _is_picture(member.name):
                     continue
                 key = _make_key(member.name)
-                yield _skipped(key) if number < skip else _read_member(archive, member, key, limit)
+                yield _read_member(archive, member, key, limit) if is_wanted(number) else _skipped(key)
                 number += 1
                 vars(archive)["members"] = []  # of an archive of millions it would keep them all
     except (tarfile.TarError, EOFError, OSError) as error:
@@ -208,25 +225,45 @@ def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, key: str, li
 
 
 def _open_parquet(path: Path, column: str | None, limit: int) -> Source:
-    from layertap.service.bulk.arrow import import_parquet
+    from layertap.service.bulk.arrow import import_parquet, summarize
 
     parquet = import_parquet()
     try:
         with parquet.ParquetFile(path) as file:
             schema, count = file.schema_arrow, file.metadata.num_rows
     except (OSError, ValueError) as error:
-        raise LayertapError(f"{path} can't be read: {error}") from error
+        hint = "it is damaged, cut off, or no Parquet file: have it written anew"
+        raise LayertapError(f"{path} can't be read: {summarize(error)}", hint=hint) from error
     chosen = _choose_column(path, schema, column)
 
-    def iterate(skip: int) -> Iterator[Entry]:
-        number = 0
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[chosen]):
-                for value in batch.column(0):
-                    yield _read_value(value.as_py(), number, limit) if number >= skip else _name_value(value, number)
-                    number += 1
+    names = [f"{chosen}.path"] if _has_paths(schema.field(chosen).type) else []
 
-    return Source(iterate, lambda: count)
+    def read(is_wanted: IsWanted) -> Iterator[Entry]:
+        number = 0
+        try:
+            with parquet.ParquetFile(path) as file:
+                for group in range(file.num_row_groups):
+                    rows = range(number, number + file.metadata.row_group(group).num_rows)
+                    columns = [chosen] if any(map(is_wanted, rows)) else names
+                    if not columns:  # keys are numbers, and no bytes are wanted
+                        yield from (_skipped(str(row)) for row in rows)
+                        number = rows.stop
+                        continue
+                    for batch in file.iter_batches(PARQUET_ROWS, [group], columns):
+                        for value in batch.column(0):
+                            yield _read_value(value, number, limit) if is_wanted(number) else _name_value(value, number)
+                            number += 1
+        except (OSError, ValueError) as error:
+            hint = "put a whole file with the same rows in its place, and the same command goes on"
+            raise LayertapError(f"{path} is damaged from row {number} on: {summarize(error)}", hint=hint) from error
+
+    return Source(read, lambda: count)
+
+
+def _has_paths(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_struct(kind) and bool(kind.get_field_index("path") >= 0)
 
 
 def _choose_column(path: Path, schema: Any, column: str | None) -> str:
@@ -247,14 +284,18 @@ def _choose_column(path: Path, schema: Any, column: str | None) -> str:
     hint = f"--column names one of bytes: {listed}"
     if column is not None and (near := suggest(tuple(name for name in names if name.lower() == column.lower()))):
         hint = near
-    raise LayertapError(f"{path} has {len(names)} columns of pictures", hint=hint)
+    found = f"{len(names)} columns" if column is None else f"no column {escape(column)}"
+    raise LayertapError(f"{path} has {found} of pictures", hint=hint)
 
 
-def _name_value(value: Any, number: int) -> Entry:
-    return _skipped(_name_row(value.as_py(), number))
+def _name_value(scalar: Any, number: int) -> Entry:
+    """Of a row whose bytes are not wanted, though they may be there: they are not copied."""
+    has_path = _has_paths(scalar.type) and scalar.is_valid
+    return _skipped(_name_row({"path": scalar["path"].as_py()} if has_path else None, number))
 
 
-def _read_value(value: Any, number: int, limit: int) -> Entry:
+def _read_value(scalar: Any, number: int, limit: int) -> Entry:
+    value = scalar.as_py()
     key = _name_row(value, number)
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes):

@@ -50,6 +50,9 @@ def bulk(
     ray_cpus: Annotated[float, typer.Option(min=0.0, help="CPUs of each actor.")] = 1.0,
     ray_gpus: Annotated[float, typer.Option(min=0.0, help="GPUs of each actor; a share of one, like 0.25.")] = 0.0,
     restart: Annotated[bool, typer.Option(help="Begin anew; what is there is removed.")] = False,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Of what is complete: the pictures without a result once more.")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Take layers of a model for many pictures, into files that pandas, DuckDB or a vector store open.
@@ -59,6 +62,7 @@ def bulk(
     """
     from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question
+    from layertap.service.bulk.retry import check_retry, remove_retries
     from layertap.service.bulk.sources import open_source
 
     if pool is not None and pool not in POOLINGS:
@@ -67,21 +71,32 @@ def bulk(
         raise LayertapError("--ray and --url are two that answer", hint="leave one out")
     if ray_address is not None and not ray:
         raise LayertapError("--ray-address is of a cluster that is not used", hint="add --ray")
+    if restart and retry_errors:
+        raise LayertapError("--restart answers all pictures, --retry-errors some", hint="leave one out")
     create = partial(_create_extractor, url, config)
     if ray:
         create = partial(_create_ray_extractor, ray_address, ray_cpus, ray_gpus, config)
     question = Question(model, tuple(name for name in layers.split(",") if name), pool, normalize)
     job = Job(question, source, Destination.parse(out, layout), column)
     found = None if restart else find_complete(job, open_source(job.source, 1, job.column))
-    summary = found or asyncio.run(_run(job, create, restart=restart))
+    if retry_errors:
+        if found is None:
+            raise LayertapError(f"{out} is not complete yet", hint="first the same command without --retry-errors")
+        check_retry(job)
+        if found.errors:
+            found = None
+        else:
+            remove_retries(job.destination)
+    summary = found or asyncio.run(_run(job, create, restart=restart, retry=retry_errors))
     when = "; it was complete before" if found else ""
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
     if summary.errors:
         raise typer.Exit(1)
 
 
-async def _run(job: Job, create_extractor: Callable[[], Extractor], *, restart: bool) -> Summary:
+async def _run(job: Job, create_extractor: Callable[[], Extractor], *, restart: bool, retry: bool) -> Summary:
     from layertap.service.bulk.bulk import check_replacement, remove, run
+    from layertap.service.bulk.retry import remove_retries, retry_errors
     from layertap.service.bulk.sources import open_source
 
     # Before a model is loaded.
@@ -92,8 +107,10 @@ async def _run(job: Job, create_extractor: Callable[[], Extractor], *, restart: 
         if restart:  # once it is sure that the question has an answer: what is there may have taken a night
             check_replacement(job, await extractor.outline(job.question))
             remove(job.destination)
+            remove_retries(job.destination)
+        answer = retry_errors if retry else run
         with _Reporter() as reporter:
-            return await run(job, extractor, partial(open_source, job.source, column=job.column), reporter)
+            return await answer(job, extractor, partial(open_source, job.source, column=job.column), reporter)
     finally:
         await extractor.close()
 
@@ -119,9 +136,9 @@ def _create_ray_extractor(address: str | None, cpus: float, gpus: float, config:
 
     chosen = pick_chosen(read_settings(config=config), keys=False)
     with show_status("connecting to Ray"):
-        from layertap.service.bulk.ray_extractor import RayExtractor, Share
+        from layertap.service.bulk.ray_extractor import ActorResources, RayExtractor
 
-        return RayExtractor(address, Share(cpus, gpus), chosen)
+        return RayExtractor(address, ActorResources(cpus, gpus), chosen)
 
 
 class _Reporter:

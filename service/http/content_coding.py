@@ -24,7 +24,7 @@ ZSTD_CHUNK = 2**8
 Unpack = Callable[[bytes], Iterator[bytes]]  # gives no empty piece; BadRequestError, TooLargeError
 
 
-class _Part(Protocol):
+class _Decompressor(Protocol):
     """A member or frame that is being unpacked, as the libraries have it."""
 
     @property
@@ -35,7 +35,7 @@ class _Part(Protocol):
     def unconsumed_tail(self) -> bytes: ...
 
 
-Part = TypeVar("Part", bound=_Part)
+Decompressor = TypeVar("Decompressor", bound=_Decompressor)
 
 
 def find_unpack(headers: Headers) -> Unpack | None:
@@ -97,7 +97,11 @@ def _unpack_zstd(data: bytes) -> Iterator[bytes]:
 
 
 def _unpack_parts(
-    data: bytes, name: str, begin: Callable[[], Part], decompress: Callable[[Part, memoryview], bytes], size: int
+    data: bytes,
+    name: str,
+    begin: Callable[[], Decompressor],
+    decompress: Callable[[Decompressor, memoryview], bytes],
+    size: int,
 ) -> Iterator[bytes]:
     """What members or frames hold that follow each other, read so many bytes at a time; pieces may be empty."""
     rest = memoryview(data)

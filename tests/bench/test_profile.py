@@ -9,7 +9,7 @@ import pytest
 
 from bench.profile.__main__ import table
 from bench.profile.threads import LOOP, THREADS, samples, used
-from bench.serving.client import Ask, Line
+from bench.serving.client import Ask, Connection
 from bench.serving.contenders import extract
 from bench.serving.pictures import written
 from bench.serving.server import serving
@@ -23,7 +23,7 @@ def test_each_role_is_seen(tmp_path: Path) -> None:
         Ask(extract("mobilenet_v3_small", ["avgpool"], "flatten", "npy"), path.read_bytes())
         for path in written(tmp_path)
     ]
-    with serving(["mobilenet_v3_small"], tmp_path, THREADS) as server, closing(Line(server.port)) as line:
+    with serving(["mobilenet_v3_small"], tmp_path, THREADS) as server, closing(Connection(server.port)) as line:
         before, known = used(server), samples(server)
         for number in range(REQUESTS):
             line.post(asks[number % len(asks)])

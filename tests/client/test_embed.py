@@ -128,6 +128,54 @@ def test_bad_inputs(embed: Embed, live: Live, tmp_path: Path) -> None:
     np.testing.assert_allclose(items[58].vector, expected[1], rtol=1e-4, atol=1e-5)
 
 
+BAD_ENTRIES: tuple[Any, ...] = (
+    {"bogus": 1},
+    {"image": PICTURES[0], "bogus": 1},
+    {"tensor": [1, 2]},
+    {"tensor": {"dtype": "float32", "shape": [-1], "data": ""}},
+    {"image": PICTURES[0], "crop": float("inf")},
+    {"url": "\ud800"},
+    {"url": object()},
+    {"url": 10**5000},
+    {1: 2},
+    {},
+)
+
+
+def test_bad_entries(embed: Embed, live: Live) -> None:
+    """Entries of JSON that no server takes, or that JSON can't hold, are told one by one as other bad inputs are."""
+    inputs = [each for bad in BAD_ENTRIES for each in (PICTURES[0], bad, {"image": PICTURES[1]})]
+    items = embed(live.url, inputs)
+    assert [each.index for each in items] == list(range(len(inputs)))
+    assert [each.index for each in items if each.error] == list(range(1, len(inputs), 3))
+    assert all(each.error.detail for each in items if each.error)
+
+
+def test_given_twice(live: Live) -> None:
+    """A generator that has ended, and a stream that was read to its end, are refused: nothing would look like all."""
+    pictures = iter([PICTURES[0]])
+    generator = (each for each in pictures)
+
+    async def run() -> None:
+        async with lt.AsyncClient(live.url) as client:
+            stream = client.embed(each for each in PICTURES[:3])
+            assert len([each async for each in stream]) == 3
+            with pytest.raises(lt.InputError, match="has ended"):
+                await stream.collect()
+
+    with lt.Client(live.url) as client:
+        assert len(list(client.embed(generator))) == 1
+        with pytest.raises(lt.InputError, match="has ended"):
+            client.embed(generator)
+        stream = client.embed(PICTURES[:3])
+        assert next(stream).index == 0
+        assert stream.collect().indices.tolist() == [1, 2]
+        for again in (stream.collect, lambda: list(stream)):
+            with pytest.raises(lt.InputError, match="has ended"):
+                again()
+    asyncio.run(run())
+
+
 def test_nothing_but_bad_inputs(embed: Embed, live: Live) -> None:
     """A stream of nothing good has an error for each; an empty one has nothing."""
     items = embed(live.url, [b"x"] * 300)

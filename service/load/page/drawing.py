@@ -24,7 +24,7 @@ class Rect:
 
 
 @dataclass(frozen=True)
-class Line:
+class Polyline:
     """Points as SVG has them: ``x,y x,y``."""
 
     points: str
@@ -59,7 +59,7 @@ class Drawing:
     height: float = HEIGHT
     width: float = WIDTH
     rects: list[Rect] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Polyline] = field(default_factory=list)
     texts: list[Text] = field(default_factory=list)
     legend: list[Key] = field(default_factory=list)
 
@@ -81,16 +81,16 @@ class Drawing:
         for tick in ticks:
             x = scale.place(tick)
             if grid:
-                self.lines.append(Line(f"{x},{TOP} {x},{self.bottom}", "grid"))
+                self.lines.append(Polyline(f"{x},{TOP} {x},{self.bottom}", "grid"))
             self.texts.append(Text(x, self.bottom + 16, format_value(tick)))
-        self.lines.append(Line(f"{scale.begin},{self.bottom} {scale.end},{self.bottom}", "axis"))
+        self.lines.append(Polyline(f"{scale.begin},{self.bottom} {scale.end},{self.bottom}", "axis"))
         self.texts.append(Text((scale.begin + scale.end) / 2, self.height - 6, name, style="name"))
 
     def add_y_axis(self, scale: Scale, ticks: Sequence[float]) -> None:
         """Ticks at the left, with a line across each."""
         for tick in ticks:
             y = scale.place(tick)
-            self.lines.append(Line(f"{LEFT},{y} {self.width - RIGHT},{y}", "grid"))
+            self.lines.append(Polyline(f"{LEFT},{y} {self.width - RIGHT},{y}", "grid"))
             self.texts.append(Text(LEFT - 8, y + 4, format_value(tick), "end"))
 
     def add_curve(self, points: Sequence[tuple[float, float]], style: str, text: str) -> None:
@@ -99,5 +99,5 @@ class Drawing:
             ((x, y),) = points
             points = [(x - 6, y), (x + 6, y)]
         if points:
-            self.lines.append(Line(" ".join(f"{x},{y}" for x, y in points), style))
+            self.lines.append(Polyline(" ".join(f"{x},{y}" for x, y in points), style))
         self.legend.append(Key(style, text))

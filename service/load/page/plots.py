@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from layertap.service.load.distribution import Bin, Interval
 from layertap.service.load.figures import Figures, Spread
-from layertap.service.load.page.drawing import LEFT, TOP, Drawing, Key, Line, Rect, Text
+from layertap.service.load.page.drawing import LEFT, TOP, Drawing, Key, Polyline, Rect, Text
 from layertap.service.load.page.scales import Scale, choose_log_ticks, choose_ticks, format_value, thin_out
 from layertap.service.load.report import Report
 
@@ -86,7 +86,7 @@ def draw_histogram(bins: Sequence[Bin], total: Spread) -> Drawing:
         drawing.rects.append(Rect(left, top, max(right - left - 1, 1), drawing.bottom - top, "fill a", title))
     for name, style in PERCENTILES.items():
         at, value = x.place(getattr(total, name)), getattr(total, name)
-        drawing.lines.append(Line(f"{at},{TOP} {at},{drawing.bottom}", style.replace("curve", "mark")))
+        drawing.lines.append(Polyline(f"{at},{TOP} {at},{drawing.bottom}", style.replace("curve", "mark")))
         drawing.legend.append(Key(style.replace("curve", "mark"), f"{name} {format_value(value)} ms"))
     return drawing
 
@@ -125,8 +125,8 @@ def draw_kinds(spreads: Mapping[str, Spread]) -> Drawing:
         top = TOP + ROW * place + 7
         p50, p90, p99 = (x.place(value) for value in (spread.p50, spread.p90, spread.p99))
         title = f"{name}: p50 {spread.p50:.1f}, p90 {spread.p90:.1f}, p99 {spread.p99:.1f}, max {spread.max:.1f} ms"
-        drawing.lines.append(Line(f"{p90},{top + 8} {p99},{top + 8}", "curve c whole"))
-        drawing.lines.append(Line(f"{p99},{top + 3} {p99},{top + 13}", "curve c whole"))
+        drawing.lines.append(Polyline(f"{p90},{top + 8} {p99},{top + 8}", "curve c whole"))
+        drawing.lines.append(Polyline(f"{p99},{top + 3} {p99},{top + 13}", "curve c whole"))
         drawing.rects.append(Rect(p50, top, max(p90 - p50, 2), 16, "fill b", title))
         drawing.rects.append(Rect(p50 - 2, top - 2, 4, 20, "fill a", title))
         drawing.texts.append(Text(NAMES - 10, top + 12, _cut(name), "end", "row"))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from layertap.service.bulk.remote import CALM_REQUESTS, RequestSize
+from tests.client.misbehaving_server import MisbehavingServer, Received, misbehaving, relay, reply
 from tests.server import Live
-from tests.service.bulk.conftest import read, write_pictures
+from tests.service.bulk.conftest import COUNT, read, write_pictures
 from tests.service.cli.commands import Command
 from tests.service.conftest import Serve
 
@@ -67,3 +74,70 @@ def test_addresses_and_keys_that_cannot_be(
         monkeypatch.setenv("LAYERTAP_API_KEY", key)
         done = command(*words, live.url)
         assert (done.status, "LAYERTAP_API_KEY" in done.notes, key in done.notes) == (2, True, False)
+
+
+TOO_SLOW = reply(504, json.dumps({"detail": "the deadline passed (this server's limit of 3 s)"}).encode())
+
+
+def count_pictures(request: Received) -> int:
+    """How many pictures a request carries."""
+    return request.body.count(b'name="images"')
+
+
+@contextmanager
+def serve_slowly(url: str, rows: int) -> Iterator[MisbehavingServer]:
+    """A server that has no time for more than ``rows`` pictures at once."""
+    answer = relay(url)
+
+    def behave(connection: socket.socket, request: Received) -> bool:
+        if len(request.body) < int(request.headers.get("content-length", 0)):
+            return False  # the job has ended, and sends no more of it
+        return (TOO_SLOW if count_pictures(request) > rows else answer)(connection, request)
+
+    with misbehaving(behave) as server:
+        yield server
+
+
+def test_a_server_with_little_time(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
+    """Pictures that took too long together (504) go in smaller requests, later ones at once; the file is the same."""
+    outs = (tmp_path / "slow.parquet", tmp_path / "fast.parquet")
+    assert command("bulk", folder, *WORDS, "--out", outs[1], "--url", live.url).status == 0
+    with serve_slowly(live.url, 5) as server:
+        done = command("bulk", folder, *WORDS, "--out", outs[0], "--url", server.url)
+    assert done.status == 0, done.notes
+    assert re.search(r"has no time for \d+ pictures in a request: it gets \d+ at once", done.notes)
+    sizes = [count for request in server.received if (count := count_pictures(request))]
+    answered = [size for size in sizes if size <= 5]
+    assert (sum(answered), len(sizes) - len(answered) < len(answered)) == (COUNT, True)
+    slow, fast = (read(out) for out in outs)
+    assert slow["key"] == fast["key"]
+    np.testing.assert_allclose(slow["pool"], fast["pool"], atol=1e-6)
+
+
+def test_a_server_with_no_time(command: Command, live: Live, folder: Path, tmp_path: Path) -> None:
+    """Where one picture alone takes too long the job ends soon, and says which and what to do; it goes on later."""
+    words = ("bulk", folder, *WORDS, "--out", tmp_path / "out.parquet", "--url")
+    with serve_slowly(live.url, 0) as server:
+        done = command(*words, server.url)
+    assert (done.status, "Traceback" in done.notes) == (2, False)
+    assert "00000.jpg alone takes too long" in done.notes
+    assert "LAYERTAP_DEADLINE_S" in done.notes
+    assert command(*words, live.url).status == 0
+
+
+def test_how_many_go_in_a_request() -> None:
+    """Half as many after one that took too long, never none, twice as many after some in time, never more than most."""
+    size = RequestSize(32, 32)
+    size.record(32, in_time=False)
+    size.record(32, in_time=False)  # it was on its way before the first came back
+    assert size.rows == 16
+    for rows in (16, 8, 4, 2, 1):
+        size.record(rows, in_time=False)
+    assert size.rows == 1
+    for _ in range(CALM_REQUESTS):
+        assert size.rows == 1
+        size.record(1, in_time=True)
+    assert size.rows == 2
+    for _ in range(10 * CALM_REQUESTS):
+        size.record(2, in_time=True)
+    assert size.rows == 32

@@ -7,6 +7,8 @@ import tarfile
 from io import BytesIO
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from layertap.models.errors import LayertapError
@@ -156,3 +158,41 @@ def test_odd_members(tmp_path: Path) -> None:
     large = f"has more than {LIMIT} bytes"
     assert errors == {"s.png": regular, "h.png": regular, "p.png": regular, "large.png": large}
     assert len(list_entries(tmp_path / "a.tar")) == 5
+
+
+@pytest.mark.parametrize("kind", ["bytes", "structs"])
+def test_rows_that_are_there_are_not_read(tmp_path: Path, kind: str) -> None:
+    """Groups of rows of a Parquet file that were answered before are passed over, even where they are damaged."""
+    path, data = tmp_path / "a.parquet", [bytes([number]) * 100 for number in range(30)]
+    values = [{"bytes": each, "path": f"{number}.png"} for number, each in enumerate(data)]
+    table = pa.table({"image": data if kind == "bytes" else values})
+    pq.write_table(table, path, row_group_size=10, compression="none", use_dictionary=False)
+    column = pq.read_metadata(path).row_group(1).column(0)
+    with path.open("rb+") as file:
+        file.seek(column.data_page_offset)
+        file.write(b"\xff" * 64)
+    keys = [str(number) if kind == "bytes" else f"{number}.png" for number in range(30)]
+    assert list_entries(path, 30) == [(key, None) for key in keys]
+    assert list_entries(path, 20)[20:] == list(zip(keys[20:], data[20:], strict=True))
+    with pytest.raises(LayertapError, match="is damaged from row 10 on"):
+        list_entries(path)
+
+
+def test_selected_entries(tmp_path: Path) -> None:
+    """Some entries of a source are a source: of them as many may be passed over, and no others are read."""
+    for number in range(6):
+        (tmp_path / f"{number}.png").write_bytes(bytes([number]))
+    (tmp_path / "2.png").unlink()
+    (tmp_path / "2.png").symlink_to(tmp_path / "nowhere")
+    source = open_source(str(tmp_path), LIMIT).select([1, 4, 5])
+    assert source.count() == 3
+    assert [(entry.key, entry.data) for entry in source.iterate(0)] == [
+        ("1.png", b"\x01"),
+        ("4.png", b"\x04"),
+        ("5.png", b"\x05"),
+    ]
+    assert [(entry.key, entry.data) for entry in source.iterate(2)] == [
+        ("1.png", None),
+        ("4.png", None),
+        ("5.png", b"\x05"),
+    ]

@@ -1,0 +1,157 @@
+"""Pictures of a complete job that gave no result, answered again.
+
+They are a job of their own, beside what is complete, which may be interrupted as any other. Once it is complete its
+rows take the places of the old ones: each file is replaced whole, and is the old one or the new one whenever the
+process is killed.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layertap.models.errors import LayertapError
+from layertap.service.bulk.arrow import import_parquet
+from layertap.service.bulk.bulk import (
+    Destination,
+    Job,
+    Observer,
+    Summary,
+    list_tables,
+    read_column,
+    read_metadata,
+    remove,
+    run,
+    summarize,
+)
+from layertap.service.bulk.job import Extractor, Outline
+from layertap.service.bulk.manifest import OTHERWISE, Manifest, check_same_model, lock_folder
+from layertap.service.bulk.parts import read_batches, write_batches
+from layertap.service.bulk.shards import LAYOUTS
+from layertap.service.bulk.sources import Source
+
+OpenSource = Callable[[int], Source]
+FOLDER = "{name}.retry-{digest}"  # beside the job's file or folder, by the numbers of the rows
+DIGITS = 12
+
+
+def check_retry(job: Job) -> None:
+    """LayertapError where a job's rows can't be replaced one by one."""
+    if LAYOUTS[job.destination.layout].write_shard is not None:
+        hint = f"--retry-errors is for vectors, not for {job.destination.layout}; --restart begins anew"
+        raise LayertapError("arrays stand in files that are shared by many pictures", hint=hint)
+
+
+async def retry_errors(job: Job, extractor: Extractor, open_source: OpenSource, observer: Observer) -> Summary:
+    """Answer the pictures of a complete job that have an error, and put their rows in its place; LayertapError."""
+    tables = list_tables(job.destination)
+    numbers = _find_errors(tables)
+    inner = replace(job, destination=Destination(_name_folder(job.destination, numbers), None, "parquet"))
+    remove_retries(job.destination, but=inner.destination.folder)
+    if numbers:
+        _check_model(job.destination, await extractor.outline(job.question))
+
+        def open_selected(limit: int) -> Source:
+            return open_source(limit).select(numbers)
+
+        await run(inner, extractor, open_selected, observer)
+        with lock_folder(inner.destination.folder):
+            _replace_rows(tables, numbers, list_tables(inner.destination))
+        remove(inner.destination)
+    return summarize(tables)
+
+
+def remove_retries(target: Destination, but: Path | None = None) -> None:
+    """Remove what earlier ones have left that were of other rows, or were killed once all was in its place."""
+    out = target.file or target.folder
+    for folder in out.parent.glob(FOLDER.format(name=glob.escape(out.name), digest="?" * DIGITS)):
+        if folder != but:
+            remove(Destination(folder, None, "parquet"))
+
+
+def _name_folder(target: Destination, numbers: Sequence[int]) -> Path:
+    out = target.file or target.folder
+    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()[:DIGITS]
+    return out.with_name(FOLDER.format(name=out.name, digest=digest))
+
+
+def _find_errors(tables: Sequence[Path]) -> list[int]:
+    """The numbers of the rows that have an error, counted through all tables."""
+    numbers: list[int] = []
+    first = 0
+    for table in tables:
+        errors = read_column(table, "error")
+        numbers += (first + np.flatnonzero(errors.is_valid().to_numpy())).tolist()
+        first += len(errors)
+    return numbers
+
+
+def _check_model(target: Destination, outline: Outline) -> None:
+    """LayertapError where the vectors would be of another model than those that are there."""
+    if target.file is not None:
+        metadata = read_metadata(target.file)
+        check_same_model(metadata[b"model"].decode(), metadata[b"fingerprint"].decode(), outline)
+    elif (manifest := Manifest.read(target.folder)) is not None:
+        manifest.check_outline(outline)
+
+
+def _replace_rows(tables: Sequence[Path], numbers: Sequence[int], answers: Sequence[Path]) -> None:
+    """Write the tables anew, each whole, with other rows at some numbers; those that have none of these stay."""
+    parquet = import_parquet()
+    rows = _Rows(read_batches(answers))
+    first = 0
+    for table in tables:
+        metadata = parquet.read_metadata(table)
+        last = first + metadata.num_rows
+        inside = [number - first for number in numbers[bisect_left(numbers, first) : bisect_left(numbers, last)]]
+        if inside:
+            size = metadata.row_group(0).num_rows
+            batches = _exchange(read_batches([table]), inside, rows)
+            write_batches(batches, table, parquet.read_schema(table), size)
+        first = last
+
+
+def _exchange(batches: Iterator[Any], numbers: Sequence[int], rows: _Rows) -> Iterator[Any]:
+    """Record batches with other rows at some numbers; LayertapError where these are of other pictures."""
+    import pyarrow as pa
+
+    first = 0
+    for batch in batches:
+        last = first + batch.num_rows
+        places = np.array(numbers[bisect_left(numbers, first) : bisect_left(numbers, last)], int) - first
+        first = last
+        if not len(places):
+            yield batch
+            continue
+        others = rows.take(len(places))
+        if others.column("key").to_pylist() != batch.column("key").take(pa.array(places)).to_pylist():
+            raise LayertapError("the source has other pictures than before, or in another order", hint=OTHERWISE)
+        order = np.arange(batch.num_rows)
+        order[places] = batch.num_rows + np.arange(len(places))
+        both = pa.concat_tables([pa.Table.from_batches([batch]), others]).combine_chunks()
+        yield from both.take(pa.array(order)).combine_chunks().to_batches()
+
+
+class _Rows:
+    """Rows of record batches, some at a time."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._table: Any = None
+
+    def take(self, count: int) -> Any:
+        """A table of the next so many."""
+        import pyarrow as pa
+
+        while self._table is None or self._table.num_rows < count:
+            more = pa.Table.from_batches([next(self._batches)])
+            self._table = more if self._table is None else pa.concat_tables([self._table, more])
+        taken, self._table = self._table.slice(0, count), self._table.slice(count)
+        return taken

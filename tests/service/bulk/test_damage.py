@@ -1,0 +1,122 @@
+"""Full disks and damaged Parquet files: one line that says what to do, nothing half-written, and the job goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from layertap.models.errors import LayertapError
+from layertap.service.bulk.job import Column, Outline, Rows
+from layertap.service.bulk.parts import PartWriter, find_parts
+from layertap.service.bulk.shards import LAYOUTS
+from tests.service.bulk.conftest import COUNT, read
+from tests.service.bulk.test_bulk import list_files
+from tests.service.cli.commands import Command
+
+OUTLINE = Outline("net", "f", {"x": Column((2,), "float32")}, {})
+ROWS = Rows(["a", "b"], ["0", "1"], [None, None], "f", {"x": np.ones((2, 2), np.float32)})
+FULL = Path("/dev/full")  # a file that has no room for anything
+WORDS = ("--layers", "pool", "--pool", "mean")
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("parquet", "part-000000000000.parquet"),
+        ("safetensors", "part-000000000000.safetensors"),
+        ("npy", "part-000000000000.0.npy"),
+    ],
+)
+def test_a_part_on_a_full_disk(tmp_path: Path, layout: str, name: str) -> None:
+    """A part that the disk has no room for leaves nothing, and is written once there is room."""
+    writer = PartWriter(tmp_path, OUTLINE, LAYOUTS[layout], 0)
+    writer.add(ROWS)
+    (tmp_path / f"{name}.tmp").symlink_to(FULL)
+    with pytest.raises(LayertapError, match="can't be written: No space left on device") as raised:
+        writer.flush()
+    assert "make room" in raised.value.hint
+    assert not list(tmp_path.iterdir())
+    writer.flush()
+    assert [part.count for part in find_parts(tmp_path)] == [2]
+
+
+def test_a_file_on_a_full_disk(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A job that has no room for its file keeps its parts, says so in a line, and goes on with the same command."""
+    out = tmp_path / "out.parquet"
+    (tmp_path / "out.parquet.tmp").symlink_to(FULL)
+    done = command("bulk", folder, *WORDS, "--out", out)
+    assert (done.status, len(done.notes.splitlines())) == (2, 1)
+    assert f"{out} can't be written: No space left on device" in done.notes
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet.parts"]
+    done = command("bulk", folder, *WORDS, "--out", out)
+    assert (done.status, f"{COUNT} rows are there already" in done.notes) == (0, True)
+    assert len(read(out)["key"]) == COUNT
+
+
+def write_source(folder: Path, path: Path) -> None:
+    """A Parquet file of the pictures of a folder, as bytes, in groups of ten rows."""
+    table = pa.table({"image": [file.read_bytes() for file in list_files(folder)]})
+    pq.write_table(table, path, row_group_size=10, compression="none", use_dictionary=False)
+
+
+def damage(path: Path, group: int) -> None:
+    """Overwrite the head of the only page of a row group."""
+    offset = pq.read_metadata(path).row_group(group).column(0).data_page_offset
+    with path.open("rb+") as file:
+        file.seek(offset)
+        file.write(b"\xff" * 64)
+
+
+def test_a_damaged_source(command: Command, folder: Path, tmp_path: Path) -> None:
+    """Pages of a source that can't be read end the job with the row's number; with a whole file it goes on."""
+    source, whole, out = tmp_path / "source.parquet", tmp_path / "whole", tmp_path / "out.parquet"
+    write_source(folder, source)
+    whole.write_bytes(source.read_bytes())
+    damage(source, 5)
+    done = command("bulk", source, *WORDS, "--out", out)
+    assert (done.status, "Traceback" in done.notes, len(done.notes.splitlines())) == (2, False, 1)
+    assert "is damaged from row " in done.notes
+    assert "whole file" in done.notes
+    whole.replace(source)
+    assert command("bulk", source, *WORDS, "--out", out).status == 0
+    assert read(out)["key"] == [str(number) for number in range(COUNT)]
+    assert read(out)["error"] == [None] * COUNT
+
+
+@pytest.mark.parametrize("size", [0, 3, 500, -1])
+def test_a_source_that_is_cut_off(command: Command, folder: Path, tmp_path: Path, size: int) -> None:
+    """A file without its end is one line, and nothing is begun."""
+    source = tmp_path / "source.parquet"
+    write_source(folder, source)
+    source.write_bytes(source.read_bytes()[:size])
+    done = command("bulk", source, "--out", tmp_path / "out.parquet")
+    assert (done.status, len(done.notes.splitlines())) == (2, 1)
+    assert "written anew" in done.notes
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
+def test_a_column_that_is_missing(command: Command, folder: Path, tmp_path: Path) -> None:
+    """A column that is not there is told with those that could be meant."""
+    write_source(folder, tmp_path / "source.parquet")
+    done = command("bulk", tmp_path / "source.parquet", "--column", "picture", "--out", tmp_path / "out.parquet")
+    assert (done.status, "has no column 'picture' of pictures" in done.notes, "image" in done.notes) == (2, True, True)
+
+
+@pytest.mark.parametrize("out", ["out", "out.parquet"])
+def test_a_damaged_result(command: Command, folder: Path, tmp_path: Path, out: str) -> None:
+    """A complete job whose own file is damaged says so, and ``--restart`` makes it anew."""
+    words = ("bulk", folder, *WORDS, "--out", tmp_path / out)
+    assert command(*words).status == 0
+    path = tmp_path / out
+    table = path if path.is_file() else next(path.glob("part-*.parquet"))
+    damage(table, 0)
+    done = command(*words)
+    assert (done.status, len(done.notes.splitlines())) == (2, 1)
+    assert "is damaged" in done.notes
+    assert "--restart" in done.notes
+    assert command(*words, "--restart").status == 0
+    assert command(*words).status == 0
