@@ -48,10 +48,10 @@ class RayExtractor:
     def __init__(self, address: str | None, resources: ActorResources, chosen: Mapping[str, Any]) -> None:
         """Connect to the cluster, or start one; LayertapError."""
         self._ray = _connect(address)
-        if not _has_room(self._ray, share):  # an autoscaler may add one, so that this is no error
-            needs = f"{share.cpus:g} CPUs and {share.gpus:g} GPUs"
+        if not _has_room(self._ray, resources):  # an autoscaler may add one, so that this is no error
+            needs = f"{resources.cpus:g} CPUs and {resources.gpus:g} GPUs"
             log.warning("no machine of the Ray cluster has %s: waiting for one (see ray status)", needs)
-        self._share = share
+        self._resources = resources
         self._chosen = chosen
         self.max_picture_bytes = self.max_batch_bytes = self.max_rows = 0  # an actor tells
 
@@ -195,10 +195,10 @@ def _connect(address: str | None) -> Any:
     return ray
 
 
-def _has_room(ray: Any, share: Share) -> bool:
+def _has_room(ray: Any, resources: ActorResources) -> bool:
     """Whether a machine of the cluster could have an actor, were it idle: Ray itself would wait without a word."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return any(each.get("CPU", 0) >= share.cpus and each.get("GPU", 0) >= share.gpus for each in machines)
+    return any(each.get("CPU", 0) >= resources.cpus and each.get("GPU", 0) >= resources.gpus for each in machines)
 
 
 def _check_address(address: str | None) -> None:
