@@ -141,6 +141,26 @@ def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number:
         assert running.wait(END_S) == 0
 
 
+SWALLOWS = """
+import signal
+from layertap.service.signals import exit_cleanly_on_signals
+
+exit_cleanly_on_signals()
+try:
+    signal.raise_signal(signal.{})
+except BaseException:
+    pass
+raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_end_where_exceptions_are_swallowed(number: signal.Signals) -> None:
+    """A server that is asked to end while it imports ends, though a library swallows all exceptions just then."""
+    words = [sys.executable, "-c", SWALLOWS.format(number.name)]
+    assert subprocess.run(words, env=environment(), timeout=END_S).returncode == 0
+
+
 @pytest.mark.parametrize(("host", "families"), [("127.0.0.1", 1), ("localhost", 2), ("::1", 1)])
 def test_bind(host: str, families: int) -> None:
     """Every address of a host is listened on, all on one port, and again as soon as that has ended."""
