@@ -192,6 +192,8 @@ UNLOADABLE = {
     "source: 'torchvision:resnet50', devices: [cuda, 'cuda:0']": "devices: a device is there twice",
     "source: 'torchvision:resnet50', weights: 'random:x'": "weights: weights random:SEED needs a whole number",
     "source: 'torchvision:resnet50', weights: gone.pth": "weights: there is no file",
+    f"source: 'torchvision:resnet50', weights: {'a' * 300}.pth": "weights: ",
+    f"source: 'transformers:{'a' * 300}'": "source: ",
     "source: 'torchvision:resnet50', load: lazy, weights: gone.pth": "weights: there is no file",
     "source: 'torchvision:resnet50', embedding: 'a:outptu'": "embedding: 'outptu' is no site",
     "source: 'torchvision:resnet50', warm: [{layers: [a, 'b[']}]": "warm.0.layers.1: the path in 'b[' is not closed",
