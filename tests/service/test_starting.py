@@ -172,7 +172,8 @@ def test_closed_streams(tmp_path: Path) -> None:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://localhost", timeout=END_S) as client:
             assert client.get("/livez").status_code == 200
-        assert [os.readlink(f"/proc/{running.pid}/fd/{number}") for number in range(3)] == [os.devnull] * 3
+        streams = [Path(f"/proc/{running.pid}/fd/{number}").readlink() for number in range(3)]
+        assert streams == [Path(os.devnull)] * 3
         running.terminate()
         assert running.wait(END_S) == 0
     finally:

@@ -211,6 +211,27 @@ def test_unloadable(tmp_path: Path, entry: str) -> None:
     assert line.startswith(f"{file}:4: models.1.{UNLOADABLE[entry]}")
 
 
+TWICE = """models:
+- {name: a, source: 'torchvision:vgg11', weights: 'random:0', weights: 'random:1'}
+- &other {name: b, source: 'torchvision:vgg11'}
+- {<<: *other, name: c}
+- {<<: *other, name: d}
+aliases: {prod: a}
+aliases: {canary: b}
+"""
+
+
+def test_fields_that_are_there_twice(tmp_path: Path) -> None:
+    """Of a field that is there twice nobody knows which is meant; what comes by a merge is there once."""
+    file = write_config(tmp_path, TWICE)
+    with pytest.raises(ConfigError) as caught:
+        read_configuration(file)
+    assert caught.value.detail.splitlines() == [
+        f"{file}:2: models.0.weights: this is there twice",
+        f"{file}:7: aliases: this is there twice",
+    ]
+
+
 def test_unreadable(tmp_path: Path) -> None:
     """A file that is not there, is a folder, or is not text is refused in words."""
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\0")
