@@ -41,7 +41,7 @@ def make_inputs(entry: InputEntry, count: int, folder: Path) -> Sequence[Inputs]
         raise ScenarioError("input: give exactly one of 'picture', 'random' and 'bad'")
     if entry.random is not None:
         if 4 * count * math.prod(entry.random) > MAX_BYTES:
-            raise ScenarioError(f"input.random: rows of more than {MAX_BYTES // 2**20} MiB: take fewer, or smaller ones")
+            raise ScenarioError(f"input.random: rows of more than {MAX_BYTES // 2**20} MiB: take fewer, or smaller")
         return [draw_rows(count, entry.random, entry.seed)]
     if entry.picture is None:
         return [tuple(draw_bad_picture(entry.seed + number) for number in range(count))]

@@ -46,9 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def ask(live: Live, model: str | None = None) -> httpx.Response:
     query = {} if model is None else {"model": model}
-    return live.client.post(
-        "/extract", **raw(npy(ROWS), "application/x-npy", **query, layers="linear")
-    )
+    return live.client.post("/extract", **raw(npy(ROWS), "application/x-npy", **query, layers="linear"))
 
 
 def states(live: Live) -> dict[str, str]:
