@@ -75,7 +75,8 @@ class Server(uvicorn.Server):
             self.run(list(listeners) if listeners else None)
         except SystemExit as error:  # it could not start
             status = int(error.code or 0)
-        _exit_process(status if self._alive() else EXIT_FAILED)
+        could_start = self.started or not self.lifespan.should_exit
+        _exit_process(status if could_start and self._alive() else EXIT_FAILED)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve, and say where."""

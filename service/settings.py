@@ -12,6 +12,7 @@ from functools import cache
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
@@ -119,10 +120,15 @@ def _read_keys(file: Path) -> tuple[str, ...]:
     try:
         keys = _strip_all(file.read_text("utf-8-sig").splitlines())
     except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
+        raise ValueError(f"{_describe_path(file)}: {error.strerror}") from None
     if not keys:  # who names a file wants keys asked for
-        raise ValueError(f"there is no key in {file}")
+        raise ValueError(f"there is no key in {_describe_path(file)}")
     return keys
+
+
+def _describe_path(path: Path) -> str:
+    """A path whose name may be no UTF-8, which no message can hold."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def split_key(text: str) -> tuple[str, str]:
@@ -131,8 +137,10 @@ def split_key(text: str) -> tuple[str, str]:
     return key.strip(), name.strip()
 
 
-def _check_key_name(text: str) -> str:
+def _check_key(text: str) -> str:
     key, name = split_key(text)
+    if not text.isprintable():
+        raise ValueError("a key has a character that no header can hold: mind line breaks, and bytes that are no UTF-8")
     if " #" in text and not (key and 0 < len(name) <= MAX_KEY_NAME and UNRESERVED.issuperset(name)):
         raise ValueError(f"behind ' #' a key has a name: at most {MAX_KEY_NAME} letters, digits and -._~")
     return text
@@ -178,6 +186,17 @@ def parse_network(text: str) -> Network:
     if not network.prefixlen:
         raise ValueError(f"{text} is everybody: name the proxies")
     return network
+
+
+def _is_address(text: str) -> bool:
+    """Whether a text is an address by HTTP, of some host."""
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # ValueError where it is no number
+    except ValueError:
+        return False
+    plain = text.isprintable() and " " not in text
+    return plain and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 class SettingsError(LayertapError):
@@ -274,8 +293,8 @@ class Settings(BaseSettings):
 
     @field_validator("api_keys", "admin_keys")
     @classmethod
-    def _check_key_names(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(_check_key_name, values))
+    def _check_each_key(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_check_key, values))
 
     @field_validator("root_path")
     @classmethod
@@ -305,7 +324,7 @@ class Settings(BaseSettings):
     @field_validator("otlp_endpoint")
     @classmethod
     def _check_endpoint(cls, value: str) -> str:
-        if value and not value.startswith(("http://", "https://")):
+        if value and not _is_address(value):
             raise ValueError("write it like 'http://collector:4318'")
         return value
 
@@ -334,7 +353,10 @@ class Settings(BaseSettings):
     @field_validator("cache_dir")
     @classmethod
     def _expand_home(cls, value: Path) -> Path:
-        return value.expanduser()
+        try:
+            return value.expanduser()
+        except RuntimeError:
+            raise ValueError(f"nobody here has the home that {_describe_path(value)} begins with") from None
 
     @property
     def requires_key(self) -> bool:

@@ -41,12 +41,20 @@ def find_mistakes(specs: Sequence[ModelSpec], folders: Sequence[Path]) -> Iterat
     for number, spec in enumerate(specs):
         for place, check in _list_checks(spec, context):
             try:
-                check()
+                _look(check)
             except AbsentError as error:
                 if spec.required:
                     yield (number, *place), error
             except LayertapError as error:
                 yield (number, *place), error
+
+
+def _look(check: Callable[[], object]) -> None:
+    """Run a check; where a path is too long, or a folder may not be entered, what is looked for can't be had."""
+    try:
+        check()
+    except OSError as error:
+        raise AbsentError(f"{error.filename} can't be read: {error.strerror}") from error
 
 
 def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place, Callable[[], object]]]:

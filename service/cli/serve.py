@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
 
+STDERR = 2
 SPIN_COUNT = "20000"
 DRAIN_DELAY_S = 5.0  # balancers look every few seconds
 
@@ -40,6 +42,7 @@ def serve(
     """Start the server."""
     from layertap.service import signals
 
+    _open_streams()
     signals.exit_cleanly_on_signals()  # what is imported from here on takes seconds
     settings, configuration, fetcher = check_setup(
         host=host, port=port, uds=uds, config=config, log_level=log_level, root_path=root_path
@@ -62,6 +65,14 @@ def serve(
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     _run(settings, configuration, fetcher, listeners)
+
+
+def _open_streams() -> None:
+    """Have standard streams that are closed lead nowhere: a socket of their number would get what libraries print."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(number)
+    sys.stderr = sys.stderr or open(STDERR, "w", closefd=False)  # noqa: SIM115  (as long as the process)
 
 
 def _run(

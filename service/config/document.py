@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from layertap.models.errors import Fault, LayertapError
 from layertap.models.sources.check import Place
 
 Mistake = tuple[Place, str]
+MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which may come again
 HINT = "LAYERTAP_CONFIG or --config names it"
 
 
@@ -24,15 +26,17 @@ class ConfigError(LayertapError):
 
 @dataclass(frozen=True)
 class Document:
-    """What a file holds, and where."""
+    """What a file holds, and where; ``repeated`` are fields that are there twice."""
 
     path: Path
     data: object
     root: yaml.Node | None
+    repeated: tuple[Mistake, ...] = ()
 
     def refuse(self, mistakes: Iterable[Mistake]) -> None:
         """ConfigError where there are any mistakes."""
-        rows = sorted((self._find_line(place), ".".join(map(str, place)), text) for place, text in mistakes)
+        found = (*self.repeated, *mistakes)
+        rows = sorted((self._find_line(place), ".".join(map(str, place)), text) for place, text in found)
         if rows:
             lines = (f"{self.path}:{line}: {': '.join(filter(None, (place, text)))}" for line, place, text in rows)
             places = (Fault(f"line {line}{place and ': '}{place}") for line, place, _ in rows)
@@ -65,7 +69,10 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
     try:
         root = loader.get_single_node()
-        return Document(path, None if root is None else loader.construct_document(root), root)
+        if root is None:
+            return Document(path, None, None)
+        repeated = tuple(_find_repeated(root))  # before merges, which repeat fields, are made
+        return Document(path, loader.construct_document(root), root, repeated)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         place = Fault(f"line {line}: this is not YAML")
@@ -74,3 +81,20 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from error
     finally:
         loader.dispose()
+
+
+def _find_repeated(root: yaml.Node) -> Iterator[Mistake]:
+    """Fields that a mapping has twice, of which YAML takes the last."""
+    nodes: list[tuple[Place, yaml.Node]] = [((), root)]
+    seen: set[int] = set()  # an anchor may be within itself
+    while nodes:
+        place, node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += [((*place, number), each) for number, each in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE]
+            yield from (((*place, name), "this is there twice") for name, count in Counter(names).items() if count > 1)
+            nodes += [((*place, str(key.value)), value) for key, value in node.value]

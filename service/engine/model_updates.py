@@ -6,9 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from layertap.models.errors import LayertapError, LoadError, RequestError
@@ -90,8 +92,7 @@ class ModelUpdates:
         if path is None:
             raise ConflictError("there is no configuration file", hint="LAYERTAP_CONFIG or --config names one")
         async with self._reading:
-            read = partial(read_configuration, path, before_loading=True)
-            configuration = await self._run_in_thread(read, time.monotonic() + READ_S)
+            configuration = await self._run_in_thread(partial(_read_again, path), time.monotonic() + READ_S)
             await self._wait_for_changes()
             manager = self._manager
             specs = {entry.spec.name: entry.spec for entry in manager.registry}
@@ -116,10 +117,8 @@ class ModelUpdates:
 
     async def _wait_for_changes(self) -> None:
         """Return once no model is exchanged, and the configuration that was read before is in effect."""
-        while self._exchanges:
-            await asyncio.wait(self._exchanges.values())
-        if self._applying is not None:
-            await asyncio.wait((self._applying,))
+        while pending := [task for task in (*self._exchanges.values(), self._applying) if task and not task.done()]:
+            await asyncio.wait(pending)  # others may begin meanwhile
 
     def _find_configured(self, name: str) -> tuple[ModelSpec, Allowed]:
         """What the configuration says of a model that is to be exchanged, and what it allows."""
@@ -219,6 +218,13 @@ def _parse_version(name: str, data: object, configured: ModelSpec, allowed: Allo
     spec = parse_entry({**data, "name": name}, folder)
     allowed.check(spec, configured)
     return spec
+
+
+def _read_again(path: Path) -> Configuration:
+    with suppress(OSError):  # of what is not there the reading tells
+        if not S_ISREG(path.stat().st_mode):  # a pipe would hold the thread for ever
+            raise ConfigError(f"can't read {path} again: it is no file")
+    return read_configuration(path, before_loading=True)
 
 
 def _find_mistakes(specs: Iterable[ModelSpec], default: str, running: Mapping[str, ModelSpec]) -> list[str]:

@@ -31,6 +31,7 @@ def make_server_config(
     return uvicorn.Config(
         app,
         **{
+            "lifespan": "on",  # else uvicorn serves an application that could not start
             "http": _choose_protocol(settings, metrics or Metrics()),
             "ws": "none",
             "log_config": None,

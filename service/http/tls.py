@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import ssl
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 
 log = logging.getLogger("layertap")
@@ -32,12 +34,18 @@ async def follow_renewals(context: ssl.SSLContext, cert: str, key: str, interval
         known = now
         try:
             # Into a context of its own: one that is in use has the new certificate with the old key for a while.
-            renewed = await asyncio.to_thread(_load_certificate, cert, key)
+            renewed = await asyncio.to_thread(_load_renewed, cert, key)
         except OSError as error:
             log.warning("the certificate is not renewed", extra={"fields": {"reason": error.strerror or str(error)}})
         else:
             context.sni_callback = partial(_show_certificate, renewed)
             log.info("the certificate is renewed")
+
+
+def _load_renewed(cert: str, key: str) -> ssl.SSLContext:
+    for path in filterfalse(Path.is_file, map(Path, (cert, key))):  # a pipe would hold the thread for ever
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    return _load_certificate(cert, key)
 
 
 def _load_certificate(cert: str, key: str) -> ssl.SSLContext:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 RouteName = Literal["extract", "explain", "embeddings", "infer"]
 Status = Annotated[int, Field(ge=100, le=599)]
 Value = bool | str | int | float
 MAX_DRAWN = 1000
+MAX_WEIGHT = 1e9
+TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # of RFC 9110, section 5.6.2
+FRAMING = frozenset({"content-length", "transfer-encoding"})
 
 
 class Strict(BaseModel):
@@ -43,17 +47,26 @@ def _make_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
+def _check_headers(headers: dict[str, Value]) -> dict[str, Value]:
+    for name, value in headers.items():
+        if name.lower() in FRAMING:
+            raise ValueError(f"{name!r} is written by the tester")
+        if not (TOKEN.fullmatch(name) and str(value).isascii() and str(value).isprintable()):
+            raise ValueError(f"{name!r} or its value is none that can be sent")
+    return headers
+
+
 class Entry(Strict):
     """A kind of request; what is None is not sent."""
 
     name: Annotated[str, Field(min_length=1, max_length=60)]
     input: InputEntry
     route: RouteName = "extract"
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT, allow_inf_nan=False)] = 1.0
     inputs: Annotated[int, Field(ge=1, le=100_000)] = 1
     expect: Annotated[list[Status], BeforeValidator(_make_list), Field(min_length=1)] | None = None
     leave_after: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    headers: dict[str, Value] = {}
+    headers: Annotated[dict[str, Value], AfterValidator(_check_headers)] = {}
     query: dict[str, Value] = {}
     # Of the routes, so that the usual ones need no ``query``: which of them takes what stands in routes.py.
     model: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mimetypes
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -19,7 +20,7 @@ from layertap.service.load.request_kind import ScenarioError
 BAD_BYTES = 2048
 GRAIN = 4  # pixels between two random ones: noise in each pixel would make a JPEG larger than photographs are
 QUALITY = 90
-MAX_FOLDER_BYTES = 256 * 2**20
+MAX_BYTES = 256 * 2**20
 
 
 class Picture(NamedTuple):
@@ -39,6 +40,8 @@ def make_inputs(entry: InputEntry, count: int, folder: Path) -> Sequence[Inputs]
     if sum(given is not None for given in (entry.picture, entry.random, entry.bad)) != 1:
         raise ScenarioError("input: give exactly one of 'picture', 'random' and 'bad'")
     if entry.random is not None:
+        if 4 * count * math.prod(entry.random) > MAX_BYTES:
+            raise ScenarioError(f"input.random: rows of more than {MAX_BYTES // 2**20} MiB: take fewer, or smaller")
         return [draw_rows(count, entry.random, entry.seed)]
     if entry.picture is None:
         return [tuple(draw_bad_picture(entry.seed + number) for number in range(count))]
@@ -85,8 +88,8 @@ def _read_folder(folder: Path) -> Iterator[Picture]:
     paths = [path for path in sorted(folder.iterdir()) if _is_picture(path)]
     if not paths:
         raise ScenarioError(f"input.picture: there is no picture in {folder}")
-    if sum(path.stat().st_size for path in paths) > MAX_FOLDER_BYTES:
-        limit = MAX_FOLDER_BYTES // 2**20
+    if sum(path.stat().st_size for path in paths) > MAX_BYTES:
+        limit = MAX_BYTES // 2**20
         raise ScenarioError(f"input.picture: {folder} has more than {limit} MiB of pictures: take some of them")
     yield from map(_read_picture, paths)
 
@@ -103,3 +106,5 @@ def _read_picture(path: Path) -> Picture:
         return Picture(path.read_bytes(), media_type)
     except OSError as error:
         raise ScenarioError(f"input.picture: can't read {path}: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise ScenarioError(f"input.picture: can't read {str(path)!r}: {error}") from error

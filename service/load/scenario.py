@@ -34,7 +34,7 @@ def read_scenario(path: Path) -> Scenario:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ScenarioError(f"can't read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # of dates and numbers that are none
         raise ScenarioError(f"{path} is not YAML: {error}") from error
     try:
         return make_scenario(data, path.parent)
@@ -85,7 +85,7 @@ def _format_fault(error: ValidationError) -> str:
     """The first of pydantic's: where, what, and what may have been meant."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    message = MESSAGES.get(first["type"], first["msg"])
+    message = MESSAGES.get(first["type"], first["msg"].removeprefix("Value error, "))
     if first["type"] == "extra_forbidden":
         message += _suggest(str(first["loc"][-1]), KEYS.get(str(first["loc"][-2]) if first["loc"][1:] else "", Entry))
     return f"{where}: {message}" if where else message

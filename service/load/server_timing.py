@@ -30,7 +30,7 @@ def parse(header: str) -> list[Entry]:
     """The entries, in order; what can't be read is left out. Of a parameter given twice the first counts."""
     entries = []
     for text in ENTRY.findall(header):
-        name, *parameters = (part.strip() for part in PARAMETER.findall(text))
+        name, *parameters = [part.strip() for part in PARAMETER.findall(text)] or [""]
         if name and not text.lstrip().startswith(";"):
             given = dict(reversed([_parameter(each) for each in parameters]))
             entries.append(Entry(name, _number(given.get("dur")), given.get("desc")))

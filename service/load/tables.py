@@ -9,6 +9,7 @@ from rich.table import Table
 
 from layertap.service.load.figures import Figures, Spread
 from layertap.service.load.report import Report
+from layertap.service.logs import escape_unprintable
 
 BUSY = 0.8  # CPU-seconds a second from which the client may be what limits
 LATENCIES = ("p50 ms", "p90 ms", "p99 ms", "max ms")
@@ -73,7 +74,7 @@ def _make_steps(total: Figures) -> Table:
         if step.mean is None:  # says something by its description, of which there may be many
             continue
         times = map(_format_milliseconds, (step.mean, step.median, step.p99))
-        shown.add_row(escape(name), str(step.answers), *times)
+        shown.add_row(_escape(name), str(step.answers), *times)
     return shown
 
 
@@ -89,7 +90,12 @@ def _add(shown: Table, rows: Mapping[str, Figures], name: str, *cells: str) -> N
     """A row; a line above the last one, the total."""
     if name == list(rows)[-1]:
         shown.add_section()
-    shown.add_row(escape(name), *cells)
+    shown.add_row(_escape(name), *cells)
+
+
+def _escape(text: str) -> str:
+    """A name, which a server may have given, that neither rich nor a terminal takes for more than that."""
+    return escape(escape_unprintable(text))
 
 
 def _format(spread: Spread | None) -> tuple[str, ...]:

@@ -241,6 +241,25 @@ def test_sandbox_without_filters(caplog: pytest.LogCaptureFixture) -> None:
     assert "may be reset" in record.message
 
 
+BROKEN = """
+from layertap.service.http.server_config import make_server_config
+from layertap.service.http.sockets import bind
+from layertap.service.process import Server
+from layertap.service.settings import Settings
+
+async def app(scope, receive, send):
+    raise RuntimeError("never well")
+
+Server(make_server_config(app, Settings()), lambda: True, lambda: None).run_until_stopped(bind("127.0.0.1", 0))
+"""
+
+
+def test_application_that_can_not_start() -> None:
+    """An application that fails as it starts is not served, and the process says so by its status."""
+    done = subprocess.run([sys.executable, "-c", BROKEN], cwd=ROOT, timeout=END_S)
+    assert done.returncode == 70
+
+
 def test_another_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where uvicorn's server lacks what ours overrides, nothing is started."""
     ours = {name for name in vars(Server) if not name.startswith("_") and hasattr(uvicorn.Server, name)}

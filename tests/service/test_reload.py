@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -139,6 +141,7 @@ def test_aliases(serve: Serve, versions: Versions) -> None:
     [
         ("models: [", "line 1"),
         ("models:\n- {name: a, source: python:m:f, wieghts: x}", "line 2: models.0.wieghts"),
+        (f"models:\n- {{name: a, source: torchvision:resnet18, weights: {'a' * 300}.pth}}", "line 2: models.0.weights"),
         ("models:\n- {name: a, source: torchvision:resnet18, weights: gone.safetensors}", "line 2: models.0.weights"),
     ],
 )
@@ -151,6 +154,21 @@ def test_broken_file(serve: Serve, versions: Versions, text: str, place: str) ->
         assert any(each["detail"].startswith(place) for each in found["errors"])
         assert "log" in found["detail"]
         assert ask(live.client, "own").json()["fingerprint"] == fingerprint
+
+
+def test_pipe_in_place_of_the_file(serve: Serve, versions: Versions) -> None:
+    """A pipe that nobody writes to, in the file's place, keeps nothing waiting: the next file is read."""
+    with serve(versions.write(entry("a", "own")), config=versions.file) as live:
+        versions.file.unlink()
+        os.mkfifo(versions.file)
+        try:
+            problem(live.client.post("/models/reload"), 422)
+        finally:
+            with suppress(OSError):  # nobody reads it
+                os.close(os.open(versions.file, os.O_WRONLY | os.O_NONBLOCK))
+            versions.file.unlink()
+        versions.write(entry("b", "own"))
+        assert reload(live)["changed"] == {"own": ["weights"]}
 
 
 def test_no_file(serve: Serve) -> None:

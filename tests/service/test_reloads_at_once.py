@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -12,14 +13,15 @@ from tests.server import Live
 from tests.service.conftest import Serve
 from tests.service.exchanged_models import ALLOW, GATED_BYTES, WAITING, WIDE, WIDE_BYTES, Versions, entry
 from tests.service.gated_server import wait_until
-from tests.service.support import npy, problem, raw
+from tests.service.support import arrays_of, npy, problem, raw
+
+LATE = "python:tests.service.nets_http:wait_for_file"
+ROWS = np.ones((1, 4), np.float32)
 
 
 def ask(live: Live, model: str | None = None) -> httpx.Response:
     query = {} if model is None else {"model": model}
-    return live.client.post(
-        "/extract", **raw(npy(np.ones((1, 4), np.float32)), "application/x-npy", **query, layers="linear")
-    )
+    return live.client.post("/extract", **raw(npy(ROWS), "application/x-npy", **query, layers="linear"))
 
 
 def workers(live: Live) -> list[str]:
@@ -169,3 +171,31 @@ def test_exchange_of_a_model_that_goes(serve: Serve, versions: Versions, gate: t
         assert "configuration" in refused["detail"]
         gate.set()
         wait_until(lambda: states(live) == {"first": "ready", "slow": "ready"})
+
+
+def test_exchange_between_two_readings(serve: Serve, versions: Versions, gate: threading.Event, tmp_path: Path) -> None:
+    """A reading that waits for the former one waits for what is exchanged meanwhile too, and then is taken whole."""
+    models, opened = [entry("a", "first"), entry("a", "other")], tmp_path / "opened"
+    allow = {**ALLOW, "sources": [LATE], "args": ["path"]}
+    with (
+        serve(versions.write(*models, allow=allow), config=versions.file) as live,
+        ThreadPoolExecutor(3) as pool,
+        httpx.Client(base_url=live.url, timeout=120) as client,
+    ):
+        versions.write(*models, entry("a", "slow", source=WAITING), allow=allow)
+        former = pool.submit(client.post, "/models/reload")
+        wait_until(lambda: states(live).get("slow") == "loading")
+        versions.write(entry("b", "first"), entry("b", "other"), allow=allow, aliases={"prod": "other"})
+        reading = pool.submit(client.post, "/models/reload")
+        late = entry("c", "first", source=LATE, args={"path": str(opened)})
+        exchange = pool.submit(client.put, "/models/first", json=late)
+        wait_until(lambda: live.client.get("/models/first").json().get("replacement") is not None)
+        gate.set()
+        assert former.result().status_code == 200
+        opened.touch()
+        assert exchange.result().status_code == 200
+        assert reading.result().status_code == 200
+        np.testing.assert_allclose(
+            arrays_of(ask(live, "first"))["linear"], versions.answer("b", ROWS), rtol=1e-4, atol=1e-4
+        )
+        assert ask(live, "prod").json()["model"] == "other"

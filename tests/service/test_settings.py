@@ -36,6 +36,23 @@ def test_no_sizes(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         read_settings()
 
 
+NO_TEXTS = (
+    *(("CACHE_DIR", "~nobody-is-called-so/cache"), ("API_KEYS_FILE", "/nowhere/\udcff")),
+    *(("API_KEYS", "good,bad\x1b[31m"), ("API_KEYS", "\udcff"), ("ADMIN_KEYS", "a\x7fb # boss")),
+    *(("OTLP_ENDPOINT", f"http://{rest}") for rest in ("", ":4318", "[::1", "a collector:4318", "host:port", "host\n")),
+)
+
+
+@pytest.mark.parametrize(("name", "text"), NO_TEXTS)
+def test_no_texts(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    """A home that nobody has, a key that no header can hold, an address without a host: a line that shows no key."""
+    monkeypatch.setenv(f"LAYERTAP_{name}", text)
+    with pytest.raises(SettingsError, match=rf"^LAYERTAP_{name}: ") as caught:
+        read_settings()
+    assert len(caught.value.detail.splitlines()) == 1
+    assert not name.endswith("KEYS") or "bad" not in caught.value.detail
+
+
 def test_all_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names and values that make no sense are told all at once, a line each."""
     for name, value in {"API_KEY": "secret", "PROT": "1", "DEADLINE_S": "soon", "KEY_BURST": "5"}.items():

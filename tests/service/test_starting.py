@@ -141,6 +141,46 @@ def test_asked_to_end_at_once(torchless: dict[str, str], tmp_path: Path, number:
         assert running.wait(END_S) == 0
 
 
+SWALLOWS = """
+import signal
+from layertap.service.signals import exit_cleanly_on_signals
+
+exit_cleanly_on_signals()
+try:
+    signal.raise_signal(signal.{})
+except BaseException:
+    pass
+raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_end_where_exceptions_are_swallowed(number: signal.Signals) -> None:
+    """A server that is asked to end while it imports ends, though a library swallows all exceptions just then."""
+    words = [sys.executable, "-c", SWALLOWS.format(number.name)]
+    assert subprocess.run(words, env=environment(), timeout=END_S).returncode == 0
+
+
+def test_closed_streams(tmp_path: Path) -> None:
+    """A server whose standard streams are closed serves, and no socket takes their numbers."""
+    path = tmp_path / "socket"
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command("serve", "--uds", str(path))]
+    running = subprocess.Popen(words, env=environment(LAYERTAP_WORKERS="0", LAYERTAP_DRAIN_DELAY_S="0"))
+    try:
+        wait_until(lambda: path.exists() or running.poll() is not None)
+        assert running.poll() is None
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://localhost", timeout=END_S) as client:
+            assert client.get("/livez").status_code == 200
+        streams = [Path(f"/proc/{running.pid}/fd/{number}").readlink() for number in range(3)]
+        assert streams == [Path(os.devnull)] * 3
+        running.terminate()
+        assert running.wait(END_S) == 0
+    finally:
+        running.kill()
+        running.wait()
+
+
 @pytest.mark.parametrize(("host", "families"), [("127.0.0.1", 1), ("localhost", 2), ("::1", 1)])
 def test_bind(host: str, families: int) -> None:
     """Every address of a host is listened on, all on one port, and again as soon as that has ended."""

@@ -192,6 +192,8 @@ UNLOADABLE = {
     "source: 'torchvision:resnet50', devices: [cuda, 'cuda:0']": "devices: a device is there twice",
     "source: 'torchvision:resnet50', weights: 'random:x'": "weights: weights random:SEED needs a whole number",
     "source: 'torchvision:resnet50', weights: gone.pth": "weights: there is no file",
+    f"source: 'torchvision:resnet50', weights: {'a' * 300}.pth": "weights: ",
+    f"source: 'transformers:{'a' * 300}'": "source: ",
     "source: 'torchvision:resnet50', load: lazy, weights: gone.pth": "weights: there is no file",
     "source: 'torchvision:resnet50', embedding: 'a:outptu'": "embedding: 'outptu' is no site",
     "source: 'torchvision:resnet50', warm: [{layers: [a, 'b[']}]": "warm.0.layers.1: the path in 'b[' is not closed",
@@ -207,6 +209,27 @@ def test_unloadable(tmp_path: Path, entry: str) -> None:
         read_configuration(file, before_loading=True)
     (line,) = caught.value.detail.splitlines()
     assert line.startswith(f"{file}:4: models.1.{UNLOADABLE[entry]}")
+
+
+TWICE = """models:
+- {name: a, source: 'torchvision:vgg11', weights: 'random:0', weights: 'random:1'}
+- &other {name: b, source: 'torchvision:vgg11'}
+- {<<: *other, name: c}
+- {<<: *other, name: d}
+aliases: {prod: a}
+aliases: {canary: b}
+"""
+
+
+def test_fields_that_are_there_twice(tmp_path: Path) -> None:
+    """Of a field that is there twice nobody knows which is meant; what comes by a merge is there once."""
+    file = write_config(tmp_path, TWICE)
+    with pytest.raises(ConfigError) as caught:
+        read_configuration(file)
+    assert caught.value.detail.splitlines() == [
+        f"{file}:2: models.0.weights: this is there twice",
+        f"{file}:7: aliases: this is there twice",
+    ]
 
 
 def test_unreadable(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import socket
@@ -137,7 +138,7 @@ def test_renewed(served: Process, certificate: Certificate, tmp_path: Path) -> N
 
 
 def test_half_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A certificate whose key has yet to come, or a file that is gone, changes nothing until both are there."""
+    """A certificate whose key has yet to come, a file that is gone, or a pipe, changes nothing until both are there."""
     first, second = make_certificate(tmp_path, "first"), make_certificate(tmp_path, "second")
     cert, key = tmp_path / "cert", tmp_path / "key"
     shutil.copy(first.cert, cert)
@@ -171,6 +172,9 @@ def test_half_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         cert.unlink()
         await logged("the certificate is not renewed", 2)
         found.append(await shown(port, first))
+        os.mkfifo(cert)
+        await logged("the certificate is not renewed", 3)
+        cert.unlink()
         shutil.copy(second.key, key)
         shutil.copy(second.cert, cert)
         await logged("the certificate is renewed", 1)

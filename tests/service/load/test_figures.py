@@ -70,6 +70,7 @@ def test_figures_of_nothing() -> None:
         ("a;dur=1;dur=2", [Entry("a", 1.0)]),
         ("a;dur=soon, b;dur=nan, c;dur", [Entry("a"), Entry("b"), Entry("c")]),
         (", ,;dur=1,a", [Entry("a")]),
+        (";;;;, ;, a;;dur=1;", [Entry("a", 1.0)]),
         ('a;desc="never ends, b', [Entry("a", None, "never ends, b")]),
     ],
 )

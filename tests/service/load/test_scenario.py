@@ -55,6 +55,13 @@ from tests.service.support import Json, picture
         ({"route": "infer"}, "model: this is missing, the route 'infer' needs it"),
         ({"route": "infer", "model": "m", "input": {"random": [3]}}, "input.name: the route 'infer' needs the name"),
         ({"input": {"picture": "."}}, "input.picture: there is no picture in"),
+        ({"input": {"picture": "a\0.png"}}, "input.picture: can't read"),
+        ({"input": {"random": [1_000_000, 1_000_000]}}, "input.random: rows of more than 256 MiB"),
+        ({"weight": 1e308}, "weight: Input should be less than or equal to"),
+        ({"headers": {"X": "é"}}, "headers: 'X' or its value is none that can be sent"),
+        ({"headers": {"a\nb": 1}}, "headers: 'a\\nb' or its value is none that can be sent"),
+        ({"headers": {"X": "a\r\nb: c"}}, "headers: 'X' or its value is none that can be sent"),
+        ({"headers": {"Content-length": 5}}, "headers: 'Content-length' is written by the tester"),
     ],
 )
 def test_parsing_errors(tmp_path: Path, change: Json, message: str) -> None:
@@ -74,6 +81,8 @@ def test_parsing_errors(tmp_path: Path, change: Json, message: str) -> None:
         ("- a", "request 1: this should be a mapping"),
         ("- {name: a, layers: b}", "request 1 (a): input: this is missing"),
         ("- [", "is not YAML"),
+        ("- {name: a, weight: 2026-99-99}", "is not YAML"),
+        (f"- {{name: a, weight: {'9' * 5000}}}", "is not YAML"),
         ("- {name: a, layers: b, input: {bad: true}}\n" * 2, "two kinds of requests are called 'a'"),
     ],
 )
@@ -189,7 +198,7 @@ def test_folder(tmp_path: Path, count: int, places: list[list[int]]) -> None:
 def test_folder_that_is_too_large(tmp_path: Path) -> None:
     """What would be held in memory is bounded, by the files' sizes."""
     with (tmp_path / "a.png").open("wb") as stream:
-        stream.truncate(inputs.MAX_FOLDER_BYTES + 1)
+        stream.truncate(inputs.MAX_BYTES + 1)
     with pytest.raises(ScenarioError, match="has more than 256 MiB of pictures"):
         make_scenario([{**VECTOR, "input": {"picture": "."}}], tmp_path)
 
