@@ -167,7 +167,9 @@ def stream(
                     yield each
                 update(done, scheduler.failed)
                 if not running:
-                    return
+                    if scheduler.exhausted:
+                        return
+                    continue  # all that waited for a slow batch is taken: there is room for others
                 finished, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in finished:
                     scheduler.finish(future.result())
@@ -198,7 +200,9 @@ async def stream_async(
                     yield each
                 update(done, scheduler.failed)
                 if not running:
-                    return
+                    if scheduler.exhausted:
+                        return
+                    continue  # all that waited for a slow batch is taken: there is room for others
                 finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     scheduler.finish(task.result())

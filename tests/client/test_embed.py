@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -18,7 +20,7 @@ from PIL import Image
 import layertap_client as lt
 from layertap_client import RetryPolicy
 from layertap_client.pace import Pace
-from tests.client.misbehaving_server import cut, misbehaving, relay, reply
+from tests.client.misbehaving_server import Received, cut, misbehaving, relay, reply
 from tests.server import Live, serving
 from tests.service.support import Array, configured, net, picture, raw
 
@@ -286,6 +288,26 @@ def test_troubled_connection(embed: Embed, live: Live) -> None:
         items = embed(server.url, PICTURES, retries=RetryPolicy(backoff_s=0.001))
     for each, vector in zip(items, vectors_of(live, *PICTURES), strict=True):
         np.testing.assert_allclose(each.vector, vector, rtol=1e-4, atol=1e-5)
+
+
+def test_a_slow_batch(embed: Embed, live: Live) -> None:
+    """Where all that may wait for a slow batch do, the rest comes after it: nothing ends too soon."""
+    good, answered = relay(live.url), threading.Semaphore(0)
+
+    def late(connection: socket.socket, request: Received) -> bool:
+        return all(answered.acquire(timeout=60) for _ in range(3)) and good(connection, request)
+
+    def soon(connection: socket.socket, request: Received) -> bool:
+        goes_on = good(connection, request)
+        answered.release()
+        return goes_on
+
+    # Of two kinds in turn, so that each is a batch: the first is held until as many wait as may, and none is under way.
+    inputs = [each if n % 2 else {"image": each} for n, each in enumerate(PICTURES[:20])]
+    with misbehaving(good, late, soon) as server:
+        items = embed(server.url, inputs)
+    assert [each.index for each in items] == list(range(20))
+    assert [each.index for each in items if each.error] == []
 
 
 def test_another_model(embed: Embed) -> None:

@@ -250,7 +250,7 @@ def test_names_of_keys(serve: Serve, lines: Lines) -> None:
     assert not [key for key in ("user-key", "other-key", "admin-key", "wrong-key") if key in lines.stream.getvalue()]
 
 
-@pytest.mark.parametrize("keys", ["a # ", "a # b c", "a # " + "n" * 33, "a # <b>", "a #\x1b"])
+@pytest.mark.parametrize("keys", ["a # ", "a # b c", "a # " + "n" * 33, "a # <b>", "a # é"])
 def test_bad_names_of_keys(keys: str) -> None:
     """A name that is none is refused, without the key."""
     with pytest.raises(ValidationError, match="behind ' #' a key has a name"):
