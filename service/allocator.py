@@ -15,8 +15,8 @@ MALLOC_PARAMETERS = {
     MMAP_THRESHOLD: 32 * MIB,
     TRIM_THRESHOLD: 512 * MIB,
     TOP_PAD: 16 * MIB,
-    # Threads come and go with models, and each takes an arena that is free. Of 8 a core, which is glibc's own bound,
-    # pages with a few blocks in use stay: that is tens of MiB more with every hundred models that are loaded.
+    # Threads come and go with models, and each takes an arena. glibc has up to 8 a core, and each keeps pages with few
+    # blocks in use: tens of MiB after some hundred models.
     ARENA_MAX: max(count_cores(), 2),
 }
 

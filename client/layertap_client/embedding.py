@@ -219,11 +219,11 @@ class EmbeddingScheduler:
 
 def _find_bad(error: ProblemError, items: tuple[tuple[int, AnyItem], ...]) -> dict[int, Embedded]:
     """The inputs that a refusal is of, by their places; none where it is of the request."""
-    placed = ((_find_place(fault), fault) for fault in error.faults)
+    placed = [(_find_place(fault), fault) for fault in error.faults]
     faults = {place: fault for place, fault in placed if place is not None and place < len(items)}
     if not isinstance(error, InvalidRequestError | TooLargeError) or not faults:
         return {}
-    if any(_find_place(fault) not in faults for fault in error.faults):
+    if any(place not in faults for place, _ in placed):
         return {}
     named = {items[n][0]: Embedded(items[n][0], error=replace(f, input=items[n][0])) for n, f in faults.items()}
     if len(named) + error.more_faults < len(items):

@@ -67,7 +67,7 @@ class ModelWorker:
         self.generation = next(_GENERATIONS)
         self.key = f"{self.name}@{self.generation}"
         self.loaded: Future[Executor] = Future()
-        self.settled: Future[None] = Future()
+        self.settled = settled = Future[None]()
         self.rows = 0
         self.holders = 0
         self.last_used = 0.0
@@ -88,7 +88,7 @@ class ModelWorker:
         self._loaded_seconds_per_row = 1.0  # of a row alone, when it was loaded
         self._parallel = 1.0  # how many rows its device computes at once, one on each thread
         self._threads = [WorkerThread(f"load-{self.name}", publish_name)]
-        self.loaded.add_done_callback(partial(_settle, self.settled))  # which keeps no worker, nor its model
+        self.loaded.add_done_callback(lambda _: settled.set_result(None))  # not self: a cycle would keep the model
         self.submit(0, partial(self._load, load))
 
     @property
@@ -340,7 +340,3 @@ class ModelWorker:
         self._parallel = parallel * min(queue.slots, catalog.costs.speedup)  # a batch may take several threads
         self._loaded_seconds_per_row = catalog.costs.estimate_seconds(1)
         self._batch_seconds_per_row = self._loaded_seconds_per_row / self._parallel
-
-
-def _settle(settled: Future[None], _loaded: Future[Executor]) -> None:
-    settled.set_result(None)

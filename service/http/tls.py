@@ -7,7 +7,6 @@ import errno
 import logging
 import ssl
 from functools import partial
-from itertools import filterfalse
 from pathlib import Path
 
 log = logging.getLogger("layertap")
@@ -43,8 +42,9 @@ async def follow_renewals(context: ssl.SSLContext, cert: str, key: str, interval
 
 
 def _load_renewed(cert: str, key: str) -> ssl.SSLContext:
-    for path in filterfalse(Path.is_file, map(Path, (cert, key))):  # a pipe would hold the thread for ever
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    for path in (cert, key):
+        if not Path(path).is_file():  # a pipe would hold the thread for ever
+            raise FileNotFoundError(errno.ENOENT, "no such file", path)
     return _load_certificate(cert, key)
 
 

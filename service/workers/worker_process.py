@@ -269,8 +269,7 @@ class WorkerProcess:
 
     def note_waiting_rows(self, rows_wait: bool) -> None:
         """Let it know whether rows are in no batch yet: else it need not ask what joins its own. Any thread may."""
-        with suppress(ValueError):  # it is gone
-            self._progress.rows_wait = rows_wait
+        self._progress.rows_wait = rows_wait
 
     def replace(self, reason: RestartReason | None = None) -> None:
         """End the process and start another one; LoadError where that can't be done. None: it has ended by itself."""
