@@ -22,6 +22,7 @@ from typing import Literal, Self
 
 Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "other"]
 
+MAX_SHOWN_NAMES = 3
 MAX_COMPARED = 200  # characters: comparing takes time by their square
 IN_THE_LOG = "the server's log has the traceback"
 
@@ -30,6 +31,12 @@ def escape(text: str, limit: int = 80) -> str:
     """A name from outside, safe to show: escaped to printable ASCII, cut to ``limit`` characters, in quotes."""
     shown = text[: limit + 1].encode("unicode_escape").decode("ascii")
     return f"'{shown[:limit]}…'" if len(shown) > limit else f"'{shown}'"
+
+
+def format_names(names: Sequence[str]) -> str:
+    """The first of many names, and how many more there are."""
+    more = len(names) - MAX_SHOWN_NAMES
+    return ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def find_nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> tuple[str, ...]:

@@ -78,6 +78,11 @@ class ModelInfo:
         return self.catalogs.configured
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why any answer of this model may mislead."""
+        return self.report.warnings if self.report is not None else ()
+
+    @property
     def embedding(self) -> str | None:
         """The text of the embedding's selector."""
         return self.embedding_selector.text if self.embedding_selector is not None else None

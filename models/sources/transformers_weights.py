@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layertap.models.errors import LoadError, escape
+from layertap.models.errors import LoadError, escape, format_names
 from layertap.models.sources.build import get_seed, wrap_build_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource
@@ -20,7 +20,6 @@ from layertap.models.weights.checkpoints import read_checkpoint
 from layertap.models.weights.folders import FILES, find_weights
 from layertap.models.weights.report import LoadReport
 from layertap.models.weights.state_dict import (
-    format_names,
     has_same_values,
     load_state_dict,
     raise_for_different,

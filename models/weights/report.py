@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from layertap.models.errors import escape, format_names
+
 MAX_NAMES = 100
 
 
@@ -21,6 +23,14 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     left_over: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What every answer has to say: the values of missing tensors were drawn at random."""
+        if not self.missing:
+            return ()
+        shown = format_names([escape(name) for name in self.missing])
+        return (f"the checkpoint lacks weights of this model, which are random: {shown}",)
 
     def describe(self) -> dict[str, Any]:
         """The report for JSON, without what is empty; of names how many there are, and the first of them."""

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.errors import LoadError, escape, format_names, label_failures
 from layertap.models.weights.digest import view_bytes
 from layertap.models.weights.names import StateDict, fit_names
 from layertap.models.weights.report import LoadReport
 
-MAX_SHOWN_NAMES = 3
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
@@ -166,9 +165,3 @@ def _describe_differences(module: nn.Module, state: Mapping[str, Tensor]) -> str
         "of another shape": shapes,
     }
     return "; ".join(f"{kind}: {format_names(names)}" for kind, names in kinds.items() if names)
-
-
-def format_names(names: list[str]) -> str:
-    """The first of many names, and how many more there are."""
-    more = len(names) - MAX_SHOWN_NAMES
-    return ", ".join(names[:MAX_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")

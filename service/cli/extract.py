@@ -51,6 +51,8 @@ def extract(
     else:
         output.write(output.format.encode(features, EncodeOptions()))
         stderr.print(f"{output.name}: {features.rows} rows, fingerprint {features.fingerprint}", markup=False)
+    for warning in features.warnings:
+        stderr.print(warning, markup=False)
     if features.skipped:
         raise typer.Exit(1)
 

@@ -75,6 +75,8 @@ class Engine:
         rows = request.timings.facts.rows
         self._describe(request)
         features = await self._compute_once(request, admission, compute)
+        worker = await self.get_worker(request.model, admission)
+        features = replace(features, warnings=(*worker.model.warnings, *features.warnings))
         request.timings.describe(rows=rows + features.rows)
         return features
 

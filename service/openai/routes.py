@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -15,10 +16,10 @@ from layertap.service.features import Features, join_features
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.dependencies import EngineDependency
-from layertap.service.http.entity_tag import digest_form, is_known, make_etag
+from layertap.service.http.entity_tag import digest_form, is_known
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
-from layertap.service.http.request_handler import make_headers, receive
+from layertap.service.http.request_handler import describe_features, receive
 from layertap.service.openai.encoding import encode_embeddings
 from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
 from layertap.service.openai.projection import check_dimensions, shorten
@@ -41,9 +42,9 @@ async def create_embeddings(request: Request) -> Response:
         features = [await engine.extract(part, admission) for part in parts]
         with parsed.extract.timings.step("encode"):
             encode = partial(_encode, features, parsed)
-            fingerprint, data = await engine.run_in_thread(encode, admission.deadline)
+            joined, data = await engine.run_in_thread(encode, admission.deadline)
         content = digest_form((part.content for part in features), parsed.model_id, parsed.dimensions)
-        headers = make_headers(fingerprint, ()) | make_etag(content)
+        headers = describe_features(replace(joined, content=content))
         if is_known(request.headers, content):
             return Response(status_code=304, headers=headers)
         return Response(data, media_type="application/json", headers=headers)
@@ -64,12 +65,12 @@ async def show_model(engine: EngineDependency, model_id: str) -> Json:
     return await _describe(engine, model_id)
 
 
-def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[str, bytes]:
-    """The fingerprint of what features of some inputs after others are, and their reply."""
+def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Features, bytes]:
+    """The features of some inputs after others, and their reply."""
     features = join_features(parts)
     if request.dimensions is not None:
         features = shorten(features, request.dimensions)
-    return features.fingerprint, encode_embeddings(features, request.model_id, request.extract.reply.encoding)
+    return features, encode_embeddings(features, request.model_id, request.extract.reply.encoding)
 
 
 async def _describe(engine: Engine, model_id: str) -> Json:

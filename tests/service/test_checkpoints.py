@@ -16,7 +16,7 @@ from tests.oracle import record
 from tests.server import Live
 from tests.service.checkpoint_files import KINDS, Written, write
 from tests.service.conftest import Serve
-from tests.service.support import Json, arrays_of, npy, raw
+from tests.service.support import Json, arrays_of, metadata, npy, picture, raw, tensor, text64
 
 NAMES = {kind: f"m{number}" for number, kind in enumerate(KINDS)}
 
@@ -84,3 +84,31 @@ def test_what_was_taken_is_told(live: Live, caplog: pytest.LogCaptureFixture) ->
     assert told == [{"model": name, **lost}]
     assert lost["missing"] == {"count": 2, "names": ["classifier.1.weight", "classifier.1.bias"]}
     assert describe("with more, not strict")["left_over"] == {"count": 1, "names": ["projector.weight"]}
+
+
+def test_missing_weights_warn_in_every_reply(live: Live) -> None:
+    """Random weights are named wherever they may have a part in an answer; a whole checkpoint warns of nothing."""
+    row = np.zeros((3, 64, 64), np.float32)
+    words = "the checkpoint lacks weights of this model, which are random: 'classifier.1.weight', 'classifier.1.bias'"
+    for kind, warnings in (("without a head, not strict", [words]), ("plain.pth", [])):
+        body = {"model": NAMES[kind], "inputs": [tensor(row)], "layers": ["features.12"]}
+        explained = {"model": NAMES[kind], "inputs": [tensor(row)], "method": "saliency"}
+        embedded = {"model": NAMES[kind], "input": f"data:image/png;base64,{text64(picture())}"}
+        inferred = {
+            "inputs": [{"name": "x", "shape": [1, *row.shape], "datatype": "FP32", "data": row.ravel().tolist()}]
+        }
+        replies = {
+            "/extract": body,
+            "/extract?format=npz": body,
+            "/explain": explained,
+            "/v1/embeddings": embedded,
+            f"/v2/models/{NAMES[kind]}/infer": inferred,
+        }
+        for path, sent in replies.items():
+            reply = live.client.post(path, json=sent)
+            assert reply.status_code == 200, reply.text
+            assert reply.headers.get("x-layertap-warnings", "") == "; ".join(warnings), path
+        assert live.client.post("/extract", json=body).json().get("warnings", []) == warnings
+        assert live.client.post("/extract?dry_run=true", json=body).json()["warnings"] == warnings
+        safetensors = metadata(live.client.post("/extract?format=safetensors", json=body))
+        assert json.loads(safetensors.get("warnings", "[]")) == warnings

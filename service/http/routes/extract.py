@@ -32,7 +32,8 @@ async def extract(request: Request) -> Response:
     engine: Engine = request.app.state.engine
     async with receive(request, engine, parse) as (parsed, admission):
         if parsed.dry_run:
-            return _make_estimate(await engine.dry_run(parsed, admission))
+            jobs, worker = await engine.dry_run(parsed, admission), await engine.get_worker(parsed.model, admission)
+            return _make_estimate(jobs, worker.model.warnings)
         if parsed.probe:
             check_probed(parsed)
         if parsed.reply.format.is_picture:
@@ -47,8 +48,8 @@ async def extract(request: Request) -> Response:
 ROUTE = PlainRoute("/extract", extract)
 
 
-def _make_estimate(jobs: Sequence[Job]) -> Response:
-    """What a request would get, with no forward."""
+def _make_estimate(jobs: Sequence[Job], warnings: Sequence[str]) -> Response:
+    """What a request would get, with no forward; ``warnings`` are those of its model."""
     job = max(jobs, key=lambda job: job.spec.plan.cost)
     entries, plan = list_entries(jobs), job.spec.plan
     fingerprint = digest_jobs(jobs)
@@ -66,7 +67,7 @@ def _make_estimate(jobs: Sequence[Job]) -> Response:
         **({"rows_per_forward": job.rows_per_forward} if job.rows_per_forward is not None else {}),
         "cost": plan.cost,
         "seconds": round(sum(_estimate_seconds(each) for each in jobs), 6),
-        "warnings": list(dict.fromkeys(warning for each in jobs for warning in _list_warnings(each))),
+        "warnings": [*warnings, *dict.fromkeys(warning for each in jobs for warning in _list_warnings(each))],
         "errors": [format_fault(fault) for fault in job.faults],
     }
     headers = make_headers(fingerprint, job.faults)
