@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from layertap.models.hooks.tensor_tree import iterate_tensors
 
 
 class Taint(DispatchMode):
-    """While it is entered: which memory holds what was computed from tensors that were marked.
+    """While it is entered: which storages hold what was computed from tensors that were marked.
 
     From a number that Python took out of one (``item()``, ``if mask.any():``) everything later follows. What it takes
     by ``tolist()`` or ``numpy()`` is not seen.
@@ -21,17 +22,20 @@ class Taint(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory: set[int] = set()
+        self._tainted: set[int] = set()  # by address, each as long as its storage lives: addresses are reused
         self._has_read = False
         self._paused = False
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """From here on these tensors count, and all that shares memory with them."""
-        self._memory |= _find_memory(tensors)
+        for storage in map(Tensor.untyped_storage, tensors):
+            if storage._cdata not in self._tainted:
+                self._tainted.add(storage._cdata)
+                weakref.finalize(storage, self._tainted.discard, storage._cdata)
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on one that was marked."""
-        return self._has_read or not self._memory.isdisjoint(_find_memory([tensor]))
+        return self._has_read or self._is_any_tainted([tensor])
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -50,21 +54,17 @@ class Taint(DispatchMode):
         result = func(*args, **options)
         if self._paused or func._schema.name in SHAPES_ONLY:
             return result
-        read, written = _find_memory(_find_tensors((args, options))), _find_memory(_find_tensors((result,)))
-        if self._memory.isdisjoint(read):
-            self._memory -= written  # memory that was freed is used again
-        else:
-            self._memory |= written | (read if func._schema.is_mutable else set())
-            self._has_read |= not written and not func._schema.is_mutable
+        if self._is_any_tainted(_find_tensors((args, options))):
+            self.mark(_find_tensors((result, args, options) if func._schema.is_mutable else (result,)))
+            self._has_read |= next(_find_tensors((result,)), None) is None and not func._schema.is_mutable
         return result
+
+    def _is_any_tainted(self, tensors: Iterable[Tensor]) -> bool:
+        return any(tensor.untyped_storage()._cdata in self._tainted for tensor in tensors)
 
 
 def _find_tensors(value: object) -> Iterator[Tensor]:
     return (tensor for _, tensor in iterate_tensors(value))
-
-
-def _find_memory(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
 
 
 SHAPES_ONLY = frozenset(

@@ -244,6 +244,15 @@ def test_int8_of_zeros() -> None:
     assert found.values.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0,), (2, 0, 3), (0, 0)])
+def test_int8_of_nothing(shape: tuple[int, ...]) -> None:
+    """An empty tensor is empty as int8 too, with a scale for each index of axis 0."""
+    found = reduce(torch.zeros(shape), TensorInfo((), shape, "float32"), Reduction(dtype="int8"))
+    assert found.scale is not None
+    assert (found.values.dtype, tuple(found.values.shape)) == (torch.int8, shape)
+    assert (found.scale > 0).tolist() == [True] * shape[0]
+
+
 def test_int8_scales_are_of_each_row() -> None:
     """One row's scale does not depend on another's size."""
     leaf = TensorInfo((), (1, 2, 3), "float32", layout="NTC")

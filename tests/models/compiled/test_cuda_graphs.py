@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.compiled.check import check_against_hooks
@@ -22,8 +22,10 @@ from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
 from layertap.models.compiled.plan_graphs import PlanGraphs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
+from layertap.models.selection.hook_points import Reduction
 from layertap.models.selection.plan import Plan
 from layertap.models.selection.selectors import parse_selector
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import net_spec
 from tests.loading import load_model
 from tests.nets import batch
@@ -169,6 +171,43 @@ def test_compared_with_hooks(model: LoadedModel, plan: Plan, graphs: PlanGraphs,
         return
     with pytest.raises(WarmError, match="other numbers"):
         check_against_hooks(model, plan, changed, own, (1, 2, 5))
+
+
+class Votes(nn.Module):
+    """Returns scores, and the place of the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.linear(x)
+        return scores, scores.argmax(1)
+
+
+@pytest.mark.parametrize("wrong", [None, "scores", "scale", "place"])
+def test_integers_and_scales_are_compared(wrong: str | None) -> None:
+    """An integer that is off by one is another; numbers as int8 are those times their scales, but for one step."""
+    spec = ModelSpec("votes", f"python:{__name__}:Votes", weights="random:0", inputs=(InputSpec("x", (4,)),))
+    model = load_model(replace(spec, device="cpu"), 1, 1)
+    int8 = replace(parse_selector("linear"), reduction=Reduction(dtype="int8"))
+    plan = make_plan([int8, parse_selector(".")], model.catalog)
+    captures = tuple(result.capture for result in plan.results)
+
+    def run(rows: Tensor) -> list[Tensor]:
+        scores, place = model.module(rows)
+        scale = scores.abs().amax(1) / 127 * (2 if wrong == "scale" else 1)
+        whole = (scores / (scores.abs().amax(1, keepdim=True) / 127)).round() + (-2 if wrong == "scores" else 0)
+        plain = [scores, place + (wrong == "place")]
+        return [whole.to(torch.int8), scale, *plain]
+
+    graph = Counted(run)
+    graphs = PlanGraphs(captures, ("x",), graph, graph)
+    if wrong is None:
+        check_against_hooks(model, plan, graphs, model.replicas[0], (1, 4))
+        return
+    with pytest.raises(WarmError, match="other numbers"):
+        check_against_hooks(model, plan, graphs, model.replicas[0], (1, 4))
 
 
 def test_results_that_do_not_last_are_found(model: LoadedModel, plan: Plan, graphs: PlanGraphs) -> None:

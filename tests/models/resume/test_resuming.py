@@ -18,6 +18,8 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.errors import InputError, OutOfMemoryError, RequestError, SelectorError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.planner import make_plan
+from layertap.models.replica import call_module
+from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.hook_points import Objective, Selector
 from layertap.models.selection.plan import Plan
@@ -498,6 +500,32 @@ def test_what_hides_in_a_forward(factory: str) -> None:
     known = resumed(load_model(own(factory)), "first")
     assert {path for layer, _, path, _ in points(known) if layer == "."} == {("0",)}
     assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
+
+
+class MakesConstants(nn.Module):
+    """Makes tensors of numbers where what depended on the input has just been let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(sum(x * factor for factor in range(6)))
+        ones = [torch.tensor([[1.0] * 64] * len(x)) for _ in range(8)]
+        out: Tensor = self.second(x * sum(ones))
+        return out
+
+
+def test_reused_memory_is_no_dependence() -> None:
+    """Every trial of one layer ends alike, wherever the tensors of its forwards happen to be."""
+    model = load_model(own("MakesConstants", InputSpec("x", (64,))))
+    start = find_start(parse_selector("first"), model.catalog)
+    rows = batch(model.inputs, 3)
+    kept = []
+    for trial in range(100):
+        kept.append(torch.zeros(trial % 13 * 64 + 1))
+        known = verify_resumable(model.module, start, model.catalog, model.inputs, call_module, rows, model.dtype)
+        assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
 
 
 class Replaces(nn.Module):
