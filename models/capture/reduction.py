@@ -166,8 +166,9 @@ def _quantize(value: Tensor) -> ReducedTensor:
 
     Where a value is not finite nothing of that index can be told: its scale is NaN.
     """
-    flat = value.to(torch.float32).reshape(value.shape[0], -1) if value.ndim else value.reshape(1, 1)
-    scale = (flat.abs().amax(-1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    flat = value.to(torch.float32).reshape(value.shape or (1,)).unsqueeze(-1).flatten(1)
+    largest = flat.abs().amax(-1) if flat.shape[-1] else flat.new_zeros(len(flat))
+    scale = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(scale.isfinite(), scale, torch.nan)
     whole = torch.nan_to_num(flat / scale[:, None], 0.0).round().to(torch.int8)
     return ReducedTensor(whole.reshape(value.shape).contiguous(), scale)

@@ -118,13 +118,11 @@ def _build(build: Build, args: Mapping[str, Any], state: StateDict) -> nn.Module
     """A module without values; None for one that shows itself another before it is whole, or takes no such argument."""
     with warnings.catch_warnings(action="ignore"), _stop_at_difference(state):
         try:
-            with torch.device("meta"):
-                return build(args)
-        except NotImplementedError:  # it looks at values while it is constructed
             try:
+                with torch.device("meta"):
+                    return build(args)
+            except NotImplementedError:  # it looks at values while it is constructed
                 return build(args)
-            except _DifferentError:
-                return None
         except Exception:  # of a third party's constructor, or ours: it does not fit
             return None
 
