@@ -14,6 +14,7 @@ from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_view import Span, select_rows
 from layertap.models.devices import transfer
+from layertap.models.plain_tensor import view_bytes
 from layertap.models.selection.plan import Capture, ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS
 
@@ -114,7 +115,7 @@ def pack(tensors: list[Tensor]) -> Tensor:
     """The bytes of all tensors in one, each begun at a multiple of ``ALIGNMENT``."""
     parts = []
     for tensor in tensors:
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+        flat = view_bytes(tensor)
         parts += [flat, flat.new_empty(-len(flat) % ALIGNMENT)]
     return torch.cat(parts)
 

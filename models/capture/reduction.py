@@ -17,6 +17,7 @@ from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.padding import is_padded, move_padding_last, strip_padding, truncate
 from layertap.models.catalog.row_view import move_rows_first, to_floating
 from layertap.models.errors import InputError
+from layertap.models.plain_tensor import to_plain
 from layertap.models.selection.hook_points import AXES, Reduction
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import STATISTICS
@@ -62,7 +63,7 @@ def reduce(
 
 def apply_reduction(value: Tensor, leaf: TensorInfo, reduction: Reduction) -> ReducedTensor:
     """The numbers of a reduction, in whatever memory they are: of the captured tensor, where they are its own."""
-    value = _narrow(value, leaf.layout, reduction)
+    value = _narrow(to_plain(value), leaf.layout, reduction)
     if reduction.stats is not None:
         rows = move_rows_first(value, leaf)
         groups = rows.positions(0) if reduction.by == "channel" else rows.values.flatten(1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.observations import CallObservation
 from layertap.models.inputs.noise import ROWS, copy_row
+from layertap.models.plain_tensor import view_bytes
 
 
 def has_same_calls(
@@ -56,7 +57,7 @@ class _WriteMarks:
         tensors = (*module.parameters(), *module.buffers())
         # A tensor that a forward made, a cache for one, has no version.
         versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-        return cls(versions, [buffer.detach().clone().reshape(-1).view(torch.uint8) for buffer in module.buffers()])
+        return cls(versions, [view_bytes(buffer).clone() for buffer in module.buffers()])
 
     def matches(self, other: _WriteMarks) -> bool:
         is_same = self.versions == other.versions and len(self.buffers) == len(other.buffers)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layertap.models.plain_tensor import to_plain
+
 BINS = 16
 MAX_NUMBERS = 2**16  # looked at
 MASK_VALUE = 1e30  # larger numbers, infinities and NaN are marks of what to leave out
@@ -27,7 +29,8 @@ class Sketch:
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Sketch:
         """The sketch of a tensor of any dtype; what marks a masked entry counts as zero."""
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        plain = to_plain(tensor)
+        real = torch.view_as_real(plain) if plain.is_complex() else plain
         # Of a large tensor a number in every so many: as telling, and a survey stays a few forwards long.
         values = real.flatten()[:: 1 + real.numel() // MAX_NUMBERS].to(torch.float32)
         values = torch.where(values.abs() < MASK_VALUE, values, 0.0)

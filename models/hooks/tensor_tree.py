@@ -28,7 +28,7 @@ def iterate_tensors(value: object, path: Path = ()) -> Iterator[tuple[Path, torc
 
 
 def find_refused(value: object) -> Iterator[tuple[Path, str]]:
-    """Where a value holds tensors without plain memory, and of what kind they are: "sparse", "nested" or "opaque"."""
+    """Where a value holds tensors without plain memory, and of what kind they are, in words."""
     return ((path, _get_kind(tensor)) for path, tensor in _iterate_all(value, ()) if _get_kind(tensor) != "dense")
 
 
@@ -114,9 +114,17 @@ def _has_tensor(value: object) -> bool:
 def _get_kind(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return "nested"
-    if tensor.layout is torch.strided:
-        return "dense"
-    return "sparse" if "sparse" in str(tensor.layout) else "opaque"
+    if tensor.layout is not torch.strided:
+        return "sparse" if "sparse" in str(tensor.layout) else "opaque"
+    if tensor.is_quantized or tensor.is_meta:
+        return "quantized" if tensor.is_quantized else "on the meta device"
+    return "wrapped" if _is_wrapped(tensor) else "dense"
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether its numbers are in other tensors: within ``vmap`` and the like, or of a class that computes by itself."""
+    in_transform: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return in_transform or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _iterate_all(value: object, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from layertap.models.plain_tensor import view_bytes
+
 
 @dataclass(frozen=True)
 class BufferCopies:
@@ -37,9 +39,5 @@ class BufferCopies:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(_to_bytes(one), _to_bytes(other))
-
-
-def _to_bytes(value: Tensor) -> Tensor:
-    """Numbers that equal themselves, which NaN does not."""
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    # Bytes: NaN does not equal itself.
+    return one.shape == other.shape and torch.equal(view_bytes(one), view_bytes(other))

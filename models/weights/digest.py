@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 
-import torch
 from torch import Tensor, nn
+
+from layertap.models.plain_tensor import view_bytes
 
 
 def digest_weights(module: nn.Module, *, saved_only: bool = False) -> str:
@@ -26,8 +27,3 @@ def digest_weights(module: nn.Module, *, saved_only: bool = False) -> str:
             hasher.update(json.dumps(header).encode())
             hasher.update(view_bytes(value).cpu().numpy().data)
     return hasher.hexdigest()
-
-
-def view_bytes(value: Tensor) -> Tensor:
-    """The bytes of a tensor's values in their order, (bytes,), uint8, on its device; a view where that is possible."""
-    return value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from layertap.models.errors import LoadError, escape, format_names, label_failures
-from layertap.models.weights.digest import view_bytes
+from layertap.models.plain_tensor import view_bytes
 from layertap.models.weights.names import StateDict, fit_names
 from layertap.models.weights.report import LoadReport
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layertap.models.plain_tensor import view_bytes
+
 HEADER = struct.Struct("=QQQ")  # bytes of the pickle, of the buffers behind it with their padding, how many these are
 FLAGS = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
 MAX_INLINE_BYTES = 64 * 1024  # of buffers that go through the socket; more are in memory that both processes map
@@ -156,9 +158,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            numbers = value.detach().contiguous()
-            data = numbers.reshape(-1).view(torch.uint8).numpy()
-            return _make_tensor, (numbers.dtype, tuple(numbers.shape), pickle.PickleBuffer(data.data))
+            buffer = pickle.PickleBuffer(view_bytes(value).numpy().data)
+            return _make_tensor, (value.dtype, tuple(value.shape), buffer)
         if isinstance(value, LargeBytes):
             return LargeBytes, (pickle.PickleBuffer(value.data),)
         if isinstance(value, Exception) and value.__cause__ is not None:

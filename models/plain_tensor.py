@@ -1,0 +1,18 @@
+"""Tensors of any kind that has memory of its own, as plain ones, and as bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def to_plain(value: Tensor) -> Tensor:
+    """The same numbers without a graph, a class of their own, or a conjugate or negative that is still to be taken."""
+    return value.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+
+
+def view_bytes(value: Tensor) -> Tensor:
+    """The bytes of a dense tensor's values in their order, (bytes,), uint8, on its device; a view where possible."""
+    plain = to_plain(value).contiguous()
+    # With a single entry any strides count as contiguous, and a stride of 0 can't be viewed as another dtype.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
