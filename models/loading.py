@@ -31,6 +31,7 @@ from layertap.models.replica import Replica, call_module, copy_module, create_re
 from layertap.models.selection.embedding import find_default_embedding, find_embedding
 from layertap.models.selection.hook_points import Selector
 from layertap.models.sources import build
+from layertap.models.sources.torch_encoders import keep_dense
 from layertap.models.spec import ModelSpec
 from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.digest import digest_weights
@@ -129,13 +130,14 @@ def _run_once(module: nn.Module, inputs: ModelInputs, device: torch.device) -> N
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The module on its device, in its dtype and memory format, without gradients of its weights."""
+    """The module on its device, in its dtype and memory format, without gradients of its weights or nested tensors."""
     # Not ``to(dtype)``, which makes complex buffers real.
     module = CASTS[spec.dtype](module.to(device))
     if spec.memory_format == "channels_last":
         # Only weights: a convolution goes by them whatever its input is like, and rows come the same way to all models.
         convert_conv2d_weight_memory_format(module, torch.channels_last)
     module.requires_grad_(False)  # gradients are taken of values, never of weights: a graph begins where one is wanted
+    keep_dense(module)
     return module
 
 

@@ -149,7 +149,7 @@ def unfold_weights(shape: tuple[int, ...], module: nn.Module) -> tuple[int, ...]
 
 
 def _read_softmax(func: Any, arguments: Arguments, out: Tensor) -> AttentionEvent | None:
-    if not _is_over_keys(out, arguments["dim"]):
+    if out.is_nested or not _is_over_keys(out, arguments["dim"]):
         return None
     return AttentionEvent(tuple(out.shape), out.dtype, out, "observed", out.clone)
 
@@ -157,6 +157,8 @@ def _read_softmax(func: Any, arguments: Arguments, out: Tensor) -> AttentionEven
 def _read_fused(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | None:
     output: Tensor = out[0] if isinstance(out, tuple) else out
     query, key = arguments["query"], arguments["key"]
+    if output.is_nested:
+        return None
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     is_causal, scale = arguments.get("is_causal", False), arguments.get("scale")
     compute_weights = partial(_compute_weights, query, key, mask, is_causal, scale)
@@ -169,6 +171,8 @@ def _read_fused(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | N
 
 def _read_native(func: Any, arguments: Arguments, out: Any) -> AttentionEvent | None:
     query, key = arguments["query"], arguments["key"]
+    if query.is_nested:
+        return None
     shape = (query.shape[0], arguments["num_head"], query.shape[1], key.shape[1])
 
     def recompute() -> Tensor:
