@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
-from layertap.models.catalog.survey import survey
+from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
+from layertap.models.catalog.survey import name_input_errors, survey
 from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import memory
 from layertap.models.devices.cost_history import CostHistory
@@ -85,8 +86,11 @@ class ModelCatalogs(CatalogCache):
         if catalog is None:
             specs = self._inputs.with_shapes(shapes)
             with use_threads(self._threads):
-                catalog = self._survey(specs)
-                catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
+                try:
+                    catalog = self._resize(specs)
+                except AnotherCourseError:
+                    catalog = self._survey(specs)
+                    catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
             self.put_catalog(shapes, catalog)
         if functions and not catalog.has_functions:
             with use_threads(self._threads):
@@ -124,6 +128,19 @@ class ModelCatalogs(CatalogCache):
     def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
         prefix, dtype = self._prefix_tokens, self._inputs.dtype
         return survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
+
+    def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
+        """The catalogue of another shape by one forward; AnotherCourseError where that is not enough."""
+        if self._inputs.text is not None or any(spec.longest for spec in specs):
+            raise AnotherCourseError  # of texts, whose lengths are few, everything may depend on the length
+        recorder = SizeRecorder(self._module)
+        watch = partial(recorder.watch, self._forward)
+        threads = self._threads if self.configured.costs.speedup > 1 else 1  # as the forward that answers
+        with torch.no_grad(), use_threads(threads), name_input_errors(specs):
+            row = make_noise(specs, self._device, self._inputs.dtype, rows=1)
+            row_bytes = memory.measure_peak_bytes(watch, row, self._module, self._device)
+        catalog = resize_catalog(self.configured, self._module, recorder, self._prefix_tokens)
+        return replace(catalog, costs=replace(catalog.costs, row_bytes=row_bytes))
 
     def _make_row(self, specs: Sequence[InputSpec]) -> dict[str, Tensor]:
         return make_noise_row(specs, self._device, self._inputs.dtype)

@@ -14,7 +14,7 @@ from layertap.models.catalog.call_observer import CallTimer
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
 from layertap.models.catalog.observations import AttentionObservation, Boundary, CallObservation, TensorObservation
-from layertap.models.catalog.token_grid import list_grids
+from layertap.models.catalog.token_grid import number_patches
 from layertap.models.devices.dtypes import dtype_name
 from layertap.models.hooks.tensor_tree import Path
 
@@ -65,17 +65,13 @@ class CatalogBuilder:
         whole = several.calls.get(module, [])
         self._batches = several is not alone
         self._rowwise = self._batches and not any(each.mixed for call in whole for each in call.output.values())
-        shapes = set(self._find_map_shapes())
-        # As many tokens as a map has positions means that no class token is among them.
-        self._map_sizes = {math.prod(shape) for shape in shapes}
-        self._grids = list_grids((shape[0], shape[1]) for shape in shapes if len(shape) == 2)
 
     def build(self) -> Catalog:
         """The catalogue, its layers in the order in which they first run."""
         names = self._module.named_modules(remove_duplicate=False)
         layers = [self._build_layer(name or ".", part) for name, part in names]
         layers.sort(key=lambda layer: layer.calls[0].input.order if layer.calls else math.inf)
-        by_name = {layer.name: layer for layer in layers}
+        by_name = number_patches({layer.name: layer for layer in layers}, self._prefix)
         has_functions = self._alone.has_functions
         return Catalog(by_name, self._timer.total, self._rowwise, batches=self._batches, has_functions=has_functions)
 
@@ -95,11 +91,8 @@ class CatalogBuilder:
             return tuple(self._add_token_axes(module, number, info, find) for info, find in finders)
 
         def build_attention() -> Iterator[TensorInfo]:
-            for place, (path, one, other) in enumerate(_pair_attention(alone.attention, several.attention)):
-                info = self._build_tensor(path, one.weights, other.weights)
-                prefix = self._prefix if info.shape[-1] > self._prefix else 0
-                grid_size = self._grids.get(info.shape[-1] - prefix)
-                info = replace(info, source=one.source, prefix=prefix, grid_size=grid_size)
+            for place, (path, one, other) in enumerate(pair_attention(alone.attention, several.attention)):
+                info = replace(self._build_tensor(path, one.weights, other.weights), source=one.source)
                 yield self._add_token_axes(module, number, info, partial(_find_weights, place))
 
         before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)
@@ -125,20 +118,7 @@ class CatalogBuilder:
     def _build_tensor(self, path: Path, alone: TensorObservation, several: TensorObservation) -> TensorInfo:
         # One row at a time, whatever has an axis for rows holds that one.
         mixed = several.mixed and (self._rowwise or several.row_axis is None)
-        info = TensorInfo(path, alone.shape, dtype_name(alone.dtype), several.row_axis, mixed, several.layout)
-        if info.layout not in ("NTC", "TNC") or info.entries_per_row != 1:
-            return info
-        tokens = alone.shape[info.layout.index("T")]
-        prefix = self._prefix if tokens > self._prefix and tokens not in self._map_sizes else 0
-        return replace(info, prefix=prefix, grid_size=self._grids.get(tokens - prefix))
-
-    def _find_map_shapes(self) -> Iterator[tuple[int, ...]]:
-        """The positions of every feature map, axis by axis."""
-        for calls in self._several.calls.values():
-            for call in calls:
-                for tensor in call.output.values():
-                    if tensor.layout in ("NCHW", "NCTHW"):
-                        yield tuple(tensor.shape[2:])
+        return TensorInfo(path, alone.shape, dtype_name(alone.dtype), several.row_axis, mixed, several.layout)
 
 
 def _find_at(boundary: Boundary, path: Path, call: CallObservation) -> TensorObservation | None:
@@ -149,7 +129,7 @@ def _find_weights(place: int, call: CallObservation) -> TensorObservation | None
     return call.attention[place].weights if place < len(call.attention) else None
 
 
-def _pair_attention(
+def pair_attention(
     alone: Sequence[AttentionObservation], several: Sequence[AttentionObservation]
 ) -> Iterator[tuple[Path, AttentionObservation, AttentionObservation]]:
     """The attention of a call by path, which is empty where there is only one."""

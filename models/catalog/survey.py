@@ -7,7 +7,8 @@ several rows, or takes another course with them, is catalogued from the first an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -46,11 +47,9 @@ def survey(
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
         alone = CallRecorder(module, functions=functions)
-        try:
+        with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
             timer = _time_calls(module, run, copy_row(rows), device)
-        except Exception as error:
-            raise _input_error(error, inputs) from error
         several = CallRecorder(module, alone=alone, functions=functions)
         try:
             several.watch(run, rows)
@@ -86,6 +85,15 @@ def _probe_length(
     except Exception:  # whatever a model raises, it means the same
         return None
     return LengthProbe(recorder, (length, other))
+
+
+@contextmanager
+def name_input_errors(inputs: Sequence[InputSpec]) -> Iterator[None]:
+    """Raise InputError for whatever a forward of rows of these shapes raises."""
+    try:
+        yield
+    except Exception as error:
+        raise _input_error(error, inputs) from error
 
 
 def _input_error(error: Exception, inputs: Sequence[InputSpec]) -> InputError:

@@ -14,12 +14,14 @@ ROWS, PLACE = 3, 1  # of a batch of noise: how many rows it has, and which of th
 LOUD = 3.0  # how much larger its neighbours are: a batch's largest value is then seldom the quiet row's
 
 
-def make_noise(inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """ROWS rows of each input by a fixed seed, those beside PLACE larger; floating ones in ``dtype``."""
+def make_noise(
+    inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype, rows: int = ROWS
+) -> dict[str, Tensor]:
+    """So many rows of each input by a fixed seed, those beside PLACE larger; floating ones in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(spec: InputSpec) -> Tensor:
-        shape = (ROWS, *spec.shape)
+        shape = (rows, *spec.shape)
         if not DTYPES[spec.dtype].is_floating_point:
             return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
         values = torch.randn(shape, generator=generator)

@@ -1,0 +1,98 @@
+"""The catalogue of another shape: what the survey of the configured one has found out, and the sizes of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from torch import Tensor, nn
+
+from layertap.models.catalog.call_recorder import CallRecorder
+from layertap.models.catalog.catalog import Call, CallBoundary, Catalog, Layer, TensorInfo
+from layertap.models.catalog.catalog_builder import pair_attention
+from layertap.models.catalog.observations import CallObservation, TensorObservation
+from layertap.models.catalog.sketch import Sketch
+from layertap.models.catalog.token_grid import number_patches
+from layertap.models.devices.dtypes import dtype_name
+from layertap.models.hooks.tensor_tree import Path
+
+NO_SKETCH = Sketch((), 0.0, 0.0)
+
+
+class AnotherCourseError(Exception):
+    """The forward of another shape calls other layers, or these take or return other kinds of tensors."""
+
+
+class SizeRecorder(CallRecorder):
+    """Notes the order of calls and the sizes of tensors, and looks at no number."""
+
+    def _observe(self, earlier: TensorObservation | None, tensor: Tensor) -> TensorObservation:
+        return TensorObservation(tuple(tensor.shape), tensor.dtype, NO_SKETCH, None, mixed=False)
+
+
+def resize_catalog(configured: Catalog, module: nn.Module, recorder: SizeRecorder, prefix: int) -> Catalog:
+    """The catalogue of the shape of which the recorder has seen one row; AnotherCourseError.
+
+    Axes, layouts and shares of the cost are those of the configured shape. Memory is not counted here; time grows as
+    what all layers return, and their attention, does.
+    """
+    modules = {name or ".": part for name, part in module.named_modules(remove_duplicate=False)}
+    _check(modules.keys() == configured.layers.keys())
+    layers = {
+        name: _resize_layer(layer, recorder.calls.get(modules[name], [])) for name, layer in configured.layers.items()
+    }
+    growth = _count_numbers(layers) / max(_count_numbers(configured.layers), 1)
+    return replace(
+        configured,
+        layers=number_patches(layers, prefix),
+        seconds=configured.seconds * growth,
+        costs=replace(configured.costs, per_row=configured.costs.per_row * growth),
+        has_functions=False,
+    )
+
+
+def _resize_layer(layer: Layer, calls: Sequence[CallObservation]) -> Layer:
+    _check(len(layer.calls) == len(calls))
+    return replace(layer, calls=tuple(map(_resize_call, layer.calls, calls)))
+
+
+def _resize_call(call: Call, seen: CallObservation) -> Call:
+    before = (call.input.order, call.input.refused, call.output.order, call.output.refused)
+    _check(before == (seen.start, seen.inputs_refused, seen.end, seen.outputs_refused))
+    weights = {path: one.weights for path, one, _ in pair_attention(seen.attention, seen.attention)}
+    attention = call.attention or replace(call.output, tensors=())
+    resized = _resize_boundary(attention, weights)
+    return Call(
+        _resize_boundary(call.input, seen.input),
+        _resize_boundary(call.output, seen.output),
+        resized if call.attention is not None else None,
+    )
+
+
+def _resize_boundary(boundary: CallBoundary, seen: Mapping[Path, TensorObservation]) -> CallBoundary:
+    _check([info.path for info in boundary.tensors] == list(seen))
+    return replace(boundary, tensors=tuple(map(_resize_tensor, boundary.tensors, seen.values())))
+
+
+def _resize_tensor(info: TensorInfo, seen: TensorObservation) -> TensorInfo:
+    _check(info.dtype == dtype_name(seen.dtype) and len(info.shape) == len(seen.shape))
+    resized = replace(info, shape=seen.shape)
+    # In which order several entries for a row lie among those of other rows, one entry does not tell.
+    _check(info.entries_per_row > 1 or resized.entries_per_row == 1)
+    return resized
+
+
+def _check(is_same: bool) -> None:
+    if not is_same:
+        raise AnotherCourseError
+
+
+def _count_numbers(layers: Mapping[str, Layer]) -> int:
+    """Of what layers without parts return, and of all attention."""
+    calls = ((layer, call) for layer in layers.values() for call in layer.calls)
+    tensors = (
+        (*(call.output.tensors if layer.is_leaf else ()), *(call.attention.tensors if call.attention else ()))
+        for layer, call in calls
+    )
+    return sum(prod(info.shape) for group in tensors for info in group)

@@ -1,0 +1,93 @@
+"""Catalogues of other shapes than the configured one, against what independent hooks see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.conftest import Loader
+from tests.loading import load_model
+from tests.models.catalog.test_survey import close, leaves, seen
+from tests.nets import batch
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("resnet", (3, 48, 80)), ("swin", (3, 96, 64)), ("Chain", (3, 16, 4)), ("Encoder", (9, 8))]
+)
+def test_sizes(load_fresh_net: Loader, name: str, shape: tuple[int, ...]) -> None:
+    """Every tensor has the shape and dtype that hooks see, and its rows where they lie in a batch of three."""
+    model = load_fresh_net(name)
+    known = leaves(model.catalogs.survey((shape,)))
+    specs = model.model_inputs.with_shapes((shape,))
+    rows = batch(specs, 3, seed=4)
+    alone = [seen(model, {key: value[row : row + 1] for key, value in rows.items()}) for row in range(3)]
+    together = seen(model, rows)
+    assert {key: (info.shape, f"torch.{info.dtype}") for key, info in known.items()} == {
+        key: (tuple(value.shape), str(value.dtype)) for key, value in alone[0].items()
+    }
+    for key, info in known.items():
+        for row in range(3 if info.row_axis is not None and not info.mixed else 0):
+            start = row * info.entries_per_row
+            close(together[key].narrow(info.row_axis or 0, start, info.entries_per_row), alone[row][key])
+
+
+class Counts(nn.Module):
+    """Counts its forwards; of wide rows it takes another course."""
+
+    forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Conv1d(2, 3, 1), nn.Conv1d(2, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        out: Tensor = (self.wide if x.shape[-1] > 10 else self.narrow)(x)
+        return out
+
+
+def own(factory: str) -> ModelSpec:
+    row = InputSpec("x", (2, 4))
+    return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=(row,), device="cpu")
+
+
+def test_one_forward() -> None:
+    """The sizes of another shape take one forward, and none the second time."""
+    model = load_model(own("Counts"))
+    before = model.module.forwards
+    catalogs = [model.catalogs.survey(((2, 7),)) for _ in range(2)]
+    assert model.module.forwards == before + 1
+    assert catalogs[0] is catalogs[1]
+    assert catalogs[0].layers["narrow"].calls[0].output.tensors[0].shape == (1, 3, 7)
+    assert not catalogs[0].layers["wide"].calls
+
+
+def test_another_course() -> None:
+    """A shape for which other layers run is surveyed as the configured one was."""
+    model = load_model(own("Counts"))
+    layers = model.catalogs.survey(((2, 12),)).layers
+    assert not layers["narrow"].calls
+    assert layers["wide"].calls[0].output.tensors[0].shape == (1, 3, 12)
+    assert layers["wide"].calls[0].output.tensors[0].layout == "NCL"
+
+
+class WindowMajor(nn.Module):
+    """Cuts rows into windows of four, and puts the first windows of all rows before the second ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.inner(x.unfold(-1, 4, 4).permute(2, 0, 1, 3).flatten(0, 1))
+        return torch.stack(windows.chunk(x.shape[-1] // 4)).movedim(0, 2).flatten(2)
+
+
+def test_an_order_that_one_entry_does_not_tell() -> None:
+    """Rows of one window each lie one after the other; of two they do not, and that is found out."""
+    model = load_model(own("WindowMajor"))
+    (one,) = model.catalog.layers["inner"].calls[0].output.tensors
+    (two,) = model.catalogs.survey(((2, 8),)).layers["inner"].calls[0].output.tensors
+    assert (one.mixed, two.mixed, two.shape) == (False, True, (2, 2, 4))
