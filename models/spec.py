@@ -120,7 +120,8 @@ class ModelSpec:
     python:package.module:factory, python:PATH.py:factory);
     ``args`` are JSON values for the architecture's constructor, by name, such as ``num_classes``;
     ``weights`` is DEFAULT, a weights enum's name, a checkpoint's path, or random:SEED; of a checkpoint those tensors
-    are read that are at ``prefix``, and with ``strict`` the module has to have each, and no other;
+    are read that are at ``prefix``, and with ``strict`` the module has to have each, and no other; ``adapter`` is the
+    folder of a PEFT adapter that is merged into them;
     ``required``: a server that was to load it at its start is not ready without it.
     ``inputs`` is needed where the source can't tell (python:). ``decode`` says whether large JPEGs may be decoded at
     a reduced scale before they are resized (``fast``), or JPEGs on the model's GPU (``device``): other numbers, sooner.
@@ -151,6 +152,7 @@ class ModelSpec:
     args: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prefix: str = ""
     strict: bool = True
+    adapter: str = ""
     labels: tuple[str, ...] | str | None = None
     idle_timeout_s: float | None = None
 

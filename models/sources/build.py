@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 
 from torch import nn
 
@@ -54,7 +55,10 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     """
     source, ident = parse_source(spec.source)
     # A name of the table: nothing of a configuration, or of a request, is imported here.
-    built = _apply_configuration(import_module(source.module).build(ident, spec), spec)
+    built = import_module(source.module).build(ident, spec)
+    if spec.adapter:
+        built = _add_adapter(built, Path(spec.adapter))
+    built = _apply_configuration(built, spec)
     built.module.cpu().eval().requires_grad_(False)
     return built
 
@@ -97,6 +101,17 @@ def wrap_download_errors(weights: str, what: str) -> Iterator[None]:
         fault = "downloaded" if _is_network_error(error) else "loaded"
         detail = f"weights {escape(weights)} of {what} could not be {fault} ({type(error).__name__})"
         raise LoadError(detail, hint=WEIGHTS_HINT) from error
+
+
+def _add_adapter(built: BuiltModel, folder: Path) -> BuiltModel:
+    """The model with an adapter merged into its weights, unless it was among them in the checkpoint."""
+    from layertap.models.weights.adapters import merge_adapter
+
+    report = built.report or LoadReport()
+    if not report.adapter:
+        merge_adapter(built.module, folder)
+    weights = f"{built.weights} + {folder.name}"
+    return replace(built, weights=weights, report=replace(report, adapter=folder.name))
 
 
 def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:

@@ -27,6 +27,7 @@ from layertap.models.sources.grammar import (
 from layertap.models.sources.source_checks import AbsentError, CheckContext, is_importable
 from layertap.models.sources.table import parse_source
 from layertap.models.spec import ModelSpec
+from layertap.models.weights.folders import ADAPTER_CONFIG
 
 Place = tuple[str | int, ...]
 DRIVER = "libcuda.so.1"
@@ -61,6 +62,8 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
     yield ("source",), partial(_check_source, spec, context)
     yield ("weights",), partial(_check_weights, spec)
     yield ("prefix",), partial(_check_prefix, spec)
+    if spec.adapter:
+        yield ("adapter",), partial(_check_adapter, spec)
     yield ("device",), partial(_check_device, spec)
     if spec.devices:
         yield ("devices",), partial(_check_devices, spec)
@@ -75,11 +78,15 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
 
 def _check_source(spec: ModelSpec, context: CheckContext) -> None:
     source, ident = parse_source(spec.source)
-    if source.extra is not None and find_spec(source.extra) is None:
-        error = not_installed_error(source.extra)
-        raise AbsentError(error.detail, hint=error.hint)
+    _check_installed(source.extra)
     if source.check is not None:
         source.check(ident, context)
+
+
+def _check_installed(library: str | None) -> None:
+    if library is not None and find_spec(library) is None:
+        error = not_installed_error(library)
+        raise AbsentError(error.detail, hint=error.hint)
 
 
 def _may_register(spec: ModelSpec, folders: Sequence[Path]) -> bool:
@@ -99,6 +106,12 @@ def _check_weights(spec: ModelSpec) -> None:
 def _check_prefix(spec: ModelSpec) -> None:
     if spec.prefix and parse_weights(spec.weights).path is None:
         raise LoadError("prefix is of names in a checkpoint, and weights names none", hint="leave prefix out")
+
+
+def _check_adapter(spec: ModelSpec) -> None:
+    _check_installed("peft")
+    if not (Path(spec.adapter) / ADAPTER_CONFIG).is_file():
+        raise AbsentError(f"there is no {ADAPTER_CONFIG} in {spec.adapter}")
 
 
 def _check_device(spec: ModelSpec) -> None:

@@ -41,7 +41,11 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         raise LoadError(f"a python: factory has no weights named {escape(weights.label)}", hint=WEIGHTS_HINT)
     state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
     module = _call_factory(ident, spec.args, get_seed(spec, weights))
-    report = None if state is None else load_state_dict(module, state, weights.label, strict=spec.strict)
+    report = (
+        None
+        if state is None
+        else load_state_dict(module, state, weights.label, strict=spec.strict, adapter=spec.adapter)
+    )
     return BuiltModel(
         module=module,
         inputs=spec.inputs,

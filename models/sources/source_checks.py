@@ -16,6 +16,7 @@ from pathlib import Path
 
 from layertap.models.errors import LoadError, escape
 from layertap.models.sources.grammar import is_file, is_folder, parse_factory, unknown_name_error
+from layertap.models.weights.folders import refuse_adapter
 
 MIN_ARCHITECTURES = 10  # a library whose files name fewer has them elsewhere
 NAMED = re.compile(r'^@register_model\(name="([^"]+)"\)', re.MULTILINE)
@@ -94,6 +95,7 @@ def check_timm_architecture(ident: str, context: CheckContext) -> None:
 def check_directory(ident: str, context: CheckContext) -> None:
     """AbsentError where there is no directory as the hub lays it out."""
     if not (Path(ident) / "config.json").is_file():
+        refuse_adapter(Path(ident))
         raise AbsentError(f"there is no directory with a config.json at {ident}")
 
 

@@ -158,7 +158,7 @@ def _create_module(timm: Any, ident: str, weights: WeightsSource, spec: ModelSpe
         module = _construct(timm, ident, args)
     if state is None:
         return module, None
-    return module, load_state_dict(module, state, weights.label, FLOAT_BITS, strict=spec.strict)
+    return module, load_state_dict(module, state, weights.label, FLOAT_BITS, strict=spec.strict, adapter=spec.adapter)
 
 
 def _create_released(timm: Any, ident: str, args: Mapping[str, Any]) -> Any:

@@ -47,7 +47,11 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     with wrap_build_errors(f"torchvision:{ident}"), isolate_construction(get_seed(spec, weights)):
         module = construct(ident, state, spec.args, released)
     label = weights.label if weights.path or released is None else f"{type(released).__name__}.{released.name}"
-    report = None if state is None else load_state_dict(module, state, label, FLOAT_BITS, strict=spec.strict)
+    report = (
+        None
+        if state is None
+        else load_state_dict(module, state, label, FLOAT_BITS, strict=spec.strict, adapter=spec.adapter)
+    )
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
     options = _make_options(ident, kind, state, released)

@@ -30,6 +30,7 @@ from layertap.models.sources.transformers_inputs import (
 )
 from layertap.models.sources.transformers_weights import LOCAL, build_module
 from layertap.models.spec import ModelSpec
+from layertap.models.weights.folders import refuse_adapter
 
 PLAIN = {"use_cache": False, "return_dict": True, "output_hidden_states": False, "output_attentions": False}
 IRRELEVANT = frozenset(
@@ -57,6 +58,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     library = _import_library()
     folder, shown = Path(ident), escape(f"transformers:{get_base_name(ident)}")
     if not (folder / "config.json").is_file():
+        refuse_adapter(folder)
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
     with wrap_build_errors(shown):
         config = library.AutoConfig.from_pretrained(str(folder), **LOCAL)

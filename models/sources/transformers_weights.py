@@ -50,7 +50,9 @@ def build_module(
             module = library.AutoModel.from_config(config, trust_remote_code=False)
     if state is None:
         return module, None
-    return module, load_state_dict(module, state, weights.label, classes="num_labels", strict=spec.strict)
+    return module, load_state_dict(
+        module, state, weights.label, classes="num_labels", strict=spec.strict, adapter=spec.adapter
+    )
 
 
 def _load_saved(library: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:

@@ -39,6 +39,8 @@ def _read(path: Path, shown: str) -> object:
         raise LoadError(f"checkpoint {shown} is of a kind that is not read", hint=CHECKPOINT_HINT)
     try:
         return read(path)
+    except LoadError:
+        raise
     except FileNotFoundError as error:
         raise LoadError(f"there is no checkpoint {shown} where the configuration says") from error
     except Exception as error:

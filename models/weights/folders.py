@@ -7,6 +7,7 @@ from pathlib import Path
 
 from layertap.models.errors import LoadError, escape
 
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX = ".index.json"
 SHARDS = (".safetensors", ".bin")
 FILES = (
@@ -22,8 +23,17 @@ def find_weights(folder: Path) -> Path:
     for name in FILES:
         if (folder / name).is_file():
             return folder / name
+    refuse_adapter(folder)
     detail = f"{escape(folder.name)} holds no {FILES[0]}"
     raise LoadError(detail, hint=f"it takes one of {', '.join(FILES)}; or give the path of another file")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """LoadError where a folder holds a PEFT adapter, which is no model by itself."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        shown = escape(folder.name)
+        hint = f"give the source and weights of the model that it was trained beside, and adapter: {folder.name}"
+        raise LoadError(f"{shown} holds a PEFT adapter, which is no model by itself", hint=hint)
 
 
 def read_index(path: Path) -> dict[Path, list[str]]:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from layertap.models.errors import LoadError, escape
 
 Container = Callable[[], object]
 _lock = Lock()  # what torch takes for safe is so for the whole process
@@ -40,10 +42,14 @@ def read_pickle(path: Path) -> object:
     """What a file holds: tensors, numbers, texts, lists and dictionaries of them, and a Placeholder for all else.
 
     Tensors are mapped: the bytes of one are read when it is used. Only files that torch wrote before version 1.6 are
-    read in whole, and may have no other objects. Raises whatever torch.load does.
+    read in whole, and may have no other objects. Raises whatever torch.load does; LoadError for a TorchScript archive.
     """
     if not is_zipfile(path):
         return torch.load(path, map_location="cpu", weights_only=True)
+    with ZipFile(path) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            detail = f"checkpoint {escape(path.name)} is a TorchScript archive, which is code with its tensors"
+            raise LoadError(detail, hint=describe_conversion("torch.jit.load('FILE', map_location='cpu')"))
     with _lock:
         names = get_unsafe_globals_in_checkpoint(path)
         containers: dict[str, Container] = {}
@@ -57,6 +63,14 @@ def read_pickle(path: Path) -> object:
                 if name is None or name in containers:
                     raise
                 containers[name] = list if "lists" in message else OrderedDict
+
+
+def describe_conversion(load: str) -> str:
+    """What to run, where the file is trusted, to get the tensors out of a module that is code."""
+    return (
+        f"convert it where you trust it, for this runs its code: import torch; module = {load}; "
+        "torch.save(module.state_dict(), 'weights.pth')"
+    )
 
 
 def _load(path: Path, names: list[str], containers: Mapping[str, Container]) -> object:

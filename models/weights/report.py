@@ -15,7 +15,8 @@ class LoadReport:
     """What a module took of a checkpoint.
 
     ``key``: the dictionary in the file; ``prefix``: what was taken off names; ``missing``: the module's names that the
-    file does not have; ``left_over``: the file's that the module does not; ``unread``: what else stands in the file.
+    file does not have; ``left_over``: the file's that the module does not; ``unread``: what else stands in the file;
+    ``adapter``: the folder of the adapter that was merged.
     """
 
     key: str = ""
@@ -23,6 +24,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     left_over: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    adapter: str = ""
 
     @property
     def warnings(self) -> tuple[str, ...]:

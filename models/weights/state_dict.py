@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from layertap.models.errors import LoadError, escape, format_names, label_failures
+from layertap.models.errors import LoadError, escape, find_nearest, format_names, label_failures
 from layertap.models.plain_tensor import view_bytes
+from layertap.models.weights.adapters import insert_adapter, list_adapter_names, make_unmerged_error
 from layertap.models.weights.names import StateDict, fit_names
 from layertap.models.weights.report import LoadReport
 
+MAX_COMPARED_NAMES = 20  # of missing names: comparing takes time
 FIT_HINT = "for another variant give its constructor's arguments by args:, or type python:package.module:factory"
 STRICT_HINT = "type strict: false to take what fits; missing ones are then as random:0 draws them"
 TIE_HINT = "give weights that were saved from this architecture, or a factory whose model does not share the tensor"
@@ -30,15 +34,24 @@ def load_state_dict(
     *,
     classes: str = "num_classes",
     strict: bool = True,
+    adapter: str = "",
 ) -> LoadReport:
     """Copy a state dict into a module, every name and shape matched; each tensor keeps the module's dtype.
 
     A prefix that stands before the module's names is dropped. Of tensors that share their values one is enough. What
     the module holds then is compared with what was given. Without ``strict`` names may differ, shapes may not.
+    An adapter among them is merged into the rest as the folder ``adapter`` has it configured.
     LoadError with a few of the names that differ, or whose floating numbers have fewer than ``min_bits``; ``classes``
     is the constructor's argument for how many a head has.
     """
-    state = _add_shared_tensors(module, fit_names(StateDict.wrap(tensors), module.state_dict().keys()))
+    state = fit_names(StateDict.wrap(tensors), module.state_dict().keys())
+    if adapted := list_adapter_names(state.keys() - module.state_dict().keys()):
+        if not adapter:
+            raise make_unmerged_error(adapted, label)
+        with insert_adapter(module, Path(adapter)):
+            report = load_state_dict(module, tensors, label, min_bits, classes=classes, strict=strict)
+        return replace(report, adapter=Path(adapter).name)
+    state = _add_shared_tensors(module, state)
     try:
         missing, left_over = _load(module, state, strict or state.keys().isdisjoint(module.state_dict()))
     except (RuntimeError, ValueError) as error:
@@ -137,7 +150,21 @@ def _make_fit_hint(module: nn.Module, state: Mapping[str, Tensor], classes: str)
     tensors = module.state_dict()
     common = tensors.keys() & state.keys()
     fits = bool(common) and all(tensors[name].shape == state[name].shape for name in common)
+    if pairs := _pair_alike(tensors, state):
+        # Never to do without: what would be drawn at random is there.
+        renamed = format_names([f"{escape(other)} to {escape(name)}" for name, other in pairs.items()])
+        return f"rename {renamed} in the file, for they look alike; {FIT_HINT}"
     return f"{FIT_HINT}; {STRICT_HINT}" if fits else FIT_HINT
+
+
+def _pair_alike(tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, str]:
+    """The first few missing names that look like one left over of the same shape, with that."""
+    pairs: dict[str, str] = {}
+    for name in [name for name in tensors if name not in state][:MAX_COMPARED_NAMES]:
+        rest = state.keys() - tensors.keys() - set(pairs.values())
+        if found := find_nearest(name, sorted(each for each in rest if state[each].shape == tensors[name].shape)):
+            pairs[name] = found[0]
+    return pairs
 
 
 def _find_class_count(module: nn.Module, state: Mapping[str, Tensor]) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from layertap.models.errors import LoadError, escape
 from layertap.models.sources.grammar import CHECKPOINT_HINT
 from layertap.models.weights.names import StateDict
-from layertap.models.weights.pickles import Placeholder
+from layertap.models.weights.pickles import Placeholder, describe_conversion
 
 # Which dictionary is read: the first of these. Averaged weights come before others: they are what is evaluated.
 AVERAGED = ("state_dict_ema", "model_ema_state_dict", "ema_state_dict", "model_ema", "ema_model", "ema", "params_ema")
@@ -81,20 +81,11 @@ def _make_refusal(loaded: object, shown: str) -> LoadError:
         if isinstance(value, Placeholder):
             name = escape(value.pickled_name)
             detail = f"checkpoint {shown} holds a pickled object of {name}, which is code, in place of its tensors"
-            return LoadError(detail, hint=describe_conversion(key))
+            load = f"torch.load('FILE', weights_only=False, map_location='cpu'){f'[{key!r}]' if key else ''}"
+            return LoadError(detail, hint=describe_conversion(load))
     if others := list_state_dicts(loaded):
         hint = f"type prefix: {' or '.join(escape(f'{key}.') for key in others[:MAX_SHOWN])}"
         return LoadError(f"checkpoint {shown} has its tensors under keys that are not known", hint=hint)
     if isinstance(loaded, dict) and any(isinstance(value, Tensor) for value in loaded.values()):
         return LoadError(f"checkpoint {shown} holds other things beside named tensors", hint=CHECKPOINT_HINT)
     return LoadError(f"checkpoint {shown} holds no dictionary of tensors", hint=CHECKPOINT_HINT)
-
-
-def describe_conversion(key: str = "") -> str:
-    """What to run, where the file is trusted, to get the tensors out of a pickled module."""
-    member = f"[{key!r}]" if key else ""
-    return (
-        "convert it where you trust it, for this runs its code: import torch; "
-        f"module = torch.load('FILE', weights_only=False, map_location='cpu'){member}; "
-        "torch.save(module.state_dict(), 'weights.pth')"
-    )

@@ -15,7 +15,7 @@ from layertap.service.errors import ForbiddenError
 # Which of a model's fields may change; those of the first line have rules of their own.
 FREE = frozenset(
     {
-        *("name", "source", "weights", "labels", "args"),
+        *("name", "source", "weights", "adapter", "labels", "args"),
         *("prefix", "strict", "embedding", "load", "required", "idle_timeout_s"),
         "tf32",  # nobody may change it, which is told elsewhere
     }
@@ -25,7 +25,7 @@ HINT = "who runs the server adds it to 'allow' in the configuration file"
 
 @dataclass(frozen=True)
 class Allowed:
-    """Sources, weights and files of labels as they may be written, and names of arguments.
+    """Sources, weights and files of labels as they may be written, and names of arguments; adapters are weights.
 
     Weights and labels that end in a slash are folders.
 
@@ -45,6 +45,8 @@ class Allowed:
             raise ForbiddenError(f"source {escape(spec.shown_source)} is not allowed", hint=HINT)
         if spec.weights != configured.weights and not self._allows_weights(spec.weights):
             raise ForbiddenError("these weights are not allowed", hint=HINT)
+        if spec.adapter not in ("", configured.adapter) and not _is_within(spec.adapter, self.weights):
+            raise ForbiddenError("this adapter is not allowed", hint=HINT)
         if spec.labels != configured.labels and isinstance(spec.labels, str) and not self._allows_labels(spec.labels):
             raise ForbiddenError("this file of labels is not allowed", hint=HINT)
         for field in fields(ModelSpec):

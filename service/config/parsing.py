@@ -101,10 +101,11 @@ def _parse_entry(entry: object, refused: set[object]) -> ModelSpec | None:
 
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The spec with relative paths of its source, weights and labels taken from the file's folder."""
+    """The spec with relative paths of its source, weights, adapter and labels taken from the file's folder."""
     labels = _resolve(spec.labels, folder) if isinstance(spec.labels, str) else spec.labels
     source, weights = _resolve_source(spec.source, folder), _resolve_weights(spec.weights, folder)
-    return replace(spec, source=source, weights=weights, labels=labels)
+    adapter = _resolve(spec.adapter, folder) if spec.adapter else ""
+    return replace(spec, source=source, weights=weights, adapter=adapter, labels=labels)
 
 
 def _resolve_allowed(allow: Allow, folder: Path) -> Allowed:

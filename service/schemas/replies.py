@@ -149,6 +149,7 @@ class Checkpoint(BaseModel):
     missing: CountedNames | None = None
     left_over: CountedNames | None = None
     unread: CountedNames | None = None
+    adapter: str = ""
 
 
 class ModelLabels(BaseModel):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import timm
 import torch
 from huggingface_hub import save_torch_model
@@ -350,7 +351,45 @@ FOLDERS: dict[str, tuple[str, Write]] = {
     "transformers' pytorch_model.bin": ("transformers", _transformers_pickle),
     "Lightning around transformers": ("transformers", _transformers_lightning),
 }
-KINDS |= FOLDERS
+
+
+def _adapt(folder: Path, module: nn.Module, *targets: str) -> Any:
+    """The model that was trained beside a base, which is saved: merged, it is what is served."""
+    torch.save(module.state_dict(), folder / "base.pth")
+    adapted = peft.PeftModel(copy.deepcopy(module), peft.LoraConfig(r=2, lora_alpha=3, target_modules=list(targets)))
+    for name, value in adapted.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(value, std=0.1, generator=torch.Generator().manual_seed(0))
+    adapted.save_pretrained(str(folder / "adapter"))
+    module.load_state_dict(copy.deepcopy(adapted).merge_and_unload().state_dict())
+    return adapted
+
+
+def _adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+    _adapt(folder, module, "fc", "conv2")
+    return {"weights": f"{HERE}base.pth", "adapter": f"{HERE}adapter"}
+
+
+def _adapter_of_folder(folder: Path, module: Any) -> Mapping[str, Any]:
+    module.save_pretrained(folder)
+    _adapt(folder, module, "q_proj", "query", "classifier")
+    return {"source": f"transformers:{HERE}", "adapter": f"{HERE}adapter"}
+
+
+def _training_with_adapter(folder: Path, module: nn.Module) -> Mapping[str, Any]:
+    """All that is trained and all that is not in one file; the adapter's own file is not looked at."""
+    state = _adapt(folder, module, "squeeze").state_dict()
+    torch.save(lightning(before("model.", state)), folder / "last.ckpt")
+    (folder / "adapter" / "adapter_model.safetensors").unlink()
+    return {"weights": f"{HERE}last.ckpt", "adapter": f"{HERE}adapter"}
+
+
+ADAPTERS: dict[str, tuple[str, Write]] = {
+    "LoRA of PEFT": ("timm", _adapter),
+    "LoRA of PEFT beside a folder": ("transformers", _adapter_of_folder),
+    "LoRA in a training": ("torchvision", _training_with_adapter),
+}
+KINDS |= FOLDERS | ADAPTERS
 
 
 def write(kind: str, folder: Path) -> Written:

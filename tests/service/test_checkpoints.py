@@ -41,6 +41,7 @@ def live(serve: Serve, written: dict[str, Written], tmp_path_factory: pytest.Tem
         yield live
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT, when files are written
 @pytest.mark.parametrize("kind", KINDS)
 def test_served_equals_offline(live: Live, written: dict[str, Written], kind: str) -> None:
     """A layer and the result are those of hooks on the model that the file was made from; so is the weights' digest."""
@@ -76,6 +77,7 @@ def test_what_was_taken_is_told(live: Live, caplog: pytest.LogCaptureFixture) ->
     assert averaged["unread"]["names"] == ["model", "args", "n_averaged"]
     assert describe("MMPretrain")["prefix"] == "backbone. and head."
     assert describe("Lightning, model.")["unread"]["names"][-1] == "criterion.weight"
+    assert describe("LoRA in a training")["adapter"] == "adapter"
     name = NAMES["without a head, not strict"]
     assert live.client.post(f"/models/{name}/unload").status_code == 200
     with caplog.at_level("INFO", "layertap"):

@@ -117,6 +117,24 @@ def test_not_strict_takes_what_fits_and_says_so(tmp_path: Path) -> None:
     assert torch.equal(module.weight, torch.ones(3, 2))
 
 
+@pytest.mark.parametrize(
+    ("renamed", "hint"),
+    [
+        ({"1.weight": "fc.weight"}, "rename 'fc.weight' to '1.weight' in the file"),
+        ({"0.weight": "0.gamma", "0.bias": "0.beta"}, "rename '0.beta' to '0.bias' in the file"),
+        ({"0.weight": "net.0.weight", "1.weight": "net.1.weight"}, "rename 'net.0.weight' to '0.weight', 'net.1"),
+    ],
+    ids=str,
+)
+def test_names_that_look_alike_are_paired(renamed: dict[str, str], hint: str) -> None:
+    """Where what is missing looks like what is left over, the hint pairs them, and is never to draw at random."""
+    module = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3))
+    tensors = {renamed.get(name, name): value for name, value in module.state_dict().items()}
+    error = refusal(lambda: load_state_dict(module, tensors, "x.pth"))
+    assert hint in error.hint
+    assert "strict" not in error.hint
+
+
 @pytest.mark.parametrize("tensors", [{"weight": torch.ones(4, 2)}, {"other": torch.ones(1)}], ids=["shape", "nothing"])
 def test_not_strict_has_its_bounds(tensors: dict[str, Tensor]) -> None:
     """Another shape is refused, and so is a file of which nothing fits."""
@@ -187,13 +205,30 @@ def test_objects_beside_the_tensors_are_not_made(tmp_path: Path) -> None:
     assert marker.exists()
 
 
-@pytest.mark.parametrize("key", ["", "model"])
-def test_pickled_modules_are_refused_with_what_converts_them(tmp_path: Path, key: str) -> None:
+def scripted(folder: Path, module: nn.Module) -> Path:
+    """A TorchScript archive."""
+    torch.jit.trace(module, torch.ones(1, 2)).save(folder / "x.pt")
+    return folder / "x.pt"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")
+@pytest.mark.parametrize(
+    ("save", "words"),
+    [
+        (saved, "'torch.nn.modules.linear.Linear'"),
+        (lambda folder, module: saved(folder, {"model": module, "epoch": 1}), "'torch.nn.modules.linear.Linear'"),
+        (scripted, "'x.pt' is a TorchScript archive"),
+    ],
+    ids=["", "model", "scripted"],
+)
+def test_modules_that_are_code_are_refused_with_what_converts_them(
+    tmp_path: Path, save: Callable[[Path, nn.Module], Path], words: str
+) -> None:
     """The class is named, nothing runs, and the lines of the hint make a file that is read."""
     module = nn.Linear(2, 3)
-    path = saved(tmp_path, {key: module, "epoch": 1} if key else module)
+    path = save(tmp_path, module)
     error = refusal(lambda: read_checkpoint(path))
-    assert "'torch.nn.modules.linear.Linear'" in error.detail
+    assert words in error.detail
     lines = error.hint.partition(": ")[2].replace("FILE", str(path)).replace("weights.pth", str(tmp_path / "w.pth"))
     assert len(lines.split("; ")) == 3
     subprocess.run([sys.executable, "-c", lines], check=True)
