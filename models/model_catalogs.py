@@ -49,7 +49,10 @@ def survey_configured(
         row = make_noise_row(inputs.specs, device, inputs.dtype)
         row_bytes = _measure_row_bytes(module, row, device)
         reading = measure_forward(forward, row, device, catalog.rowwise, threads)
-    return replace(catalog, costs=make_costs(history.add(reading), row_bytes))
+    costs = make_costs(history.add(reading), row_bytes)
+    # Noise only adds; and a survey of a quick model has a single thread.
+    seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
+    return replace(catalog, seconds=seconds, costs=costs)
 
 
 class ModelCatalogs(CatalogCache):

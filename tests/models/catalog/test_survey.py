@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
+from layertap.models.devices.threads import use_threads
 from layertap.models.errors import InputError
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.spec import InputSpec
@@ -306,3 +307,18 @@ def test_integer_inputs(load_net: Loader) -> None:
     model = load_net("Keywords")
     assert model.inputs[1] == InputSpec("kind", (), "int64")
     assert model.catalog.layers["."].calls[0].input.tensors[1].shape == (1,)
+
+
+def test_a_quick_model_has_one_thread() -> None:
+    """Where a forward takes next to nothing, other threads would only wait for it, and take a core each."""
+    threads = set()
+
+    class Watched(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            threads.add(torch.get_num_threads())
+            return super().forward(x)
+
+    with use_threads(2):
+        surveyed(Watched(4, 2), 4)
+        assert torch.get_num_threads() == 2
+    assert threads == {1}
