@@ -173,6 +173,7 @@ def join_features(parts: Sequence[Features]) -> Features:
         scales=_join_arrays([part.scales for part in parts], first.receipts),
         errors=tuple(fault for part in parts for fault in part.errors),
         verified=all(part.verified for part in parts),
+        warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
         content="",
         tokens=sum(part.tokens for part in parts),
     )

@@ -21,6 +21,7 @@ from layertap.service.engine.job_maker import JobMaker
 from layertap.service.engine.joined_inputs import join_inputs
 from layertap.service.engine.model_manager import ModelManager
 from layertap.service.engine.model_worker import ModelWorker
+from layertap.service.engine.number_checks import add_warnings, is_short
 from layertap.service.engine.planner import PlannedRequest, Planner
 from layertap.service.engine.request import ExtractRequest, Job
 from layertap.service.engine.request_digest import digest_layers, digest_request
@@ -74,7 +75,13 @@ class Engine:
         """
         rows = request.timings.facts.rows
         self._describe(request)
-        features = await self._compute_once(request, admission, compute)
+
+        async def compute_checked() -> Features:
+            features = await compute()
+            check = partial(add_warnings, features)
+            return check() if is_short(features) else await self.run_in_thread(check, admission.deadline)
+
+        features = await self._compute_once(request, admission, compute_checked)
         worker = await self.get_worker(request.model, admission)
         features = replace(features, warnings=(*worker.model.warnings, *features.warnings))
         request.timings.describe(rows=rows + features.rows)

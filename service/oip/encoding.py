@@ -29,11 +29,12 @@ def encode_reply(features: Features, request_id: str, binary: Mapping[str, bool]
     others = [wanted for name, wanted in binary.items() if name not in arrays]
     default = any(others) if others else binary_default
     behind = {name for name in arrays if binary.get(name, default)}
+    warnings = {"warnings": "; ".join(features.warnings)} if features.warnings else {}
     head = {
         "model_name": features.model,
         "model_version": VERSION,
         **({"id": request_id} if request_id else {}),
-        "parameters": {"fingerprint": features.fingerprint},
+        "parameters": {"fingerprint": features.fingerprint} | warnings,
         "outputs": [_describe_output(name, array, features, name in behind) for name, array in arrays.items()],
     }
     json = orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY)

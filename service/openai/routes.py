@@ -9,7 +9,9 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
+from layertap.models.errors import Fault, RequestError
 from layertap.service.engine.engine import Engine
+from layertap.service.engine.number_checks import find_row
 from layertap.service.engine.planner import PlannedRequest
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.features import Features, join_features
@@ -25,6 +27,7 @@ from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings,
 from layertap.service.openai.projection import check_dimensions, shorten
 
 TIMEOUT_HEADER = "X-Stainless-Read-Timeout"  # how long the client waits, in seconds
+ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
 JSON = {"json": FORMATS["json"]}
 router = APIRouter(prefix="/v1", include_in_schema=False)  # OpenAI's own document describes these
 
@@ -70,6 +73,9 @@ def _encode(parts: Sequence[Features], request: EmbeddingsRequest) -> tuple[Feat
     features = join_features(parts)
     if request.dimensions is not None:
         features = shorten(features, request.dimensions)
+    if (found := find_row(features)) is not None:  # no client of this dialect has a place for a null
+        row, text = found
+        raise RequestError.from_faults([Fault(f"no embedding can be given: {text}", ASK, f"/input/{row}", row)])
     return features, encode_embeddings(features, request.model_id, request.extract.reply.encoding)
 
 

@@ -117,3 +117,22 @@ class OneNumber(nn.Module):
         """(rows, 1)."""
         score: Tensor = self.head(self.body(x))
         return score
+
+
+class Numbers(nn.Module):
+    """Means of colours, their logarithms and roots where these are none, zeros, and numbers beyond float16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = Make(lambda x: x.mean((2, 3)))
+        self.logs = Make(torch.log)  # type: ignore[arg-type]
+        self.roots = Make(torch.sqrt)  # type: ignore[arg-type]
+        self.zeros = Make(torch.zeros_like)  # type: ignore[arg-type]
+        self.large = Make(lambda x: x * 1e6)
+
+    def forward(self, x: Tensor) -> object:
+        """(rows, 3): the means."""
+        means = self.means(x)
+        for layer in (self.logs, self.roots, self.zeros, self.large):
+            layer(means)
+        return means

@@ -1,0 +1,135 @@
+"""Results that hold no numbers, or vectors that have no length: a warning with the key and the count, or an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pyarrow as pa
+import pytest
+from openai import OpenAI
+from PIL import Image
+
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Json, arrays_of, configured, image, metadata, text64
+
+SIZE = 8
+SPEC = ModelSpec(
+    "numbers",
+    "python:tests.service.nets_tensors:Numbers",
+    weights="random:0",
+    device="cpu",
+    inputs=(InputSpec("x", (3, SIZE, SIZE)),),
+    preprocess=PreprocessSpec(resize=SIZE, crop=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear"),
+)
+NAN = "'logs': 3 numbers are NaN or infinite"
+SCALES = "'logs': 1 scales are NaN: the values that they scale are not finite"
+ZEROS = "'zeros': 2 vectors are all zeros: they have no length 1"
+
+
+@pytest.fixture(scope="module")
+def numbers(serve: Serve) -> Iterator[Live]:
+    """A server that takes two inputs a request, and keeps answers."""
+    with serve(configured(SPEC), max_inputs=2, cache_bytes=2**20) as live:
+        yield live
+
+
+def plain(shade: int) -> bytes:
+    """A picture of one gray: the means of those below 128 are negative."""
+    stream = BytesIO()
+    Image.new("RGB", (SIZE, SIZE), (shade,) * 3).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def post(live: Live, *shades: int, accept: str = "application/json", **body: Any) -> httpx.Response:
+    inputs = [image(plain(shade)) for shade in shades]
+    headers = {"accept": accept}
+    return live.client.post("/extract", json={"model": "numbers", "inputs": inputs, **body}, headers=headers)
+
+
+def read_warnings(reply: httpx.Response) -> list[str]:
+    """What a reply of JSON warns of; its head says the same."""
+    assert reply.status_code == 200, reply.text
+    found: list[str] = reply.json().get("warnings", [])
+    assert reply.headers.get("x-layertap-warnings", "") == "; ".join(found)
+    return found
+
+
+HALF = {"dtype": "float16"}
+CASES: dict[str, tuple[Json, list[str]]] = {
+    "NaN": ({"layers": ["logs"]}, [NAN]),
+    "NaN in float16": ({"layers": ["logs"], **HALF}, [NAN]),
+    "NaN in int8": ({"layers": ["logs"], "dtype": "int8"}, [SCALES]),
+    "zeros": ({"layers": ["zeros"], "pool": "flatten", "normalize": True}, [ZEROS]),
+    "zeros in int8": (
+        {"layers": ["zeros"], "pool": "flatten", "normalize": True, "dtype": "int8"},
+        [ZEROS],
+    ),
+    "overflow": (
+        {"layers": ["large"], **HALF},
+        ["'large': 6 numbers are NaN or infinite", "'large': 6 numbers are infinite: float16 ends at 65504"],
+    ),
+    "several": ({"layers": ["means", {"layer": "logs", "as": "x"}]}, ["'x': 3 numbers are NaN or infinite"]),
+    "zeros that are no vectors": ({"layers": ["zeros"]}, []),
+    "large in float32": ({"layers": ["large"]}, []),
+    "all is well": ({"layers": ["means"], "pool": "flatten", "normalize": True}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_warnings(numbers: Live, case: str) -> None:
+    """What is wrong is counted by key, also in an answer that was kept."""
+    body, wanted = CASES[case]
+    assert read_warnings(post(numbers, 10, 200, **body)) == wanted
+    assert read_warnings(post(numbers, 10, 200, **body)) == wanted
+
+
+def test_every_format(numbers: Live) -> None:
+    """The head of each reply says it, and the metadata of those formats that have any."""
+    for accept in ("application/x-npy", "application/x-npz", "application/x-safetensors", "image/png"):
+        reply = post(numbers, 10, 200, accept=accept, layers=["logs"])
+        assert (reply.status_code, reply.headers["x-layertap-warnings"]) == (200, NAN)
+    assert json.loads(metadata(post(numbers, 10, accept="application/x-safetensors", layers=["logs"]))["warnings"]) == [
+        NAN
+    ]
+    arrow = post(numbers, 10, accept="application/vnd.apache.arrow.stream", layers=["logs"])
+    assert json.loads(pa.ipc.open_stream(arrow.content).schema.metadata[b"warnings"]) == [NAN]
+    data = np.full((1, 3, SIZE, SIZE), -1, np.float32)
+    tensor = {"name": "x", "shape": data.shape, "datatype": "FP32", "data": data.ravel().tolist()}
+    reply = numbers.client.post("/v2/models/numbers/infer", json={"inputs": [tensor], "outputs": [{"name": "logs"}]})
+    assert reply.json()["parameters"]["warnings"] == reply.headers["x-layertap-warnings"] == NAN
+
+
+def test_explanation(numbers: Live) -> None:
+    """Maps are looked at, too."""
+    body = {
+        "model": "numbers",
+        "method": "saliency",
+        "objective": {"kind": "layer", "layer": "roots"},
+        "inputs": [image(plain(10))],
+    }
+    reply = numbers.client.post("/explain", json=body)
+    assert read_warnings(reply) == ["'saliency': 64 numbers are NaN or infinite"]
+    assert np.isnan(arrays_of(reply)["saliency"].astype(float)).all()
+
+
+def test_embeddings(numbers: Live) -> None:
+    """In OpenAI's dialect it is an error with the input's index, counted over all parts of a request."""
+    with OpenAI(base_url=f"{numbers.url}/v1", api_key="any", max_retries=0) as client:
+        uris = [f"data:image/png;base64,{text64(plain(shade))}" for shade in (200, 210, 220, 10, 12)]
+        assert len(client.embeddings.create(model="numbers:logs", input=uris[:3]).data) == 3
+        for layer, what, index in (
+            ("logs", "numbers are NaN or infinite", 3),
+            ("zeros", "1 vectors are all zeros", 0),
+        ):
+            for more in ({}, {"dimensions": 2}, {"encoding_format": "base64"}):
+                with pytest.raises(openai.BadRequestError, match=what) as caught:
+                    client.embeddings.create(model=f"numbers:{layer}", input=uris, **more)  # type: ignore[arg-type]
+                assert caught.value.param == f"input[{index}]"
