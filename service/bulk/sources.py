@@ -18,7 +18,9 @@ from layertap.models.errors import LayertapError, escape, suggest
 from layertap.service.bulk.entries import Entry
 from layertap.service.inputs.files import FileError, read_regular_file
 
-SUFFIXES = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
+SUFFIXES = frozenset(
+    {".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+)
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 DAMAGED = frozenset({"InvalidHeaderError", "TruncatedHeaderError"})  # what tarfile raises within itself
 PARQUET_ROWS = 64  # read at once

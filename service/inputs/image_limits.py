@@ -28,7 +28,7 @@ MAX_SAMPLES = 6  # of a pixel, as Pillow has it: each may have strips of its own
 MAX_TILE_PIXELS = 4 << 20  # pixels of a TIFF's tile, where the picture has fewer
 MAX_RUN_PIXELS = 2_000_000  # run lengths of a BMP are decoded in Python, pixel by pixel at worst
 
-FORMATS_HINT = "send a complete JPEG, PNG, WebP, GIF, BMP or TIFF file"
+FORMATS_HINT = "send a complete JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF file"
 _SMALLER_HINT = "send a smaller picture"
 _SAVE_HINT = "save it anew, as PNG or baseline JPEG"
 _DEFLATE_RATIO, _LZW_RATIO = 1032, 2731  # bytes that a byte can stand for

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from typing import cast
 
-from PIL import Image
+from PIL import AvifImagePlugin, Image
+from PIL.AvifImagePlugin import AvifImageFile
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -28,6 +30,8 @@ from layertap.service.inputs.rgb import load_rgb
 
 _SMALLER_HINT = "send a smaller picture"
 _JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+_HEIF_HINT = 'send a JPEG or a PNG; the operator types pip install "layertap[heif]"'
+MAX_BRANDS = 64
 _pillow_limit = Lock()
 CheckSize = Callable[[int, int], None]
 
@@ -145,10 +149,34 @@ def _open(data: bytes, max_pixels: int, check_size: CheckSize) -> ImageFile:
 
 
 def _choose_plugin(data: bytes) -> type[ImageFile]:
+    if data[4:8] == b"ftyp":
+        for brand in _list_brands(data):
+            if brand in _BRANDS:
+                return _BRANDS[brand]()
     for start, plugin in _PLUGINS.items():
         if data.startswith(start) and (plugin is not WebPImageFile or data[8:12] == b"WEBP"):
             return plugin
     raise InputError("the bytes are not a picture of a known format", hint=FORMATS_HINT)
+
+
+def _list_brands(data: bytes) -> Iterator[bytes]:
+    """What a file in boxes says that it is: its major brand, then those that it is compatible with."""
+    end = min(int.from_bytes(data[:4], "big"), MAX_BRANDS * 4, len(data))
+    return (data[at : at + 4] for at in (8, *range(16, end, 4)))
+
+
+def _get_avif() -> type[ImageFile]:
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # pictures are decoded beside each other already
+    return AvifImageFile
+
+
+def _get_heif() -> type[ImageFile]:
+    try:
+        from pillow_heif import HeifImageFile, options
+    except ImportError:
+        raise InputError("HEIC pictures need pillow-heif, which is not installed here", hint=_HEIF_HINT) from None
+    options.DECODE_THREADS = 1
+    return cast("type[ImageFile]", HeifImageFile)
 
 
 def _raise_pillow_limit(max_pixels: int) -> None:
@@ -181,7 +209,10 @@ def _make_box(image: Image.Image, margins: Box) -> Box:
 def _decode_whole(image: ImageFile) -> Image.Image:
     with _translate_errors():
         # PNG may hold its EXIF after the pixels and TIFF turns itself while loading: the turn is read only then.
+        pixels = image.width * image.height
         rgb = load_rgb(image)
+        if rgb.width * rgb.height != pixels:  # a box may say another size than the pixels in it have
+            raise damaged_error()
         return apply_turn(rgb, read_turn(image))
 
 
@@ -207,4 +238,8 @@ _PLUGINS: dict[bytes, type[ImageFile]] = {
     b"MM\x00*": TiffImageFile,
     b"II+\x00": TiffImageFile,
     b"MM\x00+": TiffImageFile,
+}
+_BRANDS: dict[bytes, Callable[[], type[ImageFile]]] = {
+    **dict.fromkeys((b"avif", b"avis"), _get_avif),
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"), _get_heif),
 }

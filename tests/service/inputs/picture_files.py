@@ -8,6 +8,7 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+import pillow_heif
 from PIL import Image
 
 from layertap.service.inputs.images import decode_image
@@ -23,7 +24,11 @@ RAMP = np.arange(65536, dtype=np.uint16).reshape(128, 512)
 
 def encode(image: Image.Image, kind: str, **options: Any) -> bytes:
     stream = BytesIO()
-    image.save(stream, kind, **options)
+    if kind == "HEIF":  # its plugin is registered nowhere
+        exif = options.pop("exif", None)
+        pillow_heif.from_pillow(image).save(stream, **options, **({"exif": exif.tobytes()} if exif else {}))
+    else:
+        image.save(stream, kind, **options)
     return stream.getvalue()
 
 

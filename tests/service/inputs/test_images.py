@@ -39,8 +39,23 @@ def test_jpeg(options: dict[str, Any]) -> None:
     assert np.array_equal(decode_pixels(data), np.asarray(Image.open(BytesIO(data)).convert("RGB")))
 
 
+@pytest.mark.parametrize("kind", ["AVIF", "HEIF"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])
+def test_boxes(kind: str, mode: str) -> None:
+    """A smooth picture in either format of boxes comes out nearly as it went in."""
+    data = encode(Image.fromarray(SMOOTH).convert(mode), kind, quality=98)
+    wanted = np.asarray(Image.fromarray(SMOOTH).convert(mode).convert("RGB"), int)
+    assert np.abs(decode_pixels(data) - wanted).max() <= 8
+
+
+def test_heif_is_not_registered() -> None:
+    """Whoever else opens pictures in this process finds Pillow as it was."""
+    decode_pixels(encode(Image.fromarray(SMOOTH), "HEIF"))
+    assert "HEIF" not in Image.OPEN
+
+
 @pytest.mark.parametrize("orientation", UPRIGHT)
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
 def test_orientation(kind: str, orientation: int) -> None:
     """A picture with an EXIF orientation comes out as its stored pixels turned by hand."""
     exif = Image.Exif()

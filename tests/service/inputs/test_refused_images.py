@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -15,14 +16,14 @@ from layertap.service.inputs.images import decode_image
 from tests.service.inputs.picture_files import LIMIT, NOISE, SMOOTH, decode_pixels, encode, make_png, make_tiff
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "HEIF"])
 @pytest.mark.parametrize("kept", [0.02, 0.3, 0.7])
 def test_truncated(kind: str, kept: float) -> None:
     """A picture cut short is refused, with the formats to send."""
     whole = encode(Image.fromarray(np.random.default_rng(1).integers(0, 256, (64, 64, 3), dtype=np.uint8)), kind)
     with pytest.raises(InputError) as caught:
         decode_image(whole[: int(len(whole) * kept)], LIMIT)
-    assert "JPEG, PNG, WebP, GIF, BMP or TIFF" in caught.value.hint
+    assert "JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF" in caught.value.hint
 
 
 FOREIGN = {
@@ -49,7 +50,7 @@ def test_foreign(kind: str) -> None:
     """What is not one of the six formats is refused, with the formats to send."""
     with pytest.raises(InputError) as caught:
         decode_image(FOREIGN[kind], LIMIT)
-    assert "JPEG, PNG, WebP, GIF, BMP or TIFF" in caught.value.hint
+    assert "JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,12 @@ def claimed_webp(side: int) -> bytes:
     return small[:start] + (side - 1).to_bytes(3, "little") * 2 + small[start + 6 :]
 
 
+def claimed_box(kind: str, side: int, claimed_side: int) -> bytes:
+    """A small file of boxes that say another size than the pixels in them have."""
+    small = encode(Image.new("RGB", (side, side)), kind)
+    return small.replace(struct.pack(">II", side, side), struct.pack(">II", claimed_side, claimed_side))
+
+
 BOMBS = {
     "png": (make_png(30000, 30000, 8, 2, b""), "900000000"),
     "png, small": (make_png(1000, 1001, 1, 0, b""), "1001000"),
@@ -89,6 +96,8 @@ BOMBS = {
     "gif, larger frame": (claimed("GIF", 60000, b",\x00\x00\x00\x00\x08", 5, "<HH"), ""),
     "bmp": (claimed("BMP", 30000, b"BM", 18, "<ii"), "900000000"),
     "jpeg": (claimed("JPEG", 30000, b"\xff\xc0", 5, ">HH"), "900000000"),
+    "avif": (claimed_box("AVIF", 8, 12000), "144000000"),
+    "heif": (claimed_box("HEIF", 64, 30000), "900000000"),
     "webp": (claimed_webp(10000), "100000000"),
     "webp, larger": (claimed_webp(16000), ""),
     "tiff": (
@@ -108,6 +117,15 @@ def test_too_many_pixels(kind: str) -> None:
         decode_image(data, LIMIT)
     assert figure in caught.value.detail
     assert f"the limit is {LIMIT}" in caught.value.detail
+
+
+def test_without_heif(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extra a picture of that kind is refused with how to have it."""
+    data = encode(Image.fromarray(SMOOTH), "HEIF")
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(InputError, match="need pillow-heif") as caught:
+        decode_image(data, LIMIT)
+    assert 'pip install "layertap[heif]"' in caught.value.hint
 
 
 def test_exactly_the_limit() -> None:
@@ -135,7 +153,7 @@ def refusal(data: bytes) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:PIL")
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "AVIF", "HEIF"])
 def test_damaged(kind: str) -> None:
     """Whatever bytes of a file are changed, it decodes or is refused in the tree's own errors and plain words."""
     chance = random.Random(kind)
