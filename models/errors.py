@@ -18,12 +18,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
+from sysconfig import get_path
+from traceback import extract_tb
 from typing import Literal, Self
 
 Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "other"]
 
 MAX_SHOWN_NAMES = 3
 MAX_COMPARED = 200  # characters: comparing takes time by their square
+MAX_TEXT = 1000  # characters of an error that is noted
+LIBRARIES = (str(Path(__file__).parents[1]), "<frozen", *{get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 IN_THE_LOG = "the server's log has the traceback"
 
 
@@ -50,6 +55,20 @@ def find_nearest(word: str, known: Iterable[str], count: int = 1, cutoff: float 
 def suggest(names: tuple[str, ...]) -> str:
     """A hint that lists near matches, or nothing."""
     return "did you mean " + ", ".join(escape(name) for name in names) + "?" if names else ""
+
+
+def note_cause(refusal: LayertapError, error: BaseException) -> None:
+    """Note, for the log and the operator's terminal, what was raised first, its text, and the operator's line in it.
+
+    That is the last one in no library and not in this package; where there is none, the last one.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    place = (own or frames)[-1:]
+    lines = "".join(f"\n  {each.filename}, line {each.lineno}: {each.line}" for each in place)
+    refusal.add_note(f"{type(error).__name__}: {str(error)[:MAX_TEXT]}{lines}")
 
 
 def clear_tracebacks(error: BaseException) -> None:
@@ -119,6 +138,7 @@ def make_load_error(error: BaseException) -> LoadError:
     refusal = LoadError(f"loading ended in {type(error).__name__}", hint=IN_THE_LOG)
     refusal.kind = "other"
     refusal.__cause__ = error
+    note_cause(refusal, error)
     return refusal
 
 

@@ -19,7 +19,7 @@ from layertap.models.devices.cost_history import open_history
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.devices.processor import describe_speed
 from layertap.models.devices.threads import count_cores, use_threads
-from layertap.models.errors import InputError, LoadError, RequestError, label_failures
+from layertap.models.errors import InputError, LoadError, RequestError, label_failures, note_cause
 from layertap.models.gradients.resolve_objective import count_classes
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -149,6 +149,7 @@ def _refuse_unfit_inputs() -> Iterator[None]:
     except InputError as error:
         refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
         refusal.kind = "forward"
+        note_cause(refusal, error)
         raise refusal from error
 
 

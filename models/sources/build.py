@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from layertap.models.errors import LoadError, escape, label_failures
+from layertap.models.errors import LoadError, escape, label_failures, note_cause
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
 from layertap.models.labels import Labels
@@ -87,7 +87,9 @@ def wrap_build_errors(what: str, note: str = "") -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:
-        raise LoadError(f"{what} could not be built ({type(error).__name__}){note}") from error
+        refusal = LoadError(f"{what} could not be built ({type(error).__name__}){note}")
+        note_cause(refusal, error)
+        raise refusal from error
 
 
 @contextmanager

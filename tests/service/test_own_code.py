@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -115,6 +116,7 @@ def test_forward_that_raises(serve: Serve, tmp_path: Path, caplog: pytest.LogCap
         assert f"own forward raised {name}" in shown
         assert ("can't take an input of this shape" in shown) == (kind in ("shape", "value"))
     (line,) = [line for line in told(caplog) if line["message"] == "a model could not be loaded"]
+    assert re.search(rf"\n{name}: .*\n  {re.escape(str(file))}, line \d+: {re.escape(code)}", line["exception"])
     assert f'{file}", line' in line["exception"]
     assert code in line["exception"]
 

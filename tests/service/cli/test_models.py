@@ -108,6 +108,7 @@ def test_a_factory_that_raises(command: Command, tmp_path: Path, words: tuple[st
     assert done.status == 2
     assert "ValueError: words of the operator's own code" in done.notes
     assert "own_raising.py" in done.notes
+    assert "own_raising.py, line 3: raise ValueError(" in done.out + done.notes  # in one line, too
     assert "stderr has the traceback" in done.out + done.notes
     assert "server" not in done.out
 
