@@ -88,17 +88,21 @@ DEFAULTS = {each.name: each.default for each in fields(Receipt) if each.default 
 
 @dataclass(frozen=True)
 class TopClass:
-    """One of a row's best classes: its score as the model gives it, its share by softmax over all, its name if any."""
+    """One of a row's best classes: its score as the model gives it, its name if any.
+
+    ``probability`` is its share by softmax over all classes, None where there is no other.
+    """
 
     number: int
     score: float
-    probability: float
+    probability: float | None
     label: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        named = {"label": self.label} if self.label is not None else {}
-        return {"class": self.number, "score": self.score, "probability": self.probability, **named}
+        known = {"probability": self.probability, "label": self.label}
+        known = {name: value for name, value in known.items() if value is not None}
+        return {"class": self.number, "score": self.score, **known}
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,15 @@ class ObjectiveSpec:
     """A kind of objective; ``compute`` gets a request's rows in float32 or wider.
 
     ``of_classes``: it needs an output (rows, classes), and takes a class. ``of_layer``: it needs the name of a layer.
-    ``takes_target``: a distribution may be given in place of a class.
+    ``takes_target``: a distribution may be given in place of a class. ``compares``: it is by softmax, which is 1 for a
+    lone class.
     """
 
     compute: Callable[[Tensor, TensorInfo, Objective], Tensor]
     of_classes: bool = False
     of_layer: bool = False
     takes_target: bool = False
+    compares: bool = False
 
 
 def _logit(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
@@ -37,6 +39,10 @@ def _logit(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
 
 def _probability(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
     return values.softmax(1).gather(1, _get_classes(values, objective)[:, None])
+
+
+def _binary(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
+    return _logit(values, leaf, objective).sigmoid()
 
 
 def _cross_entropy(values: Tensor, leaf: TensorInfo, objective: Objective) -> Tensor:
@@ -78,9 +84,10 @@ def _get_classes(values: Tensor, objective: Objective) -> Tensor:
 
 OBJECTIVES = {
     "logit": ObjectiveSpec(_logit, of_classes=True),
-    "probability": ObjectiveSpec(_probability, of_classes=True),
-    "cross_entropy": ObjectiveSpec(_cross_entropy, of_classes=True),
-    "kl_div": ObjectiveSpec(_kl_div, of_classes=True, takes_target=True),
+    "probability": ObjectiveSpec(_probability, of_classes=True, compares=True),
+    "binary": ObjectiveSpec(_binary, of_classes=True),
+    "cross_entropy": ObjectiveSpec(_cross_entropy, of_classes=True, compares=True),
+    "kl_div": ObjectiveSpec(_kl_div, of_classes=True, takes_target=True, compares=True),
     "sum": ObjectiveSpec(_sum),
     "mean": ObjectiveSpec(_mean),
     "layer": ObjectiveSpec(_layer, of_layer=True),

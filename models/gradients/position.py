@@ -22,23 +22,27 @@ def find_axes(leaf: TensorInfo, position: Position) -> tuple[int, ...] | None:
 
 
 def select_position(value: Tensor, leaf: TensorInfo, position: Position | None) -> Tensor:
-    """What of a tensor is at a position, without the axes along which it is; differentiable."""
+    """What of a tensor is at a position, without the axes along which it is; differentiable.
+
+    A lone number of each row, (rows,), is the score of a lone class: (rows, 1).
+    """
     axes = find_axes(leaf, position) if position is not None else None
     for axis, index in sorted(zip(axes or (), position or (), strict=True), reverse=True):
         value = value.select(axis, index)
-    return value
+    return value.unsqueeze(1) if value.ndim == 1 else value
 
 
 def describe_position(leaf: TensorInfo, position: Position | None) -> TensorInfo:
     """What ``select_position`` gives of a tensor, as a catalogue says it."""
     axes = find_axes(leaf, position) if position is not None else None
     if not axes:
-        return leaf
+        return replace(leaf, shape=(*leaf.shape, 1), layout="NC") if len(leaf.shape) == 1 else leaf
     kept = [axis for axis in range(len(leaf.shape)) if axis not in axes]
-    return replace(
+    described = replace(
         leaf,
         shape=tuple(leaf.shape[axis] for axis in kept),
         layout="".join((leaf.layout or "")[axis] for axis in kept),
         row_axis=kept.index(leaf.row_axis) if leaf.row_axis is not None else None,
         token_axes=tuple(kept.index(axis) for axis in leaf.token_axes if axis in kept),
     )
+    return describe_position(described, None)

@@ -29,6 +29,7 @@ def resolve_objective(objective: Objective, catalog: Catalog, lengths: TextLengt
 def count_classes(catalog: Catalog) -> int | None:
     """How many classes the model's output has scores of, for each row, token or pixel; None where it has none."""
     leaf = _choose_output(catalog, Objective())
+    leaf = describe_position(leaf, None) if leaf is not None else None
     if leaf is None or leaf.row_axis is None or not leaf.layout or "C" not in leaf.layout:
         return None
     return leaf.shape[leaf.layout.index("C")]
@@ -154,6 +155,11 @@ def _check_target(objective: Objective) -> None:
 
 def _check_classes(objective: Objective, leaf: TensorInfo, lengths: TextLengths | None) -> None:
     classes = with_common_length(leaf, lengths).shape[1]
+    if classes == 1 and OBJECTIVES[objective.kind].compares:
+        raise SelectorError(
+            f"objective {escape(objective.kind)} is the same for every input: the output has a single score",
+            hint='use kind "logit", the score itself, or "binary", its sigmoid',
+        )
     if objective.target is not None:
         if leaf.token_axes and lengths is not None:  # a class for each token
             check_shape("'target'", leaf, lengths, lambda part: part.shape[1:], (len(objective.target),))

@@ -77,7 +77,8 @@ def explain(
     output.write(output.format.encode(features, EncodeOptions(sent=pictures)))
     for best in features.top_classes[0] if features.top_classes else ():
         name = f" {best.label}" if best.label is not None else ""
-        stderr.print(f"class {best.number}{name}: {best.score:.4g}, {best.probability:.1%}", markup=False)
+        share = f", {best.probability:.1%}" if best.probability is not None else ""
+        stderr.print(f"class {best.number}{name}: {best.score:.4g}{share}", markup=False)
     written = f"{output.name}: " if output.file is not None else ""
     stderr.print(f"{written}{', '.join(features.arrays)}, fingerprint {features.fingerprint}", markup=False)
     for warning in features.warnings:

@@ -57,7 +57,7 @@ def _count_nonfinite(array: Array, scale: Array | None, receipt: Receipt) -> int
     if array.dtype.kind != "f":
         return 0
     if array.dtype != np.float16:
-        return array.size - np.count_nonzero(np.isfinite(array))
+        return array.size - int(np.count_nonzero(np.isfinite(array)))
     return int(np.count_nonzero((array.view(np.uint16) & HALF_EXPONENT) == HALF_EXPONENT))  # ten times as fast
 
 

@@ -37,17 +37,16 @@ def take_top_classes(features: Features, count: int, labels: Labels | None) -> F
     arrays, receipts = dict(features.arrays), dict(features.receipts)
     scores = arrays.pop(SCORES)
     del receipts[SCORES]
-    best = tuple(_find_best(row, count, labels) for row in scores) if scores.ndim == 2 else ()
+    best = tuple(_find_best(row, count, labels) for row in scores.reshape(len(scores), -1)) if scores.ndim < 3 else ()
     return replace(features, arrays=arrays, receipts=receipts, top_classes=best)
 
 
 def _find_best(scores: Array, count: int, labels: Labels | None) -> tuple[TopClass, ...]:
     exact = scores.astype(np.float64)
     powers = np.exp(exact - exact.max())
-    shares = powers / powers.sum()
+    shares: list[float | None] = (powers / powers.sum()).tolist() if len(scores) > 1 else [None]
     named = labels.names if labels is not None and len(labels.names) == len(scores) else None
     best = np.argsort(-exact, kind="stable")[:count].tolist()
     return tuple(
-        TopClass(number, float(exact[number]), float(shares[number]), named[number] if named else None)
-        for number in best
+        TopClass(number, float(exact[number]), shares[number], named[number] if named else None) for number in best
     )

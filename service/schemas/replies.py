@@ -48,11 +48,14 @@ class Feature(BaseModel):
 
 
 class TopClassReply(BaseModel):
-    """One of a row's best classes: ``score`` as the model gives it, ``probability`` its softmax over all classes."""
+    """One of a row's best classes: ``score`` as the model gives it, ``probability`` its softmax over all classes.
+
+    There is no ``probability`` where there is a single score.
+    """
 
     klass: int = Field(alias="class")
     score: float
-    probability: float
+    probability: float | None = None
     label: str | None = None
 
 

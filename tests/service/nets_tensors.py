@@ -115,7 +115,7 @@ class OneNumber(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(rows, 1)."""
-        score: Tensor = self.head(self.body(x))
+        score: Tensor = self.head(self.body(x.flatten(1)))
         return score
 
 
@@ -136,3 +136,11 @@ class Numbers(nn.Module):
         for layer in (self.logs, self.roots, self.zeros, self.large):
             layer(means)
         return means
+
+
+class Squeezed(OneNumber):
+    """The same without an axis of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows,)."""
+        return super().forward(x)[:, 0]
