@@ -54,7 +54,7 @@ def group_actions(
 
     def get_actions(point: HookPoint) -> CallActions:
         module = modules[point.layer]
-        side: Side = "unfused" if point.site in ATTENTION and module in unfused else point.side
+        side: Side = "unfused" if point.side == "attention" and module in unfused else point.side
         return groups[module, side][point.call]
 
     def get_anchor(item: ResolvedIntervention | Capture) -> GradientAnchor:

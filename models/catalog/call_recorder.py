@@ -143,7 +143,7 @@ class CallRecorder(CallObserver):
         mixed = axis is None or (earlier is not None and evidence.mixed)
         axes = layout.ATTENTION if axis == 0 else None
         weights = TensorObservation(shape, event.dtype, evidence.sketch, axis, mixed, axes)
-        observations.append(AttentionObservation(weights, evidence, event.source))
+        observations.append(AttentionObservation(weights, evidence, event.source, event.sinks))
 
     def _get_earlier_call(self, module: nn.Module, number: int) -> CallObservation | None:
         """A call as the forward of one row showed it."""

@@ -96,6 +96,7 @@ class CallBoundary:
 class Call:
     """One run of a module in a forward; ``attention`` holds the weights (N, heads, queries, keys) that it computes.
 
+    ``sinks`` has what softmax gives to learned sinks, in place of keys, where there are any.
     ``functions`` has what the functions take and return that it calls itself, at paths (name, number, site, …); None
     where there is none.
     """
@@ -104,11 +105,18 @@ class Call:
     output: CallBoundary
     attention: CallBoundary | None = None
     functions: CallBoundary | None = None
+    sinks: CallBoundary | None = None
 
     def get_boundary(self, site: Site) -> CallBoundary:
         """The side that a site looks at; one of no tensor where the call computes no attention, or calls nothing."""
-        boundaries = {"input": self.input, "output": self.output, "function": self.functions}
-        boundary = self.attention if SITES[site].is_attention else boundaries[SITES[site].side]
+        boundaries = {
+            **dict.fromkeys(("attention", "unfused"), self.attention),
+            "input": self.input,
+            "output": self.output,
+            "function": self.functions,
+            "sink": self.sinks,
+        }
+        boundary = boundaries[SITES[site].side]
         return boundary or replace(self.output, tensors=(), refused=())
 
 

@@ -90,13 +90,15 @@ class CatalogBuilder:
             finders = ((info, partial(_find_at, boundary, info.path)) for info in infos)
             return tuple(self._add_token_axes(module, number, info, find) for info, find in finders)
 
-        def build_attention() -> Iterator[TensorInfo]:
+        def build_attention(*, of_sinks: bool = False) -> Iterator[TensorInfo]:
             for place, (path, one, other) in enumerate(pair_attention(alone.attention, several.attention)):
-                info = replace(self._build_tensor(path, one.weights, other.weights), source=one.source)
-                yield self._add_token_axes(module, number, info, partial(_find_weights, place))
+                parts = (each.select(of_sinks=of_sinks) for each in (one, other))
+                info = replace(self._build_tensor(path, *parts), source=one.source)
+                if info.shape[-1]:
+                    yield self._add_token_axes(module, number, info, partial(_find_weights, place, of_sinks))
 
         before, after = self._timer.get_cost_before(module, number), self._timer.get_cost_after(module, number)
-        weights = tuple(build_attention())
+        weights, sinks = tuple(build_attention()), tuple(build_attention(of_sinks=True))
         # Functions that a forward of several rows calls otherwise can't be told apart by their numbers.
         functions = build_tensors("functions") if alone.functions.keys() == several.functions.keys() else ()
         returning = {info.path[:2] for info in functions if info.path[2] == "output"}
@@ -108,6 +110,7 @@ class CatalogBuilder:
             CallBoundary(alone.end, after, build_tensors("output"), alone.outputs_refused),
             CallBoundary(alone.end, after, weights) if weights else None,
             CallBoundary(alone.end, after, functions) if functions else None,
+            CallBoundary(alone.end, after, sinks) if sinks else None,
         )
 
     def _add_token_axes(self, module: nn.Module, number: int, info: TensorInfo, find: FindTensor) -> TensorInfo:
@@ -125,8 +128,8 @@ def _find_at(boundary: Boundary, path: Path, call: CallObservation) -> TensorObs
     return call.at(boundary).get(path)
 
 
-def _find_weights(place: int, call: CallObservation) -> TensorObservation | None:
-    return call.attention[place].weights if place < len(call.attention) else None
+def _find_weights(place: int, of_sinks: bool, call: CallObservation) -> TensorObservation | None:
+    return call.attention[place].select(of_sinks=of_sinks) if place < len(call.attention) else None
 
 
 def pair_attention(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from layertap.models.catalog.sketch import Sketch
+from layertap.models.hooks.attention import Sinks
 from layertap.models.hooks.tensor_tree import Path
 
 Boundary = Literal["input", "output", "functions"]  # of a call
@@ -29,11 +30,20 @@ class TensorObservation:
 
 @dataclass
 class AttentionObservation:
-    """Attention as one forward showed it: the weights, and the tensor that tells where their rows are."""
+    """Attention as one forward showed it: the weights, and the tensor that tells where their rows are.
+
+    The weights' last keys are ``sinks``, in the shape too.
+    """
 
     weights: TensorObservation
     evidence: TensorObservation
     source: str
+    sinks: Sinks
+
+    def select(self, *, of_sinks: bool = False) -> TensorObservation:
+        """The weights of keys, or those of sinks."""
+        *outer, keys = self.weights.shape
+        return replace(self.weights, shape=(*outer, self.sinks.count if of_sinks else keys - self.sinks.count))
 
 
 @dataclass

@@ -60,13 +60,19 @@ def _resize_layer(layer: Layer, calls: Sequence[CallObservation]) -> Layer:
 def _resize_call(call: Call, seen: CallObservation) -> Call:
     before = (call.input.order, call.input.refused, call.output.order, call.output.refused)
     _check(before == (seen.start, seen.inputs_refused, seen.end, seen.outputs_refused))
-    weights = {path: one.weights for path, one, _ in pair_attention(seen.attention, seen.attention)}
-    attention = call.attention or replace(call.output, tensors=())
-    resized = _resize_boundary(attention, weights)
+
+    def resize_attention(boundary: CallBoundary | None, *, of_sinks: bool) -> CallBoundary | None:
+        pairs = pair_attention(seen.attention, seen.attention)
+        weights = {path: one.select(of_sinks=of_sinks) for path, one, _ in pairs}
+        weights = {path: each for path, each in weights.items() if each.shape[-1]}
+        resized = _resize_boundary(boundary or replace(call.output, tensors=()), weights)
+        return None if boundary is None else resized
+
     return Call(
         _resize_boundary(call.input, seen.input),
         _resize_boundary(call.output, seen.output),
-        resized if call.attention is not None else None,
+        resize_attention(call.attention, of_sinks=False),
+        sinks=resize_attention(call.sinks, of_sinks=True),
     )
 
 

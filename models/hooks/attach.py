@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -111,29 +112,34 @@ class _RunningCall:
     number: int
     mode: ExitStack = field(default_factory=ExitStack)
     depth: int = 0
+    unfused: attention.UnfusedAttention | None = None
     weights: list[Tensor] = field(default_factory=list)
+    sinks: list[attention.Sinks] = field(default_factory=list)
     error: InputError | None = None
 
 
-def _attach_attention(stack: ExitStack, module: nn.Module, on_call: OnCall) -> None:
+def _attach_attention(stack: ExitStack, module: nn.Module, on_call: OnCall, *, of_sinks: bool = False) -> None:
     def make_observer(call: _RunningCall) -> attention.AttentionObserver:
         def observe(event: attention.AttentionEvent) -> None:
             shape = attention.unfold_weights(event.shape, module)
             if call.depth or call.error or shape is None:
                 return
             try:
-                call.weights.append(event.weights().reshape(shape))
+                with attention.disable_observers():
+                    call.weights.append(event.weights().reshape(shape))
+                call.sinks.append(event.sinks)
             except InputError as error:  # not through the model, which may catch it
                 call.error = error
 
         return attention.AttentionObserver(observe)
 
-    def finish(call: _RunningCall) -> None:
+    def finish(call: _RunningCall, output: object) -> None:
         if call.error is not None:
             raise call.error
         tensors = TensorsByPath()
-        for place, weights in enumerate(call.weights):
-            tensors |= _label_weights(place, weights)
+        for place, (weights, sinks) in enumerate(zip(call.weights, call.sinks, strict=True)):
+            keys = weights.shape[-1] - sinks.count
+            tensors |= _label_weights(place, weights[..., keys:] if of_sinks else weights[..., :keys])
         on_call(call.number, tensors)
 
     _attach_mode(stack, module, make_observer, finish)
@@ -161,14 +167,17 @@ def _attach_unfused(stack: ExitStack, module: nn.Module, on_call: OnCall) -> Non
             if call.error is not None:
                 raise call.error
 
-        mode = attention.UnfusedAttention(anchor, lambda: call.depth > 0)
+        mode = call.unfused = attention.UnfusedAttention(anchor, lambda: call.depth > 0)
         stack.callback(check)
         modes = ExitStack()
         modes.enter_context(attention.AttentionObserver(observe))
         modes.enter_context(mode)
         return modes
 
-    _attach_mode(stack, module, make_mode, lambda call: None)
+    def finish(call: _RunningCall, output: object) -> object:
+        return call.unfused.settle(output) if call.unfused is not None else None
+
+    _attach_mode(stack, module, make_mode, finish)
 
 
 def _label_weights(place: int, weights: Tensor) -> TensorsByPath:
@@ -180,9 +189,9 @@ def _attach_mode(
     stack: ExitStack,
     module: nn.Module,
     make_mode: Callable[[_RunningCall], AbstractContextManager[object]],
-    finish: Callable[[_RunningCall], None],
+    finish: Callable[[_RunningCall, object], object],
 ) -> None:
-    """Put a mode around a module's own forward, and nothing else."""
+    """Put a mode around a module's own forward, and nothing else; ``finish`` may give another output."""
     calls, running = count(), list[_RunningCall]()
 
     def begin(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -192,12 +201,12 @@ def _attach_mode(
         call.mode.enter_context(make_mode(call))
         running.append(call)
 
-    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        if running:
-            call = running.pop()
+    def end(module: nn.Module, args: tuple[Any, ...], output: object) -> object:
+        call = running.pop() if running else None
+        if call is not None:
             call.mode.close()
-            if output is not None:  # as it is after a call that raised
-                finish(call)
+        # None after a call that raised
+        return None if call is None or output is None else finish(call, output)
 
     def enter_part(part: nn.Module, args: tuple[Any, ...]) -> None:
         for call in running[-1:]:
@@ -233,6 +242,7 @@ ATTACH: Mapping[Side, Attach] = {
     "output": _attach_output,
     "input": _attach_input,
     "attention": _attach_attention,
+    "sink": partial(_attach_attention, of_sinks=True),
     "unfused": _attach_unfused,
     "function": attach_functions,
 }

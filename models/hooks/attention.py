@@ -1,7 +1,8 @@
 """Attention weights: which operations compute them, how those are observed, how weights are replaced or differentiated.
 
-Weights are what softmax gives for each query over its keys. A kernel that fuses softmax with what stands around it
-shows none: they are computed beside it, and must explain what the kernel returned.
+Weights are what softmax gives for each query over its keys; what a model then drops of them are sinks. A kernel that
+fuses softmax with what stands around it shows none: they are computed beside it, and must explain what the kernel
+returned.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from layertap.models.dispatch_mode import DispatchMode
 from layertap.models.errors import InputError
@@ -28,6 +30,13 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torc
 Arguments = Mapping[str, Any]
 
 
+@dataclass
+class Sinks:
+    """How many of the last keys are none: they take weight and have no value, so the model drops their weights."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True)
 class AttentionEvent:
     """One attention as an operation computed it: weights of a shape (…, queries, keys).
@@ -35,6 +44,7 @@ class AttentionEvent:
     ``evidence`` is a tensor that has the rows where the weights have them. ``how``: "observed" where the weights were
     there to be read, "recomputed" where a kernel hid them. ``weights`` gives a copy, at once or never: what comes later
     in the forward may write to what it looks at. It raises InputError where weights do not explain the output.
+    ``sinks`` are counted by the operation that follows, which drops their weights.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +52,7 @@ class AttentionEvent:
     evidence: Tensor
     source: str
     weights: Callable[[], Tensor]
+    sinks: Sinks = field(default_factory=Sinks)
 
 
 class AttentionObserver(DispatchMode):
@@ -50,17 +61,21 @@ class AttentionObserver(DispatchMode):
     def __init__(self, observe: Callable[[AttentionEvent], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observe = observe
+        self._latest: AttentionEvent | None = None  # of the operation before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        latest, self._latest = self._latest, None
+        if latest is not None and latest.source == "observed" and args and args[0] is latest.evidence:
+            latest.sinks.count = count_sinks(latest.evidence, out)
         read = READERS.get(func._schema.name)
         if read is not None:
             names = (argument.name for argument in func._schema.arguments)
-            event = read(func, dict(zip(names, args, strict=False)) | dict(kwargs or {}), out)
-            if event is not None:
-                self._observe(event)
+            self._latest = read(func, dict(zip(names, args, strict=False)) | dict(kwargs or {}), out)
+            if self._latest is not None:
+                self._observe(self._latest)
         return out
 
 
@@ -72,8 +87,9 @@ def disable_observers() -> AbstractContextManager[object]:
 class UnfusedAttention(TorchFunctionMode):
     """Runs attention by its plain formula; ``anchor`` gets the weights and gives what goes on in their place.
 
-    Weights in the shape in which the module has them. Nothing happens while ``is_paused`` says so. ``is_running``:
-    whether it computes weights just now; what an observer sees at other times is out of its reach.
+    Weights in the shape in which the module has them, those of sinks left out: softmax waits for what is done with its
+    result. Nothing happens while ``is_paused`` says so. ``is_running``: whether it computes weights just now; what an
+    observer sees at other times is out of its reach.
     """
 
     def __init__(self, anchor: Callable[[Tensor], Tensor], is_paused: Callable[[], bool]) -> None:
@@ -81,11 +97,30 @@ class UnfusedAttention(TorchFunctionMode):
         self._anchor = anchor
         self._is_paused = is_paused
         self.is_running = False
+        self._waiting: Tensor | None = None
+        self._anchored: list[tuple[Tensor, Tensor]] = []  # results of softmax, and what goes on in their place
+
+    def settle(self, value: Any) -> Any:
+        """A value with anchored weights in it."""
+        if self._waiting is not None and _holds(value, self._waiting):
+            waiting, self._waiting = self._waiting, None
+            self._anchored.append((waiting, self._anchor(waiting)))
+        for before, after in self._anchored:
+            if _holds(value, before):
+                value = tree_map(lambda item, before=before, after=after: after if item is before else item, value)
+        return value
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
     ) -> Any:
         options = kwargs or {}
+        if self._waiting is not None and func is Tensor.__getitem__ and args[0] is self._waiting:
+            out = func(*args)
+            if count_sinks(self._waiting, out):
+                self._waiting = None
+                return self._anchor(out)
+        if self._waiting is not None or self._anchored:
+            args, options = self.settle((args, options))
         if self._is_paused() or func not in ATTENDING:
             return func(*args, **options)
         if func is functional.multi_head_attention_forward:
@@ -97,7 +132,10 @@ class UnfusedAttention(TorchFunctionMode):
                 return self._attend(*args, **options)
             out = func(*args, **options)
             is_weights = _is_over_keys(out, options.get("dim", args[1] if len(args) > 1 else None))
-            return self._anchor(out) if is_weights else out
+            if is_weights:
+                self.settle(self._waiting)
+                self._waiting = out
+            return out
         finally:
             self.is_running = False
 
@@ -114,6 +152,14 @@ class UnfusedAttention(TorchFunctionMode):
     ) -> Tensor:
         weights = self._anchor(_compute_weights(query, key, attn_mask, is_causal, scale))
         return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ _repeat_for_heads(value, query)
+
+
+def count_sinks(weights: Tensor, kept: object) -> int:
+    """How many of the last keys are missing in what was made of weights; 0 where it is no such part of them."""
+    if not isinstance(kept, Tensor) or kept.shape[:-1] != weights.shape[:-1]:
+        return 0
+    is_first = kept.data_ptr() == weights.data_ptr() and kept.stride() == weights.stride()
+    return weights.shape[-1] - kept.shape[-1] if is_first else 0
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -227,6 +273,10 @@ def _repeat_for_heads(value: Tensor, query: Tensor) -> Tensor:
 
 def _is_over_keys(out: Tensor, dim: Any) -> bool:
     return isinstance(dim, int) and out.ndim > 2 and dim % out.ndim == out.ndim - 1
+
+
+def _holds(value: Any, tensor: Tensor) -> bool:
+    return any(item is tensor for item in tree_leaves(value))
 
 
 def _reveal_to_modes(function: Any) -> Any:

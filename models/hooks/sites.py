@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Site = str  # a key of SITES
-Side = Literal["output", "input", "attention", "unfused", "function"]  # kinds of hook: ``attach.py`` has a row for each
+Side = Literal[
+    "output", "input", "attention", "sink", "unfused", "function"
+]  # kinds of hook: ``attach.py`` has a row for each
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ SITES: dict[Site, SiteSpec] = {
     "grad_output": SiteSpec("output", is_gradient=True, is_editable=True),
     "grad_input": SiteSpec("input", is_gradient=True),
     "attention": SiteSpec("attention", is_attention=True, is_editable=True),
+    "attention_sink": SiteSpec("sink", is_attention=True),
     "attention_grad": SiteSpec("unfused", is_gradient=True, is_attention=True),
     "function": SiteSpec("function"),  # of a hook point whose tensor a function takes or returns
 }

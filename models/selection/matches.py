@@ -211,7 +211,7 @@ def _refused_error(selector: Selector, layer: Layer, call: int) -> SelectorError
 
 
 def _describe_side(selector: Selector, layer: Layer) -> str:
-    side = "attention" if selector.site in ATTENTION else SITES[selector.site].side
+    side = selector.site.replace("_", " ") if selector.site in ATTENTION else SITES[selector.site].side
     return f"the {side} of layer {escape(layer.name)}"
 
 

@@ -36,7 +36,7 @@ def _copied(value: Any) -> Any:
 
 def test_a_hook_for_each_site() -> None:
     """Every site that a selector can name has its kind of hook, that of its side."""
-    assert tuple(ATTACH) == (*KINDS, "attention", "unfused", "function")
+    assert tuple(ATTACH) == (*KINDS, "attention", "sink", "unfused", "function")
     assert {site.side for site in SITES.values()} == set(ATTACH)
 
 

@@ -169,6 +169,37 @@ def folded(module: FoldedAttention, x: Tensor, change: Change = unchanged) -> tu
     return weights, (weights @ value).transpose(1, 2).flatten(2)
 
 
+class SinkAttention(nn.Module):
+    """A learned sink for each head: softmax is over it too, its weight is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.sinks = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (heads_of(part, 2) for part in self.qkv(x).chunk(3, -1))
+        scores = query @ key.transpose(2, 3)
+        scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        weights = functional.softmax(scores - scores.amax(-1, keepdim=True), -1)[..., :-1]
+        return (functional.dropout(weights, 0.1, self.training) @ value).transpose(1, 2).flatten(2)
+
+
+class Sinking(Folded):
+    """Holds attention with sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SinkAttention()
+
+
+def sinking(module: SinkAttention, x: Tensor, change: Change = unchanged) -> tuple[Tensor, Tensor]:
+    query, key, value = (heads_of(part, 2) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, -1))
+    exponentials = (query @ key.transpose(2, 3)).exp()
+    weights = change(exponentials / (exponentials.sum(-1, keepdim=True) + module.sinks.exp().reshape(-1, 1, 1)))
+    return weights, (weights @ value).transpose(1, 2).flatten(2)
+
+
 class Careless(nn.Module):
     """A kernel that leaves weights out at random, evaluated or not."""
 
@@ -223,6 +254,7 @@ CASES = {
         "observed",
     ),
     "folded": Case(lambda: seeded(Folded(), 7), (5, 8), ("attention",), folded, "observed"),
+    "sinks": Case(lambda: seeded(Sinking(), 7), (5, 8), ("attention",), sinking, "observed"),
 }
 
 
@@ -484,6 +516,7 @@ def _reduced(selector: Any, **options: Any) -> Any:
         ("vit", f"{SELF.format(0)}[1]:attention", "single tensor", "path"),
         ("vit", f"{SELF.format(0)}:attention_grad", "objective", "logit"),
         ("timm", "blocks.0.attn.qkv:attention_grad", "computes no attention", "blocks.1.attn"),
+        ("timm", "blocks.0.attn:attention_sink", "the attention sink of layer 'blocks.0.attn' holds no tensor", ""),
     ],
 )
 def test_refusals(name: str, text: str, says: str, hint: str) -> None:
@@ -492,6 +525,22 @@ def test_refusals(name: str, text: str, says: str, hint: str) -> None:
     with pytest.raises(RequestError, match=says) as caught:
         plan_for(catalog, text)
     assert hint in caught.value.hint
+
+
+def test_sinks() -> None:
+    """What a sink takes is what is missing in the weights; asked for alone, and beside a change of the weights."""
+    module, catalog, x = prepared(CASES["sinks"])
+    weights, _ = sinking(module.attention, x)  # type: ignore[arg-type]
+    for texts in (["*:attention_sink"], ["attention:attention", "attention:attention_sink"]):
+        found = run(module, plan_for(catalog, *texts), x)
+        torch.testing.assert_close(found["attention:attention_sink"], 1 - weights.sum(-1, keepdim=True))
+    change = Intervention(parse_selector("attention:attention"), Operation("zero"))
+    plan = make_plan(
+        [parse_selector(f"attention:{site}") for site in ("attention", "attention_sink")], catalog, [change]
+    )
+    found = run(module, plan, x)
+    assert not found["attention:attention"].any()
+    torch.testing.assert_close(found["attention:attention_sink"], 1 - weights.sum(-1, keepdim=True))
 
 
 def test_models_without_attention() -> None:
