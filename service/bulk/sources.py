@@ -9,6 +9,7 @@ import fnmatch
 import glob
 import os
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ SUFFIXES = frozenset(
 )
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 DAMAGED = frozenset({"InvalidHeaderError", "TruncatedHeaderError"})  # what tarfile raises within itself
+MAX_SUFFIXES = 8  # that are named
 PARQUET_ROWS = 64  # read at once
 HINT = "name a folder, a pattern such as 'photos/*.jpg', a .txt file with a path a line, a .tar or a .parquet file"
 
@@ -74,6 +76,18 @@ def open_source(text: str, limit: int, column: str | None = None) -> Source:
     if glob.has_magic(text):
         return _open_paths(lambda: _match(text), limit)
     raise LayertapError(f"there is nothing at {text}", hint=HINT)
+
+
+def describe_passed_over(text: str) -> str:
+    """The files of a folder whose suffix is that of no picture, counted by it; nothing where there are none."""
+    top = Path(text)
+    if not top.is_dir():
+        return ""
+    others = (path.suffix.lower() for _, path in _walk(top, lambda name: not _is_picture(name)) if not path.is_dir())
+    counts = Counter(others).most_common()
+    named = [f"{count} {escape(suffix) if suffix else 'without a suffix'}" for suffix, count in counts[:MAX_SUFFIXES]]
+    rest = sum(count for _, count in counts[MAX_SUFFIXES:])
+    return ", ".join(named + [f"{rest} others"] * bool(rest))
 
 
 def _open_paths(list_paths: Callable[[], Iterator[tuple[str, Path]]], limit: int) -> Source:

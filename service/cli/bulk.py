@@ -63,7 +63,7 @@ def bulk(
     from layertap.service.bulk.bulk import Destination, Job, find_complete
     from layertap.service.bulk.job import Question
     from layertap.service.bulk.retry import check_retry, remove_retries
-    from layertap.service.bulk.sources import open_source
+    from layertap.service.bulk.sources import describe_passed_over, open_source
 
     if pool is not None and pool not in POOLINGS:
         raise LayertapError(f"there is no pool {pool!r}", hint=f"use one of {POOLS}")
@@ -90,6 +90,8 @@ def bulk(
     summary = found or asyncio.run(_run(job, create, restart=restart, retry=retry_errors))
     when = "; it was complete before" if found else ""
     stderr.print(f"{out}: {summary.rows} rows, {summary.errors} of them without a result{when}", markup=False)
+    if passed_over := describe_passed_over(source):
+        stderr.print(f"passed over by their suffix: {passed_over}", markup=False, highlight=False, soft_wrap=True)
     if summary.errors:
         raise typer.Exit(1)
 

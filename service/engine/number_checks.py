@@ -75,7 +75,8 @@ def _count_zero_vectors(array: Array, scale: Array | None, receipt: Receipt) -> 
     if not receipt.normalize or not array.size:
         return 0
     vectors = array.reshape(-1, array.shape[-1])
-    return int(np.count_nonzero(~vectors[vectors[:, 0] == 0].any(1)))
+    may_be = vectors[:, 0] == 0
+    return int(np.count_nonzero(~vectors[may_be].any(1))) if may_be.any() else 0
 
 
 CHECKS: dict[str, Count] = {

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from layertap.models.errors import LayertapError
-from layertap.service.bulk.sources import open_source
+from layertap.service.bulk.sources import describe_passed_over, open_source
 
 LIMIT = 1000
 DEEP = 1100  # more than functions may call each other
@@ -45,6 +45,16 @@ def test_deep_folders(tmp_path: Path) -> None:
     finally:
         os.chdir(home)
     assert found == [("a/" * DEEP + "b.png", b"deep")]
+
+
+def test_passed_over(tmp_path: Path) -> None:
+    """Files that are no pictures by their suffix are counted by it; pictures of all kinds that are read are not."""
+    (tmp_path / "in").mkdir()
+    for name in ("a.png", "b.AVIF", "c.heic", "d.xmp", "in/e.XMP", "in/f.mov", "README"):
+        (tmp_path / name).write_bytes(b"x")
+    assert [key for key, _ in list_entries(tmp_path)] == ["a.png", "b.AVIF", "c.heic"]
+    assert describe_passed_over(str(tmp_path)) == "2 '.xmp', 1 without a suffix, 1 '.mov'"
+    assert describe_passed_over(str(tmp_path / "*")) == ""
 
 
 def test_a_folder_that_vanishes(tmp_path: Path) -> None:
