@@ -19,7 +19,6 @@ import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
 from layertap.service.http.sockets import format_url, stop_connecting
-from layertap.service.http.tls import follow_renewals
 from layertap.service.signals import release_hangups
 
 log = logging.getLogger("layertap")
@@ -87,10 +86,6 @@ class Server(uvicorn.Server):
         config = self.config
         for listener in sockets or ():
             log.info("listening on %s", format_url(listener.getsockname(), "https" if config.is_ssl else "http"))
-        if config.ssl is not None:  # kept, for the loop itself would let go of it
-            self._renewals = asyncio.create_task(
-                follow_renewals(config.ssl, str(config.ssl_certfile), str(config.ssl_keyfile))
-            )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Go on as long as others may not know of it, then stop accepting, and wait for what was accepted."""

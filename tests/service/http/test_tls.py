@@ -1,9 +1,7 @@
-"""TLS by files: real handshakes, renewed certificates, connections that end without resets."""
+"""TLS by files: real handshakes, connections that end without resets."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 import shutil
 import socket
@@ -15,13 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from layertap.service.http.tls import check_certificate, follow_renewals
+from layertap.service.http.tls import check_certificate
 from tests.service.certificates import Certificate, make_certificate
 from tests.service.gated_server import TRIES, TRY_S, parse_response, wait_until
 from tests.service.load_server import Process, process
 from tests.service.support import Json, image, picture
 
-RENEWALS = 300
 BODY: Json = {"layers": ["block3"], "pool": "mean", "inputs": [image(picture(1))]}
 
 
@@ -111,117 +108,6 @@ def test_closed(served: Process, certificate: Certificate, data: bytes, status: 
     assert reply.status_code == status
     assert reply.headers["connection"] == "close"
     assert len(reply.content) == int(reply.headers["content-length"])
-
-
-def test_renewed(served: Process, certificate: Certificate, tmp_path: Path) -> None:
-    """What is renewed on the disk is shown to the next connection, and those that are open go on."""
-    old = certificate.trust()
-    with httpx.Client(base_url=served.url, verify=old) as client:
-        assert client.get("/livez").status_code == 200
-        renewed = make_certificate(tmp_path, "renewed")
-        kept = [shutil.copy(path, tmp_path / f"kept-{path.name}") for path in (certificate.cert, certificate.key)]
-        try:
-            shutil.copy(renewed.cert, certificate.cert)
-            shutil.copy(renewed.key, certificate.key)
-
-            def answers() -> bool:
-                try:
-                    return httpx.get(f"{served.url}/livez", verify=renewed.trust()).status_code == 200
-                except httpx.ConnectError:
-                    return False
-
-            wait_until(answers)
-            assert client.get("/livez").status_code == 200  # on its old connection
-        finally:
-            shutil.copy(kept[0], certificate.cert)
-            shutil.copy(kept[1], certificate.key)
-
-
-def test_half_renewed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A certificate whose key has yet to come, a file that is gone, or a pipe, changes nothing until both are there."""
-    first, second = make_certificate(tmp_path, "first"), make_certificate(tmp_path, "second")
-    cert, key = tmp_path / "cert", tmp_path / "key"
-    shutil.copy(first.cert, cert)
-    shutil.copy(first.key, key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-
-    async def shown(port: int, trust: Certificate) -> bool:
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust.trust(), server_hostname="127.0.0.1")
-        except ssl.SSLError:
-            return False
-        writer.close()
-        return True
-
-    async def logged(message: str, count: int) -> None:
-        for _ in range(TRIES):
-            if sum(record.getMessage() == message for record in caplog.records) >= count:
-                return
-            await asyncio.sleep(TRY_S)
-        raise AssertionError(f"it never said {message}")
-
-    async def run() -> list[bool]:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
-        follower = asyncio.create_task(follow_renewals(context, str(cert), str(key), interval=TRY_S))
-        found = [await shown(port, first)]
-        shutil.copy(second.cert, cert)
-        await logged("the certificate is not renewed", 1)
-        found.append(await shown(port, first))
-        cert.unlink()
-        await logged("the certificate is not renewed", 2)
-        found.append(await shown(port, first))
-        os.mkfifo(cert)
-        await logged("the certificate is not renewed", 3)
-        cert.unlink()
-        shutil.copy(second.key, key)
-        shutil.copy(second.cert, cert)
-        await logged("the certificate is renewed", 1)
-        found.append(await shown(port, second))
-        follower.cancel()
-        server.close()
-        await server.wait_closed()
-        return found
-
-    with caplog.at_level("INFO", logger="layertap"):
-        assert asyncio.run(run()) == [True] * 4
-
-
-def test_renewed_under_load(tmp_path: Path) -> None:
-    """While certificate and key are renewed again and again, each handshake shows one with its own key."""
-    pairs = [make_certificate(tmp_path, name) for name in ("first", "second")]
-    trust = pairs[0].trust()
-    trust.load_verify_locations(pairs[1].cert)
-    cert, key = tmp_path / "cert", tmp_path / "key"
-    shutil.copy(pairs[0].cert, cert)
-    shutil.copy(pairs[0].key, key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
-
-    def renew() -> None:
-        for round_ in range(RENEWALS):
-            made = pairs[round_ % 2]
-            for source, target in ((made.cert, cert), (made.key, key)):
-                shutil.copy(source, tmp_path / "next")
-                (tmp_path / "next").replace(target)
-
-    async def run() -> int:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
-        port = server.sockets[0].getsockname()[1]
-        follower = asyncio.create_task(follow_renewals(context, str(cert), str(key), interval=0))
-        renewing = asyncio.create_task(asyncio.to_thread(renew))
-        handshakes = 0
-        while not renewing.done():
-            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="127.0.0.1")
-            writer.close()
-            handshakes += 1
-        follower.cancel()
-        server.close()
-        await server.wait_closed()
-        return handshakes
-
-    assert asyncio.run(run()) > 0
 
 
 def encrypt(made: Certificate) -> None:
