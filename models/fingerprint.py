@@ -113,9 +113,9 @@ def digest_sources(result: str, changes: Iterable[str]) -> str:
     return _digest([RECIPE, "sources", result, *changes])
 
 
-def digest_projection(result: str, dimensions: int) -> str:
-    """The fingerprint of a result whose vectors are projected to so many dimensions."""
-    return _digest([RECIPE, "projection", result, dimensions])
+def digest_dimensions(result: str, dimensions: int) -> str:
+    """The fingerprint of a result of whose vectors so many dimensions are kept."""
+    return _digest([RECIPE, "dimensions", result, dimensions])
 
 
 def digest_batch(result: str) -> str:

@@ -22,9 +22,9 @@ from layertap.service.http.entity_tag import digest_form, is_known
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import describe_features, receive
+from layertap.service.openai.dimensions import check_dimensions, shorten
 from layertap.service.openai.encoding import encode_embeddings
 from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
-from layertap.service.openai.projection import check_dimensions, shorten
 
 TIMEOUT_HEADER = "X-Stainless-Read-Timeout"  # how long the client waits, in seconds
 ASK = "POST /extract shows the numbers; ask for another layer, or leave this input out"
