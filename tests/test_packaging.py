@@ -67,7 +67,7 @@ def test_wheel(tmp_path: Path, repository: Path) -> None:
     assert {"layertap/models/digits/digits.safetensors", "layertap/models/compiled/runner.cpp"} < names
     pages = [path for path in (ROOT / "service" / "ui").iterdir() if path.suffix in (".html", ".css", ".js", ".png")]
     load = ROOT / "service" / "load"
-    pages += [*load.glob("page/page.*"), *load.glob("scenarios/*.yaml")]
+    pages += load.glob("scenarios/*.yaml")
     assert {f"layertap/{path.relative_to(ROOT).as_posix()}" for path in pages} < names
     assert {each.split("/")[0].partition("-")[0] for each in names} == {"layertap"}
     code = "import layertap.service.cli.main as main; print(main.__file__)"

@@ -20,7 +20,6 @@ from layertap.service.load.options import MAX_REQUESTS, Arrivals, Options
 from layertap.service.load.report import Budget
 
 if TYPE_CHECKING:
-    from layertap.service.load.document import Document
     from layertap.service.load.report import Report
 
 DURATION_S = 10.0
@@ -54,7 +53,7 @@ def load(
     ] = Options.max_in_flight,
     timeout: Annotated[float, typer.Option(help="Seconds of connecting, sending, each read.")] = Options.timeout,
     seed: Annotated[int, typer.Option(help="The same seed draws the same requests and moments.")] = 0,
-    report: Annotated[Path | None, typer.Option(help="An .html file with plots.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture (.svg, .png …) of rates and latency over time.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="A .json file with all figures.")] = None,
 ) -> None:
     """Send requests to a server, and tell how it answers: a load test.
@@ -86,20 +85,26 @@ def load(
         )
     except ValueError as error:
         raise LayertapError(str(error)) from error
-    for path in filter(None, (report, out)):
+    for path in filter(None, (plot, out)):
         if not path.parent.is_dir():  # before the load, not after it
             raise LayertapError(f"there is no folder {path.parent}")
-    _check_listening(options)
-
     from layertap.service.load.document import make_document
+    from layertap.service.load.plot import check_plot, write_plot
     from layertap.service.load.progress import show_progress
     from layertap.service.load.run import run
 
+    if plot is not None:
+        check_plot(plot)
+    _check_listening(options)
     with show_progress(options, stderr) as watch:
         figures = run(kinds, options, watch)
     _print(figures)
     command = shlex.join(["layertap", *sys.argv[1:]])
-    _write(make_document(command, scenario, options, budget, figures), report, out)
+    document = make_document(command, scenario, options, budget, figures)
+    if out is not None:
+        out.write_text(json.dumps(asdict(document), indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        write_plot(document, plot)
     _judge(budget.find_breaches(figures.total))
 
 
@@ -132,15 +137,6 @@ def _print(report: Report) -> None:
         wide.print(table)
     for note in make_notes(report):
         wide.print(note, highlight=False, markup=False)
-
-
-def _write(document: Document, page: Path | None, figures: Path | None) -> None:
-    if figures is not None:
-        figures.write_text(json.dumps(asdict(document), indent=2) + "\n", encoding="utf-8")
-    if page is not None:
-        from layertap.service.load.page.page import make_page
-
-        page.write_text(make_page(document), encoding="utf-8")
 
 
 def _judge(breaches: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""How figures move over a run, and how latencies are distributed: what the report draws."""
+"""How figures move over a run, and how latencies are distributed: what a plot draws."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from layertap.service.version import get_version
 
 @dataclass(frozen=True)
 class Document:
-    """Plain data for JSON and for the page; no key is in it. ``date`` is UTC, ``client`` the load tester's machine."""
+    """Plain data for JSON and for the plot; no key is in it. ``date`` is UTC, ``client`` the load tester's machine."""
 
     command: str
     scenario: str
