@@ -27,8 +27,8 @@ class ModelInfo:
     is no such tensor. ``compiled`` tells of each warm plan that graphs answer, and has None for those that run
     with hooks; ``benchmarks`` what was measured of each, None where there are no graphs. ``report`` tells what was
     taken of a checkpoint, None where there is none. ``labels`` has a name for each class of the model's scores, None
-    where nobody has named them. ``memory_bytes`` is what loading it took: its weights and buffers, or where it has a
-    process of its own, all that this process shares with no other.
+    where nobody has named them. ``memory_bytes`` is what its weights and buffers take; ``process_bytes`` all
+    that its own process shares with no other, 0 where it has none.
     """
 
     spec: ModelSpec
@@ -46,6 +46,7 @@ class ModelInfo:
     report: LoadReport | None = None
     labels: Labels | None = None
     memory_bytes: int = 0
+    process_bytes: int = 0
 
     @property
     def inputs(self) -> tuple[InputSpec, ...]:

@@ -150,6 +150,7 @@ MODEL: Json = {
     "layers": 22,
     "hooks": 0,
     "memory_bytes": 294800,
+    "total_memory_bytes": 294800,
 }
 LIMITS: Json = {
     "max_inputs": 256,

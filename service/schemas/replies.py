@@ -206,6 +206,7 @@ class Model(BaseModel):
     layers: int = 0
     hooks: int
     memory_bytes: int = 0
+    total_memory_bytes: int = 0
     replacement: Replacement | None = None
     text: TextInputs | None = None
 

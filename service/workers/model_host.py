@@ -160,7 +160,7 @@ def _describe(model: LoadedModel) -> ModelInfo:
     """The model as the server sees it: texts are made into tokens here, by whatever the model brought along."""
     gc.collect()
     info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
-    info = replace(info, memory_bytes=measure_private_bytes() or model.memory_bytes)
+    info = replace(info, process_bytes=measure_private_bytes())
     text = info.model_inputs.text
     if text is None or text.encode is None:
         return info

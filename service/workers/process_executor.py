@@ -110,7 +110,7 @@ class ProcessExecutor:
     @property
     def memory_bytes(self) -> int:
         """What the host had for itself when it had loaded the model, and what its workers have now."""
-        return self.model.memory_bytes + self.model.host.measure_worker_bytes()
+        return (self.model.process_bytes or self.model.memory_bytes) + self.model.host.measure_worker_bytes()
 
     def start_thread(self, replica: int) -> None:
         """Prepare a thread, which waits for workers."""

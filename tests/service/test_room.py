@@ -92,7 +92,9 @@ def test_measured(serve: Serve, workers: int) -> None:
         inputs=(InputSpec("x", (4,)),),
     )
     with serve(Configuration((spec,), "large"), workers=workers) as live:
-        weights, measured = 4 * 5 * LARGE, show(live, "large")["memory_bytes"]
+        body, weights = show(live, "large"), 4 * 5 * LARGE
+        measured = body["total_memory_bytes"]
+        assert body["memory_bytes"] == weights
         assert weights <= measured <= weights + OVERHEAD_BYTES * (workers > 0)
 
 

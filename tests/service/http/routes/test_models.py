@@ -71,6 +71,7 @@ def test_shown(live: Live) -> None:
         "layers": 22,
         "hooks": 0,
         "memory_bytes": body["memory_bytes"],
+        "total_memory_bytes": body["memory_bytes"],
     }
     model = live.engine.manager.registry.get_entry("digits").model
     assert model is not None
