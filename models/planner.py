@@ -63,7 +63,9 @@ def make_plan(
         points.append(resolved.point)
     last = max(points, key=lambda point: _get_boundary(catalog, point).order)
     skipped_names = dict.fromkeys(name for match in matches for name in match.skipped)
-    return Plan(results, last, _get_boundary(catalog, last).cost, tuple(skipped_names), tuple(changes), resolved)
+    left_out = dict.fromkeys(detail for match in matches for detail in match.left_out)
+    cost = _get_boundary(catalog, last).cost
+    return Plan(results, last, cost, tuple(skipped_names), tuple(changes), resolved, left_out=tuple(left_out))
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class _Match:
     selector: Selector
     tensors: tuple[SelectorMatch, ...]
     skipped: tuple[str, ...]
+    left_out: tuple[str, ...]
     length: int | None
 
     def capture(self, tensor: SelectorMatch) -> Capture:
@@ -88,10 +91,26 @@ def _match_selector(
     tensors, skipped = find_matches(selector, catalog)
     if selector.site in GRADIENTS:
         tensors = _select_differentiable(tensors, objective, catalog)
+    tensors, left_out = _leave_out(selector, tensors)
     for tensor in tensors:
         _check_reduction(tensor, selector.reduction, catalog, lengths)
     length = lengths.kept if lengths is not None else None
-    return _Match(selector, tuple(tensors), tuple(skipped), length)
+    return _Match(selector, tuple(tensors), tuple(skipped), tuple(left_out), length)
+
+
+def _leave_out(selector: Selector, tensors: Sequence[SelectorMatch]) -> tuple[list[SelectorMatch], list[str]]:
+    """What a glob keeps of what it matches, and why it leaves out the others; SelectorError where none is left."""
+    kept, errors = [], list[SelectorError]()
+    for tensor in tensors:
+        try:
+            _check_is_given(tensor, selector.reduction)
+        except SelectorError as error:
+            errors.append(error)
+        else:
+            kept.append(tensor)
+    if errors and not (selector.is_glob and kept):
+        raise errors[0]
+    return kept, [error.detail for error in errors]
 
 
 def _select_differentiable(
@@ -158,13 +177,23 @@ def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
     return catalog.layers[point.layer].calls[point.call].get_boundary(point.site)
 
 
+def _check_is_given(tensor: SelectorMatch, reduction: Reduction) -> None:
+    """SelectorError where a tensor is of a kind that can't be given like that, whatever the option's values."""
+    name, leaf = escape(tensor.point.format_name()), tensor.tensor
+    if leaf.dtype not in CARRIED and not leaf.is_floating:
+        raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
+    if reduction.is_by_row and (leaf.row_axis is None or leaf.mixed):
+        what, hint = "it can't be pooled", "use pool 'none'"
+        if reduction.stats is not None:
+            what, hint = "it has no statistics of each", "leave 'stats' out: pool 'none' gives the whole tensor"
+        raise SelectorError(f"{name} does not hold one entry for each input, so {what}", hint=hint)
+
+
 def _check_reduction(
     tensor: SelectorMatch, reduction: Reduction, catalog: Catalog, lengths: TextLengths | None
 ) -> None:
     """SelectorError where a tensor can't be reduced that way."""
     name, leaf = escape(tensor.point.format_name()), tensor.tensor
-    if leaf.dtype not in CARRIED and not leaf.is_floating:
-        raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
     if reduction.stats is not None:
         _check_stats(name, leaf, reduction, catalog)
     if reduction.normalize and reduction.pool == "none":
@@ -182,10 +211,6 @@ def _check_reduction(
 
 def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
     pooling, leaf = POOLINGS[reduction.pool], tensor.tensor
-    if reduction.pool != "none" and (leaf.row_axis is None or leaf.mixed):
-        raise SelectorError(
-            f"{name} does not hold one entry for each input, so it can't be pooled", hint="use pool 'none'"
-        )
     if pooling.by_channel and tensor.point.site in ATTENTION:
         raise SelectorError(f"the attention of {name} has no channels", hint="use pool 'flatten' or 'none'")
     if pooling.by_channel and leaf.layout is None:
@@ -208,11 +233,6 @@ def _check_stats(name: str, leaf: TensorInfo, reduction: Reduction, catalog: Cat
         raise SelectorError(
             f"'stats' of {name} contradicts {escape(options[0])}: statistics are float32, in place of the values",
             hint=f"leave {' and '.join(map(escape, options))} out of this entry, or 'stats'",
-        )
-    if leaf.row_axis is None or leaf.mixed:
-        raise SelectorError(
-            f"{name} does not hold one entry for each input, so it has no statistics of each",
-            hint="leave 'stats' out: pool 'none' gives the whole tensor",
         )
     if catalog.sizes_known and prod(leaf.shape) == 0:
         raise SelectorError(f"{name}, shape {list(leaf.shape)}, holds no value", hint="leave 'stats' out")

@@ -12,6 +12,8 @@ from layertap.models.selection.hook_points import AXES, HookPoint, Objective, Op
 from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.statistics import list_columns
 
+MAX_SHOWN = 10  # names in a warning
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -108,7 +110,8 @@ class Plan:
     ``results`` are in the order asked for; ``stops_at`` names the point after which nothing is pending, ``cost`` is
     the share of a whole forward's time spent by then; ``skipped`` are layers that globs matched but that never run.
     ``interventions`` has the changes that each one makes; ``objective`` is there where a gradient is asked for.
-    ``extra`` captures are for changes of other inputs.
+    ``extra`` captures are for changes of other inputs; ``left_out`` says of each tensor that globs matched, but that
+    can't be given, why.
     """
 
     results: tuple[Result, ...]
@@ -118,6 +121,15 @@ class Plan:
     interventions: tuple[tuple[ResolvedIntervention, ...], ...] = ()
     objective: ResolvedObjective | None = None
     extra: frozenset[Capture] = frozenset()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """That tensors are left out, the first few by name."""
+        if not self.left_out:
+            return ()
+        names = "; ".join(self.left_out[:MAX_SHOWN]) + (" …" if len(self.left_out) > MAX_SHOWN else "")
+        return (f"{len(self.left_out)} matching tensors are left out: {names}",)
 
     @cached_property
     def resolved_interventions(self) -> tuple[ResolvedIntervention, ...]:

@@ -38,6 +38,7 @@ def collect_features(job: Job, results: Results) -> Features:
         receipts={result.key: make_receipt(job, result, classes) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
+        warnings=job.spec.plan.warnings,
         interventions=job.changed,
         place=job.place,
         tokens=job.tokens,

@@ -84,7 +84,7 @@ def _estimate_seconds(job: Job) -> float:
 
 
 def _list_warnings(job: Job) -> list[str]:
-    warnings = []
+    warnings = [*job.spec.plan.warnings]
     if job.spec.plan.skipped:
         names = ", ".join(job.spec.plan.skipped[:10]) + (" …" if len(job.spec.plan.skipped) > 10 else "")
         warnings.append(

@@ -191,6 +191,20 @@ BAD: dict[str, tuple[Selector, str]] = {
 }
 
 
+def test_globs_leave_out_what_can_not_be_given() -> None:
+    """Of what a glob matches: no dtype that no format carries, pooled nothing without an entry for each input."""
+    catalog = catalog_of(LEAVES)
+    plan = make_plan([chosen("*")], catalog)
+    assert "complex" not in keys(plan)
+    assert [detail.split()[0] for detail in plan.left_out] == ["'complex'"]
+    assert "'complex' is of dtype complex64" in plan.warnings[0]
+    pooled = make_plan([chosen("*", pool="flatten")], catalog)
+    assert not {"complex", "shared", "mixed"} & set(keys(pooled))
+    assert {detail.split()[0] for detail in pooled.left_out} >= {"'complex'", "'shared'", "'mixed'"}
+    with pytest.raises(RequestError, match="complex64, which no reply format carries"):
+        make_plan([chosen("comple*")], catalog)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_refused(name: str) -> None:
     """What can't be done is refused with its reason, and a pointer to the selector among the good ones."""
