@@ -14,12 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
+from layertap.models.catalog.traits import UNREPEATABLE
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
@@ -124,9 +126,18 @@ def digest_batch(result: str) -> str:
 
 
 def digest_reply(results: Iterable[str]) -> str:
-    """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order."""
+    """The fingerprint of a whole reply: that of its only result, or one of the set of them, in any order.
+
+    Where one of them can't be repeated, neither can the whole.
+    """
     several = sorted(set(results))
-    return several[0] if len(several) == 1 else _digest(several)
+    unrepeatable = [each for each in several if each.startswith(UNREPEATABLE)]
+    return (unrepeatable or several)[0] if len(several) == 1 or unrepeatable else _digest(several)
+
+
+def make_unrepeatable() -> str:
+    """What stands for the fingerprint of a model that gives another answer each time: it equals no other."""
+    return UNREPEATABLE + secrets.token_hex(8)
 
 
 def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[str, Any]:

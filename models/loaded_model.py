@@ -19,6 +19,7 @@ from layertap.models.devices.threads import use_threads
 from layertap.models.errors import InputError, out_of_memory_error
 from layertap.models.hooks.tensor_tree import iterate_tensors
 from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.inputs.text import POSITIONS, number_tokens
 from layertap.models.model_catalogs import ModelCatalogs
 from layertap.models.model_info import ModelInfo
 from layertap.models.replica import Replica, call_module
@@ -49,6 +50,10 @@ class LoadedModel(ModelInfo):
         """Hooks of ours on all replicas now: 0 when idle."""
         return sum(replica.hooks for replica in self.replicas)
 
+    def call(self, rows: Rows, module: nn.Module) -> object:
+        """One forward of one of its module trees; what it changes on the tree is put back."""
+        return call_module(rows, module, self.catalog.traits.state)
+
     def is_batch_invariant(self, rows: int) -> bool:
         """Whether a row gives the same bits at each place in a batch of so many, as far as a few places tell.
 
@@ -62,7 +67,7 @@ class LoadedModel(ModelInfo):
         with torch.no_grad(), use_threads(1):
             for place in sorted({0, 1 % rows, rows // 2, rows - 1}):
                 batch = {name: _repeat_rows(value, rows, place) for name, value in noise.items()}
-                tensors = dict(iterate_tensors(call_module(batch, self.module)))
+                tensors = dict(iterate_tensors(self.call(batch, self.module)))
                 pairs = [(tensors[leaf.path], leaf) for leaf in outputs if leaf.path in tensors]
                 rows_by_place.append([select_rows(value, leaf, (place, place + 1)).clone() for value, leaf in pairs])
         first = rows_by_place[0]
@@ -139,7 +144,7 @@ class LoadedModel(ModelInfo):
         try:
             with torch.no_grad():
                 row = make_noise_row(self.inputs, self.device, self.dtype)
-                call_module(row, replica.module)
+                self.call(row, replica.module)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)  # kernels tell what went wrong when somebody waits for them
         except BaseException as error:  # a model may raise SystemExit too
@@ -148,9 +153,9 @@ class LoadedModel(ModelInfo):
 
     def _forward(self, replica: Replica, batch: Rows, resumption: Resumption | None) -> object:
         if resumption is None:
-            return call_module(batch, replica.module)
+            return self.call(batch, replica.module)
         output = next(iter(batch.values()))  # a text's mask comes after it
-        return resumption.forward(call_module, replica.module, output)
+        return resumption.forward(self.call, replica.module, output)
 
     def _assemble_batch(self, pieces: Sequence[Rows], padding: int, resumption: Resumption | None) -> dict[str, Tensor]:
         """One batch of all pieces, in memory that is the forward's own: a model may write to its input."""
@@ -166,6 +171,9 @@ class LoadedModel(ModelInfo):
                 continue
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             batch[name] = self._place(whole, floating, copy=len(parts) == 1)
+        text = self.text
+        if text is not None and resumption is None and any(text.numbers(piece) for piece in pieces):
+            batch[POSITIONS] = number_tokens(batch[text.mask or ""])
         return batch
 
     def _join_masks(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:

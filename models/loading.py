@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,17 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.same_calls import has_same_calls
 from layertap.models.devices import devices, memory
 from layertap.models.devices.cost_history import open_history
-from layertap.models.devices.dtypes import DTYPES
+from layertap.models.devices.dtypes import DTYPES, TOLERANCE
 from layertap.models.devices.processor import describe_speed
 from layertap.models.devices.threads import count_cores, use_threads
-from layertap.models.errors import InputError, LoadError, RequestError, label_failures, note_cause
+from layertap.models.errors import (
+    InputError,
+    LoadError,
+    OutOfMemoryError,
+    RequestError,
+    label_failures,
+    note_cause,
+)
 from layertap.models.gradients.resolve_objective import count_classes
 from layertap.models.inputs.device_decoder import create_device_decoder
 from layertap.models.inputs.model_inputs import ModelInputs
@@ -27,6 +34,7 @@ from layertap.models.inputs.noise import make_noise, make_noise_row
 from layertap.models.labels import choose_labels
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs, survey_configured
+from layertap.models.module_state import StateKey
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import find_default_embedding, find_embedding
 from layertap.models.selection.hook_points import Selector
@@ -36,6 +44,7 @@ from layertap.models.spec import ModelSpec
 from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.digest import digest_weights
 
+NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
 RunSurvey = Callable[[Callable[[], Catalog]], Catalog]
 TakeTurn = Callable[[], AbstractContextManager[None]]
 
@@ -80,17 +89,21 @@ def load_model(
         torch.__version__,
         describe_speed(device),
     )
-    survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history)
+    tolerance = TOLERANCE[spec.precision]
+    survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history, tolerance)
     with take_turn(), _refuse_unfit_inputs():
         configured = survey() if run_survey is None else run_survey(survey)
         if run_survey is not None:
-            _run_once(module, inputs, device)
+            _run_once(module, inputs, device, configured.traits.state)
+    inputs = inputs.with_traits(configured.traits)
     catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
     embedding = _find_embedding(spec, catalogs.configured)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
-        replicas=_create_replicas(module, inputs, device, replicas if device.type == "cpu" else streams),
+        replicas=_create_replicas(
+            module, inputs, device, configured.traits.state, replicas if device.type == "cpu" else streams
+        ),
         device=device,
         model_inputs=inputs,
         prefix_tokens=built.prefix_tokens,
@@ -120,13 +133,13 @@ def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
     )
 
 
-def _run_once(module: nn.Module, inputs: ModelInputs, device: torch.device) -> None:
+def _run_once(module: nn.Module, inputs: ModelInputs, device: torch.device, state: Sequence[StateKey]) -> None:
     """One forward, which leaves the module as all others find it: it may make parameters, or put hooks on its parts.
 
     On one thread: a process that is copied after operations on several can use several no more.
     """
     with torch.no_grad(), use_threads(1):
-        call_module(make_noise_row(inputs.specs, device, inputs.dtype), module)
+        call_module(make_noise_row(inputs.specs, device, inputs.dtype), module, state)
 
 
 def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> nn.Module:
@@ -143,12 +156,14 @@ def _place_module(module: nn.Module, spec: ModelSpec, device: torch.device) -> n
 
 @contextmanager
 def _refuse_unfit_inputs() -> Iterator[None]:
-    """Raise LoadError where a model does not take rows of its configured shape."""
+    """Raise LoadError where a model does not take rows of its configured shape, or there is no memory for them."""
     try:
         yield
-    except InputError as error:
-        refusal = LoadError(error.detail, hint=f"check 'inputs' and 'preprocess' of this model; {error.hint}")
-        refusal.kind = "forward"
+    except (InputError, OutOfMemoryError) as error:
+        is_input = isinstance(error, InputError)
+        hint = f"check 'inputs' and 'preprocess' of this model; {error.hint}" if is_input else NO_MEMORY_HINT
+        refusal = LoadError(error.detail, hint=hint)
+        refusal.kind = "forward" if is_input else "device"
         note_cause(refusal, error)
         raise refusal from error
 
@@ -164,7 +179,9 @@ def _find_embedding(spec: ModelSpec, catalog: Catalog) -> Selector | None:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
 
-def _create_replicas(module: nn.Module, inputs: ModelInputs, device: torch.device, count: int) -> tuple[Replica, ...]:
+def _create_replicas(
+    module: nn.Module, inputs: ModelInputs, device: torch.device, state: Sequence[StateKey], count: int
+) -> tuple[Replica, ...]:
     """So many replicas, or one where a copy's forward is not seen to run in the copy as the original's does.
 
     To be called after the survey: a model may put hooks of its own on its parts when it first runs, which are counted.
@@ -174,7 +191,7 @@ def _create_replicas(module: nn.Module, inputs: ModelInputs, device: torch.devic
         rows = make_noise(inputs.specs, device, inputs.dtype)
     while len(replicas) < count:
         copy = copy_module(module)
-        if copy is None or not has_same_calls(module, copy, call_module, rows):
+        if copy is None or not has_same_calls(module, copy, partial(call_module, state=state), rows):
             return (replicas[0],)
         replicas.append(create_replica(copy))
     return tuple(replicas)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
+from layertap.models.catalog.padding_trial import try_padding
+from layertap.models.catalog.repeated_run import RepeatedRun
 from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
+from layertap.models.catalog.traits import Traits
 from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import memory
 from layertap.models.devices.cost_history import CostHistory
@@ -23,12 +27,15 @@ from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.module_state import StateKey
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
 from layertap.models.resume.resumption import Resumption, not_resumable_error
 from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import InputSpec, Shapes
+
+MAX_SURVEYS = 3  # each of which puts back what the one before it found to be state
 
 
 def survey_configured(
@@ -38,21 +45,58 @@ def survey_configured(
     prefix_tokens: int,
     threads: int,
     history: CostHistory,
+    tolerance: float,
 ) -> Catalog:
     """The catalogue of a module for rows of the configured shape; InputError where it does not take them.
 
-    ``history`` has what forwards took at other loads, and learns what they take now.
+    ``history`` has what forwards took at other loads, and learns what they take now. ``tolerance``: of a tensor's
+    largest number, what rounding may move. OutOfMemoryError.
     """
-    forward = partial(call_module, module=module)
-    with use_threads(threads):  # a new thread has as many as any other set last
-        catalog = survey(module, inputs.specs, forward, device, prefix_tokens, inputs.dtype)
+    with use_threads(threads), _name_memory_errors():  # a new thread has as many as any other set last
+        catalog = _survey_repeatedly(module, inputs, device, prefix_tokens, tolerance)
+        forward = partial(call_module, module=module, state=catalog.traits.state)
         row = make_noise_row(inputs.specs, device, inputs.dtype)
-        row_bytes = _measure_row_bytes(module, row, device)
+        row_bytes = _measure_row_bytes(forward, row, module, device)
         reading = measure_forward(forward, row, device, catalog.rowwise, threads)
     costs = make_costs(history.add(reading), row_bytes)
     # Noise only adds; and a survey of a quick model has a single thread.
     seconds = min(catalog.seconds, costs.estimate_seconds(1) / costs.speedup)
     return replace(catalog, seconds=seconds, costs=costs)
+
+
+def _survey_repeatedly(
+    module: nn.Module, inputs: ModelInputs, device: torch.device, prefix_tokens: int, tolerance: float
+) -> Catalog:
+    """The catalogue of the configured shape, by forwards after which the state that they change is put back.
+
+    Where a survey shows such state there is another one: values that drift look as if rows affected each other.
+    """
+    state: tuple[StateKey, ...] = ()
+    for _ in range(MAX_SURVEYS):
+        run = RepeatedRun(module, partial(call_module, module=module, state=state), tolerance)
+        with torch.no_grad():
+            catalog = survey(module, inputs.specs, run, device, prefix_tokens, inputs.dtype)
+            pads, left_padding = try_padding(run, inputs.text, device, tolerance) if inputs.text else (True, "as sent")
+            run.repeat()
+        found = set(run.put_back_state()) - set(state)
+        if not found:
+            break
+        state = (*state, *sorted(found))
+    if not run.is_same:  # nothing tells what is a neighbour's doing: each row runs alone
+        return replace(catalog, rowwise=False, traits=Traits(state, deterministic=False))
+    return replace(catalog, traits=Traits(state, pads=pads, left_padding=left_padding))
+
+
+@contextmanager
+def _name_memory_errors() -> Iterator[None]:
+    """Raise OutOfMemoryError, when everything that a forward held is let go, where a device has no memory for it."""
+    try:
+        yield
+        return
+    except RuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+    raise out_of_memory_error(1)
 
 
 class ModelCatalogs(CatalogCache):
@@ -74,7 +118,7 @@ class ModelCatalogs(CatalogCache):
         """``configured`` is what ``survey_configured`` has found out of the module."""
         super().__init__(configured, inputs.shapes)
         self._module = module
-        self._forward = partial(call_module, module=module)
+        self._forward = partial(call_module, module=module, state=configured.traits.state)
         self._inputs = inputs
         self._device = device
         self._prefix_tokens = prefix_tokens
@@ -83,12 +127,12 @@ class ModelCatalogs(CatalogCache):
     def survey(self, shapes: Shapes, *, functions: bool = False) -> Catalog:
         """The catalogue of a shape, surveyed where none is kept; InputError where the model does not take it.
 
-        With ``functions`` it tells what these return.
+        With ``functions`` it tells what these return. OutOfMemoryError.
         """
         catalog = self.get_catalog(shapes)
         if catalog is None:
             specs = self._inputs.with_shapes(shapes)
-            with use_threads(self._threads):
+            with use_threads(self._threads), _name_memory_errors():
                 try:
                     catalog = self._resize(specs)
                 except AnotherCourseError:
@@ -96,7 +140,7 @@ class ModelCatalogs(CatalogCache):
                     catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
             self.put_catalog(shapes, catalog)
         if functions and not catalog.has_functions:
-            with use_threads(self._threads):
+            with use_threads(self._threads), _name_memory_errors():
                 other = self._survey(self._inputs.with_shapes(shapes), functions=True)
             catalog = catalog.with_functions(other)
             self.put_catalog(shapes, catalog)
@@ -129,8 +173,9 @@ class ModelCatalogs(CatalogCache):
         return layer
 
     def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
-        prefix, dtype = self._prefix_tokens, self._inputs.dtype
-        return survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
+        prefix, dtype, traits = self._prefix_tokens, self._inputs.dtype, self.configured.traits
+        catalog = survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
+        return replace(catalog, rowwise=catalog.rowwise and traits.deterministic, traits=traits)
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
         """The catalogue of another shape by one forward; AnotherCourseError where that is not enough."""
@@ -155,40 +200,30 @@ class ModelCatalogs(CatalogCache):
         return replace(self.configured.costs, per_row=per_row, row_bytes=row_bytes)
 
     def _measure_row_bytes(self, row: memory.Rows) -> int:
-        return _measure_row_bytes(self._module, row, self._device)
+        return _measure_row_bytes(self._forward, row, self._module, self._device)
 
     def _try_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption | SelectorError:
         """The error where the model has none: it is kept too, or each request for it would try again."""
         catalog, specs = self.survey(shapes), self._inputs.with_shapes(shapes)
         rows = make_noise(specs, self._device, self._inputs.dtype)
+        run = partial(call_module, state=catalog.traits.state)
         try:
-            with use_threads(self._threads):
-                return verify_resumable(
-                    self._module, (point, leaf), catalog, specs, call_module, rows, self._inputs.dtype
-                )
+            with use_threads(self._threads), _name_memory_errors():
+                return verify_resumable(self._module, (point, leaf), catalog, specs, run, rows, self._inputs.dtype)
         except SelectorError:
             return not_resumable_error(point)  # another than that, whose frames hold tensors
-        except RuntimeError as error:
-            if not memory.is_out_of_memory(error):
-                raise
-        raise out_of_memory_error(len(next(iter(rows.values()))))
 
     def _find_sensitive(self, layers: Sequence[PointInfo], objective: ResolvedObjective) -> PointInfo | None:
         row = self._make_row(self._inputs.specs)
-        try:
-            with use_threads(self._threads):
-                return find_last_sensitive(
-                    FeatureExtractor(self._module),
-                    lambda: self._forward({name: value.clone() for name, value in row.items()}),
-                    layers,
-                    objective,
-                )
-        except RuntimeError as error:
-            if not memory.is_out_of_memory(error):
-                raise
-        raise out_of_memory_error(1)
+        with use_threads(self._threads), _name_memory_errors():
+            return find_last_sensitive(
+                FeatureExtractor(self._module),
+                lambda: self._forward({name: value.clone() for name, value in row.items()}),
+                layers,
+                objective,
+            )
 
 
-def _measure_row_bytes(module: nn.Module, row: memory.Rows, device: torch.device) -> int:
+def _measure_row_bytes(forward: memory.Forward, row: memory.Rows, module: nn.Module, device: torch.device) -> int:
     with torch.no_grad(), use_threads(1):
-        return memory.measure_peak_bytes(partial(call_module, module=module), row, module, device)
+        return memory.measure_peak_bytes(forward, row, module, device)

@@ -17,6 +17,8 @@ from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, Shapes
 from layertap.models.weights.report import LoadReport
 
+NOT_DETERMINISTIC = "this model is not deterministic: it gives the same input another answer each time"
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -81,7 +83,8 @@ class ModelInfo:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Why any answer of this model may mislead."""
-        return self.report.warnings if self.report is not None else ()
+        of_checkpoint = self.report.warnings if self.report is not None else ()
+        return of_checkpoint if self.catalog.traits.deterministic else (*of_checkpoint, NOT_DETERMINISTIC)
 
     @property
     def embedding(self) -> str | None:

@@ -6,13 +6,14 @@ Hooks on a module are seen by every forward through it, so what several threads 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
 from layertap.models.hooks import attach
+from layertap.models.module_state import StateKey, keep_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +30,14 @@ class Replica:
         return attach.count_hooks(self.module) - self.own_hooks
 
 
-def call_module(rows: Mapping[str, Tensor], module: nn.Module) -> object:
-    """One forward of a module tree for a batch; a single input goes by position, several by name."""
+def call_module(rows: Mapping[str, Tensor], module: nn.Module, state: Sequence[StateKey] = ()) -> object:
+    """One forward of a module tree for a batch; a single input goes by position, several by name.
+
+    The ``state`` that it changes is put back when it ends.
+    """
+    if state:
+        with keep_state(module, state):
+            return call_module(rows, module)
     return module(*rows.values()) if len(rows) == 1 else module(**rows)
 
 

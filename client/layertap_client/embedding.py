@@ -212,6 +212,8 @@ class EmbeddingScheduler:
         if known is None and len(self._fingerprints) < MAX_GROUPS:
             self._fingerprints[group] = fingerprint
         if known not in (None, fingerprint):
+            if fingerprint.startswith("unrepeatable-"):
+                raise FingerprintChangedError("the model is not deterministic: no two of its vectors can be compared")
             raise FingerprintChangedError(
                 f"vectors have fingerprint {fingerprint} now and had {known} before: the server's model is another one"
             )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from layertap.models.catalog.traits import DEFAULT_TRAITS, Traits
 from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
 
@@ -169,7 +170,7 @@ class Catalog:
     ``start`` is the layer that forwards go on from, where they do not begin at the model's inputs; the catalogue then
     has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
     they may have another, sizes are an example.
-    ``has_functions``: whether it tells what functions take and return.
+    ``has_functions``: whether it tells what functions take and return. ``traits`` hold for rows of all shapes.
     """
 
     layers: Mapping[str, Layer]
@@ -180,6 +181,7 @@ class Catalog:
     batches: bool = True
     sizes_known: bool = True
     has_functions: bool = False
+    traits: Traits = DEFAULT_TRAITS
 
     def with_functions(self, other: Catalog) -> Catalog:
         """The same with what another survey of that shape tells of functions."""

@@ -2,7 +2,8 @@
 
 One takes a single row, one is timed, and one takes the same row between two others: what grew is the row axis, and
 what the row left behind when it was alone must be there again, or rows are not independent. A model that can't take
-several rows, or takes another course with them, is catalogued from the first and runs one row at a time.
+several rows, or takes another course with them, is catalogued from the first and runs one row at a time. What a
+device raises, for want of memory or for good, says nothing of the model and goes through.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from layertap.models.catalog.call_observer import CallTimer, Run
 from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.catalog_builder import CatalogBuilder, LengthProbe
+from layertap.models.devices.memory import is_device_error
 from layertap.models.devices.threads import use_threads
 from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.inputs.noise import copy_row, make_noise
@@ -60,7 +62,9 @@ def survey(
             several = CallRecorder(module, alone=alone, functions=functions)
             try:
                 several.watch(run, rows)
-            except Exception:  # whatever a model raises, it means the same: not several rows at once
+            except Exception as error:  # whatever a model raises, it means the same: not several rows at once
+                if is_device_error(error):
+                    raise
                 several = alone
             length_probe = _probe_length(CallRecorder(module, functions=functions), inputs, run, device, dtype)
     if several.summarize_calls() != alone.summarize_calls():
@@ -89,17 +93,21 @@ def _probe_length(
     specs = [replace(spec, shape=(other, *spec.shape[1:])) if spec.longest else spec for spec in inputs]
     try:
         recorder.watch(run, copy_row(make_noise(specs, device, dtype)))
-    except Exception:  # whatever a model raises, it means the same
+    except Exception as error:  # whatever a model raises, it means the same
+        if is_device_error(error):
+            raise
         return None
     return LengthProbe(recorder, (length, other))
 
 
 @contextmanager
 def name_input_errors(inputs: Sequence[InputSpec]) -> Iterator[None]:
-    """Raise InputError for whatever a forward of rows of these shapes raises."""
+    """Raise InputError for whatever a forward of rows of these shapes raises, unless it is the device's."""
     try:
         yield
     except Exception as error:
+        if is_device_error(error):
+            raise
         raise _input_error(error, inputs) from error
 
 

@@ -11,13 +11,12 @@ from layertap.models.capture.batch_slices import RequestSlice
 from layertap.models.capture.reduction import ReducedTensor
 from layertap.models.compiled.compile import WarmError
 from layertap.models.compiled.plan_graphs import PlanGraphs
+from layertap.models.devices.dtypes import TOLERANCE
 from layertap.models.devices.threads import use_threads
 from layertap.models.inputs.noise import make_noise
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.replica import Replica
 from layertap.models.selection.plan import Plan
-
-TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}  # of a capture's largest number
 
 
 def check_against_hooks(

@@ -100,6 +100,9 @@ def _prepare_warm_plan(
         raise LoadError(f"warm: {error.detail}", hint=error.hint) from error
     if not warm.compile:
         return None, None, None
+    if model.catalog.traits.state or not model.catalog.traits.deterministic:  # a graph would keep what is put back
+        _log_hooks(model, "its forwards change the model, or are not deterministic")
+        return None, None, None
     try:
         graphs, benchmark = _choose_graphs(model, plan, warm, open_folder(folder), run_trial, take_turn, open_only)
     except Exception as error:  # a compiler may raise anything; the hooked forward answers as well

@@ -17,3 +17,6 @@ DTYPES = {
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
     )
 }
+
+# By precision, of a tensor's largest number: what kernels, sizes of batches and padding move at most.
+TOLERANCE = {"float32": 1e-4, "tf32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from layertap.models.catalog.traits import Traits
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.text import TextSpec
@@ -46,6 +47,12 @@ class ModelInputs:
     def with_shapes(self, shapes: Shapes) -> tuple[InputSpec, ...]:
         """The inputs with other shapes of a row."""
         return tuple(replace(spec, shape=shape) for spec, shape in zip(self.specs, shapes, strict=True))
+
+    def with_traits(self, traits: Traits) -> ModelInputs:
+        """The inputs of a model of which a survey has told how it takes padding."""
+        if self.text is None:
+            return self
+        return replace(self, text=replace(self.text, pads=traits.pads, left_padding=traits.left_padding))
 
     def replace_by_output(self, output: InputSpec) -> ModelInputs:
         """The inputs of forwards that go on from a layer: its output, and for texts the model's mask beside it."""

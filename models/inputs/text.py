@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from layertap.models.catalog.traits import LeftPadding
 from layertap.models.spec import InputSpec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POSITIONS = "position_ids"  # by which a model is given the number of each token in its text
 MIN_PADDED_LENGTH = 8  # tokens of the smallest bucket; each further one has twice as many
 SURVEY_TOKENS = 32  # tokens of the row that a model is surveyed with
 
@@ -18,8 +24,10 @@ class TextSpec:
     ``ids`` and ``mask`` are the names of its inputs; without a mask nothing may be padded. ``max_tokens`` counts the
     special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` gives the ids of a text
     with the special ones around them, for several threads at once; None where there is no tokenizer. ``digest`` is of
-    the tokenizer. Where forwards go on from a layer its output stands in place of the ids: the vocabulary is 0 then,
-    and ``axis`` the one of an item that has an entry for each token.
+    the tokenizer. ``pads``: whether a text may be padded and stand beside longer ones, or runs at its own length;
+    ``left_padding``: how the model is given a text whose mask begins with zeros. Where forwards go on from a layer its
+    output stands in place of the ids: the vocabulary is 0 then, and ``axis`` the one of an item that has an entry for
+    each token.
     """
 
     ids: str
@@ -30,6 +38,8 @@ class TextSpec:
     encode: Callable[[str], list[int]] | None = field(default=None, repr=False, compare=False)
     digest: str = ""
     axis: int = 0
+    pads: bool = True
+    left_padding: LeftPadding = "as sent"
 
     @property
     def is_read(self) -> bool:
@@ -38,12 +48,20 @@ class TextSpec:
 
     def get_padded_length(self, tokens: int) -> int:
         """The length that so many tokens are padded to: few lengths, so that requests share forwards."""
-        if self.mask is None:
+        if self.mask is None or not self.pads:
             return tokens
         size = MIN_PADDED_LENGTH
         while size < tokens:
             size *= 2
         return min(size, self.max_tokens)
+
+    def numbers(self, rows: Mapping[str, Tensor]) -> bool:
+        """Whether the model is given the numbers of the tokens in rows, for padding in front would shift them."""
+        return self.left_padding == "numbered" and self.has_left_padding(rows)
+
+    def has_left_padding(self, rows: Mapping[str, Tensor]) -> bool:
+        """Whether the mask leaves out the first position of a row."""
+        return self.mask is not None and self.mask in rows and not bool(rows[self.mask][:, 0].all())
 
     def inputs(self) -> tuple[InputSpec, ...]:
         """The model's inputs, of a usual length; a row may be shorter, or as long as ``max_tokens``."""
@@ -52,3 +70,9 @@ class TextSpec:
         if self.mask is None:
             return (ids,)
         return ids, InputSpec(self.mask, usual, "int64", values=(1, 2), longest=self.max_tokens)
+
+
+def number_tokens(mask: Tensor) -> Tensor:
+    """The number of each position in its text (rows, tokens): 0 for the first that the mask keeps, and before it."""
+    in_front = (mask.cumsum(1) == 0).sum(1, keepdim=True)
+    return (mask.new_ones(mask.shape).cumsum(1) - 1 - in_front).clamp(min=0)

@@ -15,7 +15,7 @@ from torch import nn
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
 from layertap.models.devices.memory import is_device_error
-from layertap.models.resume.buffer_copies import BufferCopies
+from layertap.models.module_state import ModuleState
 from layertap.models.resume.recorders import MarkRecorder, PlaceholderRecorder, ResumedMarkRecorder
 from layertap.models.resume.resumed_catalog import Trial
 from layertap.models.resume.resumption import Forward, Inputs, Resumption, not_resumable_error
@@ -42,7 +42,7 @@ def verify_resumable(
     skipped = find_skipped_calls(module, point, catalog)
     first = {name: value[:1].clone() for name, value in rows.items()}
     others = {name: value[1:].clone() if catalog.rowwise else value[1:2].clone() for name, value in rows.items()}
-    buffers = [BufferCopies.from_module(part) for part in module.modules()]
+    before = ModuleState(module)
     whole, resumed = MarkRecorder(module, point), ResumedMarkRecorder(module, point, skipped)
     try:
         with torch.no_grad():
@@ -57,7 +57,8 @@ def verify_resumable(
             raise
         raise not_resumable_error(point) from error
     finally:
-        written = [copies for copies in buffers if copies.restore()]
+        written = before.find_changes()
+        before.put_back(written)
     if written:
         raise not_resumable_error(point)
     trial = Trial(module, point, skipped, whole.marks, resumed.marks)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layertap.models.errors import LoadError
 from layertap.models.sources.build import wrap_build_errors
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
@@ -26,13 +25,13 @@ class Tokenizer:
 
 
 def load_tokenizer(library: Any, folder: Path, shown: str, options: dict[str, Any]) -> Tokenizer | None:
-    """The tokenizer in a directory; None where there is none, LoadError where it can't be read or is a slow one."""
+    """The tokenizer in a directory; None where there is none, or a slow one; LoadError where it can't be read."""
     if not any((folder / name).is_file() for name in FILES):
         return None
     with wrap_build_errors(f"the tokenizer of {shown}"):
         whole = library.AutoTokenizer.from_pretrained(str(folder), **options)
         if not whole.is_fast:
-            raise LoadError(f"the tokenizer of {shown} is a slow one", hint="save it with its tokenizer.json")
+            return None  # its wrapper keeps settings that threads can't share; ids can be sent
         # Its own copy: the library's wrapper sets truncation and padding at each call, which threads can't share.
         own = type(whole.backend_tokenizer).from_str(whole.backend_tokenizer.to_str())
         own.no_truncation()

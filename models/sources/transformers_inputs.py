@@ -21,6 +21,7 @@ IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
 FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
 TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
 DEFAULT_MAX_TOKENS = 512  # of a model that names no limit
+CODE_POINTS = 0x110000  # of Unicode: the ids of a model without a vocabulary, CANINE
 INPUTS_HINT = "add inputs: name, shape and dtype of each"
 
 
@@ -55,6 +56,7 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None) -> TextSpec:
         vocabulary=vocabulary,
         encode=tokenizer.encode if tokenizer else None,
         digest=tokenizer.digest if tokenizer else "",
+        pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
     )
 
 
@@ -62,7 +64,7 @@ def _count_ids(module: Any) -> int:
     try:
         return int(module.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):  # of two towers, or a table of another kind
-        return int(module.config.get_text_config().vocab_size)
+        return int(getattr(module.config.get_text_config(), "vocab_size", None) or CODE_POINTS)
 
 
 def _count_positions(module: nn.Module, config: Any) -> int:

@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
+from layertap.models.catalog.traits import UNREPEATABLE
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits
@@ -166,6 +167,11 @@ async def _begin(job: Job, extractor: Extractor) -> Manifest:
     if manifest is not None:
         manifest.check_same(job.describe(), target.layout)
     outline = await extractor.outline(job.question)
+    if outline.fingerprint.startswith(UNREPEATABLE):
+        raise LayertapError(
+            f"model {outline.model} is not deterministic: no two of its vectors can be compared",
+            hint="find in its code what draws random numbers outside of training",
+        )
     if manifest is not None:
         manifest.check_outline(outline)
         return manifest

@@ -38,7 +38,20 @@ def convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) ->
         raise InputError(f"the model's inputs have different numbers of rows: {sorted(counts)}")
     if counts == {0}:
         raise InputError("the batch holds no rows")
+    if inputs.text is not None and inputs.text.is_read and inputs.text.has_left_padding(rows):
+        _pad_in_front(rows, inputs.text)
     return rows
+
+
+def _pad_in_front(rows: dict[str, Tensor], text: TextSpec) -> None:
+    """Put the id of padding wherever the mask leaves out tokens in front; InputError where the model can't take any."""
+    if text.left_padding == "refused":
+        raise InputError(
+            "the mask begins with 0, and this model would count the tokens in front of the text as its own",
+            hint="send the ids without them",
+        )
+    in_front = rows[text.mask or ""].cumsum(1) == 0
+    rows[text.ids] = rows[text.ids].masked_fill(in_front, text.pad)
 
 
 def _make_mask(ids: Tensor, text: TextSpec) -> Tensor:

@@ -49,14 +49,14 @@ def try_to_decode(item: LocalItem, inputs: ModelInputs, settings: Settings) -> S
 def pad_texts(items: Items, attempts: Sequence[Sequence[Attempt]], text: TextSpec) -> list[Sequence[Attempt]]:
     """What was made of items, texts and tokens among them padded to one length; arrays of ids stay as they are.
 
-    So do all arrays that a layer made of texts.
+    So do all arrays that a layer made of texts, and all texts of a model that each runs at its own length.
     """
     kinds = (TextItem, TokensItem) if text.is_read else (ArraysItem,)
     places = [place for place, (_, item) in enumerate(items) if isinstance(item, kinds)]
     axis = 1 + text.axis
     lengths = [rows[text.ids].shape[axis] for place in places for rows in attempts[place] if isinstance(rows, Mapping)]
     padded = list(attempts)
-    if text.mask is not None and lengths:
+    if text.mask is not None and text.pads and lengths:
         size = text.get_padded_length(max(lengths))
         for place in places:
             padded[place] = [

@@ -36,9 +36,11 @@ def make_job(
     TooLargeError, InputError where the rows that must share a forward are more than one may have.
     """
     request, plan, catalog, worker = planned.request, planned.plan, planned.catalog, planned.worker
+    text = worker.model.text
     together = request.isolated and catalog.batches and not catalog.rowwise and planned.rows > 1
     runs = bool(inputs) or bool(encoded)
-    compiled = _find_compiled(planned) if runs else None
+    numbers = text is not None and planned.resumption is None and text.numbers(inputs)
+    compiled = _find_compiled(planned) if runs and not numbers else None
     queue = worker.queues.get(catalog, planned.shapes, plan.has_graph, compiled, together)
     if runs:
         check_graph(plan, queue)
@@ -49,14 +51,15 @@ def make_job(
     fingerprints = planned.fingerprints
     if together:
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
-    text = worker.model.text
+    if not catalog.traits.deterministic:
+        fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
     return Job(
         model=worker.name,
         catalog=catalog,
         spec=ForwardSpec(plan, catalog if request.verify else None, planned.resumption, compiled),
         inputs=inputs,
         rows=planned.rows,
-        queued=_make_queued(planned, queue, compiled, together, deadline),
+        queued=_make_queued(planned, queue, compiled, together, numbers, deadline),
         faults=faults,
         timings=request.timings,
         fingerprints=fingerprints,
@@ -74,13 +77,19 @@ def make_job(
 
 
 def _make_queued(
-    planned: PlannedRequest, queue: BatchQueue, compiled: CompiledPlan | None, together: bool, deadline: float
+    planned: PlannedRequest,
+    queue: BatchQueue,
+    compiled: CompiledPlan | None,
+    together: bool,
+    numbers: bool,
+    deadline: float,
 ) -> QueuedRequest:
     request, plan = planned.request, planned.plan
     extra = verification.list_extra_captures(plan, planned.catalog) if request.verify else ()
     captures = compiled.captures if compiled else ()  # a graph gives all its captures, whoever wants which
     captured_bytes = sum(capture.nbytes(1) for capture in captures) if compiled else plan.nbytes(1)
-    isolated = request.isolated or request.verify or planned.worker.requires_isolation
+    # Tokens that are numbered for one text are so for all of a forward: layers of positions take other shapes then.
+    isolated = request.isolated or request.verify or planned.worker.requires_isolation or numbers
     return QueuedRequest(
         queue=queue,
         rows=planned.rows,

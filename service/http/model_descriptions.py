@@ -42,6 +42,7 @@ def describe_model(entry: ModelEntry) -> Json:
         "labels": model.labels.describe() if model.labels is not None else None,
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
+        "deterministic": model.catalog.traits.deterministic,
         "memory_bytes": model.memory_bytes,
         "total_memory_bytes": entry.memory_bytes,
         **_describe_text(model.text),

@@ -149,6 +149,7 @@ MODEL: Json = {
     "labels": None,
     "layers": 22,
     "hooks": 0,
+    "deterministic": True,
     "memory_bytes": 294800,
     "total_memory_bytes": 294800,
 }

@@ -205,6 +205,7 @@ class Model(BaseModel):
     labels: ModelLabels | None = None
     layers: int = 0
     hooks: int
+    deterministic: bool = True
     memory_bytes: int = 0
     total_memory_bytes: int = 0
     replacement: Replacement | None = None

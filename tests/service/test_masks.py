@@ -75,7 +75,10 @@ class Server:
             return (values[0].clone(), *output[1:]) if isinstance(output, tuple) else values[0].clone()
 
         handle = self.module.get_submodule(BLOCK).register_forward_hook(hook)
-        output = self.module(input_ids=ids_of(name)[None], attention_mask=torch.tensor([MASKS[name]]))
+        positions = (torch.arange(8) - MASKS[name].index(1)).clamp(min=0)[None]
+        output = self.module(
+            input_ids=ids_of(name)[None], attention_mask=torch.tensor([MASKS[name]]), position_ids=positions
+        )
         handle.remove()
         return values[0], output.start_logits[:, kept(name)]
 
@@ -240,6 +243,23 @@ def test_tensors_for_all_texts(server: Server) -> None:
     wanted = server.of(["in front"], SCORES, interventions=[{"layer": layer, "op": "zero"}])
     close(server.of(["in front"], SCORES, interventions=[zeros]), torch.from_numpy(wanted))
     assert "different positions" in server.refused(["in front", "inside"], SCORES, interventions=[zeros])
+
+
+def test_positions_of_one_text(server: Server) -> None:
+    """Beside a text that begins with padding each has positions of its own: what is else that of all is refused."""
+    layer = "bert.embeddings.position_embeddings"
+    assert layer in server.refused(["in front", "inside"], layer)
+    wanted = server.module.get_submodule(layer)(torch.tensor([[0, 0, 0, 0, 0, 1, 2, 3]]))
+    close(server.of(["in front"], layer)[:, 4:], wanted[:, 4:])
+
+
+def test_padding_in_front(server: Server) -> None:
+    """A text with padding in front is what it is without, and leaves its neighbour in the request alone."""
+    tokens = ids_of("in front")[kept("in front")]
+    wanted = server.module(input_ids=tokens[None], attention_mask=torch.ones(1, 4)).start_logits
+    found = server.of(["in front", "inside"], SCORES)
+    close(found[0, 4:], wanted[0])
+    close(found[1, kept("inside")], server.offline("inside")[1][0])
 
 
 @pytest.mark.parametrize("names", TRIALS, ids=" and ".join)

@@ -90,7 +90,7 @@ def _list_warnings(job: Job) -> list[str]:
         warnings.append(
             f"{len(job.spec.plan.skipped)} matching layers never run in a forward and are left out: {names}"
         )
-    if not job.catalog.rowwise and not job.single_forward:
+    if not job.catalog.rowwise and not job.single_forward and job.catalog.traits.deterministic:
         batch = '; "isolated": true makes one batch of them' if job.catalog.batches else ""
         warnings.append(
             f"rows of this model affect each other, or it takes one at a time: each input runs alone{batch}"

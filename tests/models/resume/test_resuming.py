@@ -291,11 +291,11 @@ def test_numbers_outside_of_tensors() -> None:
 
 
 def test_buffers_are_left_alone() -> None:
-    """A model that writes to its buffers as it runs would keep what is no number: it is refused, and restored."""
+    """What a model writes to its buffers as it runs is put back: no trial leaves there what is no number."""
     model = load_model(own("Counts"))
     before = model.module.get_buffer("seen").clone()
-    with pytest.raises(SelectorError, match="can't be resumed"):
-        resumed(model, "first")
+    assert {layer for layer, *_ in points(resumed(model, "first"))} == {".", "first", "second"}
+    assert not before.any()
     assert torch.equal(model.module.get_buffer("seen"), before)
 
 
@@ -551,7 +551,7 @@ def test_buffers_are_put_back() -> None:
     with pytest.raises(SelectorError, match="can't be resumed"):
         resumed(model, "first")
     after = dict(model.module.named_buffers())
-    assert {name: id(buffer) for name, buffer in after.items()} == {name: id(buffer) for name, buffer in before.items()}
+    assert after.keys() == before.keys()
     assert all(torch.equal(after[name], copy) for name, copy in copies.items())
 
 

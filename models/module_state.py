@@ -1,0 +1,125 @@
+"""State: what forwards leave on a module besides what they return. It is found by comparing, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer or an attribute of it
+Namespace = dict[str, Any]
+
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parts, parameters, hooks
+PLAIN = (type(None), bool, int, float, complex, str, Tensor)
+ABSENT = object()
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A buffer or an attribute as it was: where it is kept, the object itself, and a copy of its numbers."""
+
+    namespace: Namespace
+    value: object
+    copy: object
+
+
+class ModuleState:
+    """The buffers and plain attributes of a module tree at one moment: numbers, texts, tensors, containers of these."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = dict(_iterate_state(module))
+
+    def find_changes(self) -> tuple[StateKey, ...]:
+        """What has another value now, is new, or is gone."""
+        now = dict(_iterate_state(self._module))
+        return tuple(
+            key
+            for key in dict.fromkeys([*self._values, *now])
+            if key not in self._values or key not in now or not _is_same(self._values[key].copy, now[key].value)
+        )
+
+    def put_back(self, keys: Iterable[StateKey]) -> None:
+        """Give these their values again, in the objects that held them; what is new is removed."""
+        for name, attribute in keys:
+            earlier = self._values.get((name, attribute))
+            if earlier is None:
+                _remove(self._module.get_submodule(name), attribute)
+                continue
+            value = earlier.value
+            if isinstance(value, Tensor) and isinstance(earlier.copy, Tensor) and not _is_same(earlier.copy, value):
+                value.copy_(earlier.copy)
+            elif not isinstance(value, Tensor):
+                value = earlier.copy
+            earlier.namespace[attribute] = value
+
+
+@contextmanager
+def keep_state(module: nn.Module, keys: Iterable[StateKey]) -> Iterator[None]:
+    """Give a forward copies of these buffers and attributes, and put back the originals when it ends.
+
+    The originals are never written to: trees that share them may run in other threads, and a graph may need them.
+    """
+    originals = [(module.get_submodule(name), attribute) for name, attribute in keys]
+    saved = [(part, attribute, *_find(part, attribute)) for part, attribute in originals]
+    for _, attribute, namespace, value in saved:
+        if value is not ABSENT:
+            namespace[attribute] = _copy(value)
+    try:
+        yield
+    finally:
+        for part, attribute, namespace, value in saved:
+            if value is ABSENT:
+                _remove(part, attribute)
+            else:
+                namespace[attribute] = value
+
+
+def _iterate_state(module: nn.Module) -> Iterator[tuple[StateKey, _Value]]:
+    for name, part in module.named_modules():
+        for namespace in (part._buffers, vars(part)):
+            for attribute, value in namespace.items():
+                if attribute not in OF_TORCH and _is_plain(value):
+                    yield (name, attribute), _Value(namespace, value, _copy(value))
+
+
+def _find(part: nn.Module, attribute: str) -> tuple[Namespace, object]:
+    namespace = part._buffers if attribute in part._buffers else vars(part)
+    return namespace, namespace.get(attribute, ABSENT)
+
+
+def _remove(part: nn.Module, attribute: str) -> None:
+    part._buffers.pop(attribute, None)
+    vars(part).pop(attribute, None)
+
+
+def _is_plain(value: object) -> bool:
+    return all(isinstance(leaf, PLAIN) for leaf in tree_leaves(value))
+
+
+def _copy(value: object) -> object:
+    with torch.no_grad():
+        copied: object = tree_map_only(Tensor, torch.clone, value)
+    return copied
+
+
+def _is_same(one: object, other: object) -> bool:
+    (leaves, structure), (others, other_structure) = tree_flatten(one), tree_flatten(other)
+    return structure == other_structure and all(_is_same_leaf(*pair) for pair in zip(leaves, others, strict=True))
+
+
+def _is_same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        same_kind = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return same_kind and torch.equal(_to_bytes(one), _to_bytes(other))
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def _to_bytes(value: Tensor) -> Tensor:
+    """Numbers that equal themselves, which NaN does not."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,340 @@
+"""The same row twice is the same answer, or a model that says that it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from layertap.models.errors import LoadError, OutOfMemoryError
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.loading import load_model
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Json, arrays_of, configured, tensor
+from tests.transformers_nets import PICTURE, TEXT, VOCABULARY
+
+SHAPE = (3, 8, 8)
+
+
+class Net(nn.Module):
+    """A small net, to whose features each of its kinds does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.change(self.conv(x).mean((2, 3))))
+        return scores
+
+    def change(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Counts(Net):
+    """Counts its calls in an attribute."""
+
+    calls = 0
+
+    def change(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 0.01 * self.calls
+
+
+class CountsInBuffer(Net):
+    """Counts its calls in a buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def change(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 0.01 * self.calls
+
+
+class Remembers(Net):
+    """Adds what it saw in the last forward, which it keeps in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def change(self, x: Tensor) -> Tensor:
+        earlier = self.seen[-1] if self.seen else torch.zeros(16)
+        self.seen.append(x.detach().mean(0))
+        return x + earlier
+
+
+class Switches(Net):
+    """Goes another way for good once it has seen several rows."""
+
+    several = False
+
+    def change(self, x: Tensor) -> Tensor:
+        self.several = self.several or len(x) > 1
+        return -x if self.several and len(x) == 1 else x
+
+
+class TrainsAtFirst(Net):
+    """Turns a layer of its own to training in its forward, and leaves it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(16, affine=True, track_running_stats=True)
+
+    def change(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x[:, :, None].expand(-1, -1, 2).contiguous())
+        self.norm.train()
+        return normed.mean(2)
+
+
+class CountsOnce(Net):
+    """Fills a cache in its first forward, which is no state."""
+
+    table: Tensor | None = None
+
+    def change(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(16.0)
+        return x + self.table
+
+
+class Drops(Net):
+    """Functional dropout that eval() does not reach."""
+
+    def change(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, 0.5)
+
+
+class StaysInTraining(Net):
+    """A dropout layer that eval() leaves in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = _Dropout(0.5)
+
+    def change(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(x)
+        return dropped
+
+
+class _Dropout(nn.Dropout):
+    def train(self, mode: bool = True) -> _Dropout:
+        return self
+
+
+STATES = {"Counts": [["", "calls"]], "CountsInBuffer": [["", "calls"]], "Remembers": [["", "seen"]]}
+STATES |= {"Switches": [["", "several"]], "CountsOnce": []}
+RANDOM = ("Drops", "StaysInTraining", "masked")
+BLAME = "rows of this model affect each other"
+
+
+def own(factory: str) -> ModelSpec:
+    inputs = (InputSpec("x", SHAPE),)
+    return ModelSpec(factory, f"python:{__name__}:{factory}", weights="random:0", inputs=inputs, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("masked")
+    torch.manual_seed(0)
+    decoder = {f"decoder_{name}": PICTURE[name] for name in PICTURE if name not in ("image_size", "patch_size")}
+    config = transformers.ViTMAEConfig(**PICTURE | decoder)
+    transformers.ViTMAEForPreTraining(config).save_pretrained(folder)
+    masked = ModelSpec("masked", f"transformers:{folder}", device="cpu", preprocess="none")
+    specs = [own(name) for name in (*STATES, "TrainsAtFirst", "Drops", "StaysInTraining")]
+    with serve(configured(*specs, masked)) as live:
+        yield live
+
+
+def ask(live: Live, name: str, seed: int = 0, rows: int = 1, path: str = "/extract") -> Any:
+    shape = (3, 32, 32) if name == "masked" else SHAPE
+    values = np.random.default_rng(seed).standard_normal((rows, *shape)).astype(np.float32)
+    layers = [".[logits]"] if name == "masked" else ["."]
+    body = {"model": name, "inputs": [tensor(row) for row in values], "layers": layers, "encoding": "base64"}
+    return live.client.post(path, json=body)
+
+
+def describe(live: Live, name: str) -> Json:
+    described: Json = live.client.get(f"/models/{name}").json()
+    return described
+
+
+@pytest.mark.parametrize("name", [*STATES, "TrainsAtFirst"])
+def test_state_is_put_back(live: Live, name: str) -> None:
+    """Whatever ran before, a model answers as one does that never ran, under one fingerprint and with no warning."""
+    model = load_model(own(name))
+    fresh = globals()[name]().eval()
+    fresh.load_state_dict(model.module.state_dict())
+    replies = [ask(live, name)]
+    for number in range(1, 4):
+        assert ask(live, name, number, rows=number).status_code == 200
+        replies.append(ask(live, name))
+    values = np.random.default_rng(0).standard_normal((1, *SHAPE)).astype(np.float32)
+    with torch.no_grad():
+        wanted = fresh(torch.from_numpy(values)).numpy()
+    for reply in replies:
+        np.testing.assert_array_equal(arrays_of(reply)["."], arrays_of(replies[0])["."])
+        np.testing.assert_allclose(arrays_of(reply)["."], wanted, atol=1e-6)
+        assert reply.json()["fingerprint"] == replies[0].json()["fingerprint"]
+        assert not reply.json().get("warnings")
+    assert describe(live, name)["deterministic"] is True
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_is_state(name: str) -> None:
+    """State is what changes after the first forward; it is as it was before any, and rows do not affect each other."""
+    model = load_model(own(name), replicas=2)
+    assert [list(key) for key in model.catalog.traits.state] == STATES[name]
+    assert model.catalog.rowwise
+    fresh = globals()[name]()
+    for _, attribute in STATES[name]:
+        assert getattr(model.module, attribute) == getattr(fresh, attribute)
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_models_that_are_not_deterministic(live: Live, name: str) -> None:
+    """A model whose answers differ says so, everywhere, and no two fingerprints of it are equal."""
+    replies = [ask(live, name) for _ in range(2)]
+    arrays = [next(iter(arrays_of(reply).values())) for reply in replies]
+    assert not np.array_equal(*arrays)
+    assert describe(live, name)["deterministic"] is False
+    fingerprints = set()
+    for reply in replies:
+        assert any("not deterministic" in warning for warning in reply.json()["warnings"])
+        assert "not deterministic" in reply.headers["x-layertap-warnings"]
+        fingerprints.add(reply.json()["fingerprint"])
+        fingerprints |= {receipt["fingerprint"] for receipt in reply.json()["receipts"].values()}
+    assert len(fingerprints) == 2
+    told = ask(live, name, rows=2, path="/extract?dry_run=true").json()["warnings"]
+    assert any("not deterministic" in warning for warning in told)
+    assert not any(BLAME in warning for warning in told)
+
+
+class Hungry(Net):
+    """Has no memory for rows of some kind."""
+
+    def __init__(self, rows: int = 99, side: int = 99) -> None:
+        super().__init__()
+        self.limits = rows, side
+
+    def change(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.limits[0] or x.shape[-1] > self.limits[1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def hungry_for_rows() -> nn.Module:
+    return Hungry(rows=1)
+
+
+def hungry_for_pixels() -> nn.Module:
+    return Hungry(side=8)
+
+
+def test_memory_that_ends_in_a_survey() -> None:
+    """Memory that runs out while a model is surveyed says nothing of the model: it does not load, or is asked again."""
+    with pytest.raises(LoadError, match="no memory") as refused:
+        load_model(own("hungry_for_rows"))
+    assert refused.value.kind == "device"
+    model = load_model(own("hungry_for_pixels"))
+    with pytest.raises(OutOfMemoryError, match="no memory"):
+        model.catalogs.survey(((3, 9, 9),))
+    assert model.catalogs.get_catalog(((3, 9, 9),)) is None
+
+
+TEXTS = {
+    "convolving": lambda: transformers.ConvBertModel(transformers.ConvBertConfig(**TEXT, embedding_size=32)),
+    "switching": lambda: transformers.Phi3Model(
+        transformers.Phi3Config(
+            **TEXT,
+            num_key_value_heads=4,
+            pad_token_id=0,
+            original_max_position_embeddings=16,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0, 8.0, 16.0, 32.0],
+                "original_max_position_embeddings": 16,
+            },
+        )
+    ),
+    "counting": lambda: transformers.GPT2Model(
+        transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=40)
+    ),
+    "hashing": lambda: transformers.CanineModel(
+        transformers.CanineConfig(**{k: v for k, v in TEXT.items() if k != "vocab_size"}, num_hash_buckets=64)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, dict[str, Any]]]:
+    folder, modules = tmp_path_factory.mktemp("texts"), {}
+    for name, make in TEXTS.items():
+        torch.manual_seed(0)
+        module = make().eval()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 0.3)
+        module.save_pretrained(folder / name)
+        modules[name] = module
+    transformers.CanineTokenizer().save_pretrained(folder / "hashing")
+    specs = [ModelSpec(name, f"transformers:{folder / name}", device="cpu") for name in TEXTS]
+    with serve(configured(*specs)) as live:
+        yield live, modules
+
+
+def draw(tokens: int) -> list[int]:
+    return torch.randint(4, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_in_company(texts: tuple[Live, dict[str, Any]], name: str) -> None:
+    """A text is what the library gives for it alone, padded or not and whoever is beside it, before and after."""
+    live, modules = texts
+    lengths = [10, 30, 10, 16, 5]
+    wanted = []
+    for length in lengths:
+        with torch.no_grad():
+            state = modules[name](input_ids=torch.tensor([draw(length)])).last_hidden_state
+        wanted.append(state[0].mean(0).numpy())
+    for order in ([0], [0, 1, 2, 3, 4], [1], [4]):
+        inputs = [{"tokens": draw(lengths[place])} for place in order]
+        layer = {"layer": ".[last_hidden_state]", "pool": "mean_all"}
+        body = {"model": name, "inputs": inputs, "layers": [layer], "encoding": "base64"}
+        (found,) = arrays_of(live.client.post("/extract", json=body)).values()
+        for row, place in enumerate(order):
+            np.testing.assert_allclose(found[row], wanted[place], atol=1e-4 * np.abs(wanted[place]).max())
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_behind_padding(texts: tuple[Live, dict[str, Any]], name: str) -> None:
+    """Padding in front of a text moves nothing but its positions in the reply, or is refused."""
+    live, modules = texts
+    ids, mask = np.array([0] * 6 + draw(10)), np.array([0] * 6 + [1] * 10)
+    sent = {key: tensor(value)["tensor"] for key, value in (("input_ids", ids), ("attention_mask", mask))}
+    body = {"model": name, "inputs": [{"tensors": sent}], "layers": [".[last_hidden_state]"], "encoding": "base64"}
+    reply = live.client.post("/extract", json=body)
+    if name in ("convolving", "hashing"):
+        assert reply.status_code == 422
+        assert "the mask begins with 0" in reply.json()["detail"]
+        return
+    (found,) = arrays_of(reply).values()
+    with torch.no_grad():
+        wanted = modules[name](input_ids=torch.tensor([draw(10)])).last_hidden_state.numpy()
+    np.testing.assert_allclose(found[:, 6:], wanted, atol=1e-4 * np.abs(wanted).max())
+    assert not found[:, :6].any()
