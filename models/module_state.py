@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from layertap.models.plain_tensor import view_bytes
+
 StateKey = tuple[str, str]  # the name of a module in the tree, and that of a buffer or an attribute of it
 Namespace = dict[str, Any]
 
@@ -116,10 +118,5 @@ def _is_same(one: object, other: object) -> bool:
 def _is_same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same_kind = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-        return same_kind and torch.equal(_to_bytes(one), _to_bytes(other))
+        return same_kind and torch.equal(view_bytes(one), view_bytes(other))  # NaN does not equal itself
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
-
-
-def _to_bytes(value: Tensor) -> Tensor:
-    """Numbers that equal themselves, which NaN does not."""
-    return value.detach().contiguous().reshape(-1).view(torch.uint8)

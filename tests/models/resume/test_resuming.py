@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -294,7 +294,8 @@ def test_buffers_are_left_alone() -> None:
     """What a model writes to its buffers as it runs is put back: no trial leaves there what is no number."""
     model = load_model(own("Counts"))
     before = model.module.get_buffer("seen").clone()
-    assert {layer for layer, *_ in points(resumed(model, "first"))} == {".", "first", "second"}
+    with suppress(SelectorError):
+        resumed(model, "first")
     assert not before.any()
     assert torch.equal(model.module.get_buffer("seen"), before)
 
@@ -417,7 +418,7 @@ class Fussy(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.ran += 1
+        type(self).ran += 1  # on the class: what stands on the model is put back
         if x.isnan().any():
             raise self.error
         out: Tensor = self.second(self.first(x))
