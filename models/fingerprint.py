@@ -22,9 +22,10 @@ from typing import Any
 from torch import nn
 
 from layertap.models.catalog.traits import UNREPEATABLE
+from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
-from layertap.models.spec import Decode, InputSpec, Preprocessed, PreprocessSpec
+from layertap.models.spec import Decode, InputSpec, Preprocessed
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 # Options younger than the recipe: where nobody asks for one, digests are as before it.
@@ -66,7 +67,7 @@ def digest_model(
     weights: str,
     structure: str,
     precision: str,
-    preprocess: PreprocessSpec | None,
+    preprocess: Preprocessing | None,
     inputs: Iterable[InputSpec],
     tokenizer: str = "",
     decode: Decode = "exact",
@@ -149,9 +150,9 @@ def _describe_change(change: ResolvedIntervention | ResolvedObjective) -> dict[s
     return described | ({"tokens": "own"} if change.tensor.token_axes else {})
 
 
-def _describe_picture(how: PreprocessSpec, decode: Decode) -> dict[str, Any]:
+def _describe_picture(how: Preprocessing, decode: Decode) -> dict[str, Any]:
     """How a picture becomes a row; exact decoding is younger than the recipe and goes without saying."""
-    return asdict(how) | ({"decode": decode} if how.changes_pixels(decode) else {})
+    return how.describe() | ({"decode": decode} if how.changes_pixels(decode) else {})
 
 
 def _describe_input(spec: InputSpec) -> dict[str, Any]:

@@ -76,7 +76,14 @@ def load_model(
         module = _place_module(built.module, spec, device)
     decoder = create_device_decoder(spec, built.preprocess, device)
     inputs = ModelInputs(
-        spec.name, built.inputs, DTYPES[spec.dtype], built.preprocess, built.text, spec.decode, decoder
+        spec.name,
+        built.inputs,
+        DTYPES[spec.dtype],
+        built.preprocess,
+        built.text,
+        spec.decode,
+        decoder,
+        built.no_pictures,
     )
     shapes = [spec.shape for spec in built.inputs]
     history = open_history(

@@ -10,11 +10,12 @@ from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog_cache import CatalogCache
 from layertap.models.compiled.compiled_plan import CompiledPlan
 from layertap.models.compiled.plan_benchmark import PlanBenchmark
+from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.models.labels import Labels
 from layertap.models.selection.hook_points import Selector
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, Shapes
+from layertap.models.spec import InputSpec, ModelSpec, Shapes
 from layertap.models.weights.report import LoadReport
 
 NOT_DETERMINISTIC = "this model is not deterministic: it gives the same input another answer each time"
@@ -66,7 +67,7 @@ class ModelInfo:
         return self.model_inputs.dtype
 
     @property
-    def preprocess(self) -> PreprocessSpec | None:
+    def preprocess(self) -> Preprocessing | None:
         """How a picture becomes a row; None where the model takes none."""
         return self.model_inputs.preprocess
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
 
@@ -23,31 +23,68 @@ Compile = Literal[False, True, "always"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
+ImageBackend = Literal["pil", "torchvision"]  # transformers' two kinds of image processor
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 SMOOTH = frozenset({"bilinear", "bicubic", "lanczos"})  # others pick pixels, or cut between them
+YOUNGER = frozenset({"channels", "letterbox", "background", "scale", "crop_rounding"})  # than fingerprints
 FOR_TENSORS = frozenset({"bilinear", "bicubic"})  # others are for pictures only, or pick other pixels
 
 
 @dataclass(frozen=True)
 class PreprocessSpec:
-    """How an RGB image becomes a row: resize, centre crop, scale to 0…1, normalise.
+    """How a picture becomes a row: resize, centre crop, scale to 0…1, normalise.
 
     ``resize``: the short side in pixels, or (height, width); ``crop``: a square's side, or (height, width);
-    None leaves the step out. ``mean`` and ``std`` are per channel, on the 0…1 scale.
+    None leaves the step out. ``mean`` and ``std`` are per channel, on the scale of ``scale``: the values that 0 and 255
+    become, 0 and 1 where it is None. ``channels``: other ones than red, green, blue. ``letterbox``: the picture is
+    resized to fit into ``resize``, and this colour fills the rest. ``background``: what shows through a picture that is
+    transparent; None drops its alpha channel. ``crop_rounding``: a crop that can't be in the middle begins half a pixel
+    to the left and above it; None: at the even pixel, as torchvision's does.
     """
 
     resize: int | tuple[int, int] | None = None
     crop: int | tuple[int, int] | None = None
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
-    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     interpolation: Interpolation = "bilinear"
+    channels: Literal["gray", "bgr"] | None = None
+    letterbox: Color | None = None
+    background: Color | None = None
+    scale: tuple[float, float] | None = None
+    crop_rounding: Literal["floor"] | None = None
 
     def __post_init__(self) -> None:
-        """ValueError where there is nothing to divide by, or not as many figures as channels."""
-        if len(self.mean) != 3 or len(self.std) != 3:
-            raise ValueError("mean and std have a figure for each of three channels")
-        if not all(isfinite(value) for value in self.mean) or not all(isfinite(value) and value for value in self.std):
-            raise ValueError("mean and std are finite, and no std is 0")
+        """ValueError where steps contradict each other, or mean and std have not as many figures as channels."""
+        for wrong, text in (
+            (
+                not len(self.mean) == len(self.std) == self.channel_count,
+                "mean and std have a figure for each of three channels, of gray for the one",
+            ),
+            (
+                not all(map(isfinite, (*self.mean, *self.std))) or not all(self.std),
+                "mean and std are finite, and no std is 0",
+            ),
+            (self.letterbox and (self.resize is None or self.crop is not None), "letterbox needs resize, and no crop"),
+            (self.scale and not all(map(isfinite, self.scale)), "scale is finite"),
+            (self.scale and self.mean == IMAGENET_MEAN, "mean and std are on the scale of scale: give them too"),
+            (
+                not all(0 <= value < 256 for value in (*(self.letterbox or ()), *(self.background or ()))),
+                "a colour is three numbers from 0 to 255",
+            ),
+        ):
+            if wrong:
+                raise ValueError(text)
+
+    def describe(self) -> dict[str, Any]:
+        """The steps as plain data, without those that nobody uses: digests are as they were before these were known."""
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in YOUNGER}
+
+    @property
+    def channel_count(self) -> int:
+        """How many channels a row has."""
+        return 1 if self.channels == "gray" else 3
 
     @property
     def reducible(self) -> bool:
@@ -57,7 +94,8 @@ class PreprocessSpec:
     @property
     def placeable(self) -> bool:
         """Whether every step is there for tensors as well, and nearly the same, so that a GPU can do it."""
-        return self.resize is None or self.interpolation in FOR_TENSORS
+        plain = self.channels is None and self.letterbox is None and self.scale is None
+        return plain and (self.resize is None or self.interpolation in FOR_TENSORS)
 
     def changes_pixels(self, decode: Decode) -> bool:
         """Whether a way of decoding makes other numbers than ``exact`` of some pictures."""
@@ -131,6 +169,8 @@ class ModelSpec:
     weights, and so of what they compute with. ``devices``, in place of ``device``: the model is loaded on each of them,
     and their forwards take rows from one queue; of ``all`` they are all GPUs. ``cpu:0`` and ``cpu:1`` stand in for GPUs
     where there are none: a copy of the model for each, which runs one forward at a time.
+    ``image_backend``: which of transformers' image processors makes the rows of pictures; ``interpolate_pos_encoding``:
+    position tables of its vision transformers are interpolated for pictures of other sizes.
     ``idle_timeout_s``: seconds without a request after which a server unloads it; None: as its settings say.
     """
 
@@ -155,6 +195,8 @@ class ModelSpec:
     adapter: str = ""
     labels: tuple[str, ...] | str | None = None
     idle_timeout_s: float | None = None
+    image_backend: ImageBackend = "pil"
+    interpolate_pos_encoding: bool = False
 
     def __post_init__(self) -> None:
         """ValueError where an argument is nothing that JSON has, or a time is none."""

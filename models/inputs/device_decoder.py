@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from layertap.models.devices import transfer
+from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
 from layertap.models.inputs.preprocess import preprocess, preprocess_pixels
 from layertap.models.spec import ModelSpec, PreprocessSpec
 
@@ -102,15 +103,16 @@ class DeviceDecoder:
 
 
 def create_device_decoder(
-    spec: ModelSpec, preprocessing: PreprocessSpec | None, device: torch.device
+    spec: ModelSpec, preprocessing: Preprocessing | None, device: torch.device
 ) -> DeviceDecoder | None:
     """What decodes for a model on its device; None where the CPU does: one line says why, where it was asked for."""
     if spec.decode != "device" or preprocessing is None:
         return None
-    reason = _find_obstacle(preprocessing, device)
-    decoder = None if reason else DeviceDecoder(device, preprocessing)
-    if decoder is not None and not matches_cpu(decoder, preprocessing):
-        reason, decoder = "what it decodes there is no picture, or another one", None
+    reason, decoder = _find_obstacle(preprocessing, device), None
+    if isinstance(preprocessing, PreprocessSpec) and not reason:
+        decoder = DeviceDecoder(device, preprocessing)
+        if not matches_cpu(decoder, preprocessing):
+            reason, decoder = "what it decodes there is no picture, or another one", None
     if reason:
         log.warning("pictures are decoded on the CPU", extra={"fields": {"model": spec.name, "reason": reason}})
     return decoder
@@ -137,12 +139,12 @@ def _draw_gradient(turn: int) -> Image.Image:
     return Image.linear_gradient("L").rotate(turn).resize(TRIAL_SIZE)
 
 
-def _find_obstacle(preprocessing: PreprocessSpec, device: torch.device) -> str:
+def _find_obstacle(preprocessing: Preprocessing, device: torch.device) -> str:
     if device.type != "cuda":
         return "there is no GPU"
-    return (
-        "" if preprocessing.placeable else f"tensors can't be resized as pictures are by {preprocessing.interpolation}"
-    )
+    if isinstance(preprocessing, LibraryProcessor):
+        return f"{preprocessing.name} makes the rows"
+    return "" if preprocessing.placeable else "tensors can't be preprocessed as pictures are"
 
 
 def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:

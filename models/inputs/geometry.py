@@ -12,6 +12,8 @@ def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple
     """
     if spec.resize is None:
         return width, height
+    if spec.letterbox is not None:
+        return _compute_contained_size(spec.resize, width, height)
     if isinstance(spec.resize, tuple):
         return spec.resize[1], spec.resize[0]
     short, long = sorted((width, height))
@@ -19,14 +21,35 @@ def compute_resized_size(spec: PreprocessSpec, width: int, height: int) -> tuple
     return (spec.resize, longer) if width <= height else (longer, spec.resize)
 
 
-def find_crop_start(length: int, size: int) -> int:
-    """Where a crop in the middle begins, by torchvision's two roundings; below 0 where it is longer than the image."""
+def _compute_contained_size(size: int | tuple[int, int], width: int, height: int) -> tuple[int, int]:
+    """Width and height of the largest picture of the same ratio in a box, as Pillow's ``ImageOps.contain`` rounds."""
+    high, wide = list_sides(size)
+    if width * high > wide * height:
+        return wide, max(round(height / width * wide), 1)
+    return max(round(width / height * high), 1), high
+
+
+def find_window(spec: PreprocessSpec, wide: int, high: int) -> tuple[int, int, int, int]:
+    """What a row holds of a resized picture: left, top, width, height; below 0 where it begins beyond the picture."""
+    size = spec.crop if spec.letterbox is None else spec.resize
+    if size is None:
+        return 0, 0, wide, high
+    height, width = list_sides(size)
+    return _find_start(spec, wide, width), _find_start(spec, high, height), width, height
+
+
+def _find_start(spec: PreprocessSpec, length: int, size: int) -> int:
+    """Where a window in the middle begins: by torchvision's two roundings, transformers' or ``ImageOps.pad``'s."""
+    if spec.letterbox is not None:
+        return -round((size - length) / 2)
+    if spec.crop_rounding == "floor":
+        return (length - size) // 2
     return -((size - length) // 2) if size > length else round((length - size) / 2)
 
 
-def list_sides(size: int | tuple[int, int]) -> list[int]:
-    """Height and width, or the one side of a square."""
-    return [size] if isinstance(size, int) else list(size)
+def list_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Height and width."""
+    return (size, size) if isinstance(size, int) else size
 
 
 def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
@@ -35,10 +58,6 @@ def find_seen_box(spec: PreprocessSpec, width: int, height: int) -> Box:
     Where the crop is larger than the resized picture it goes beyond the picture's sides.
     """
     wide, high = compute_resized_size(spec, width, height)
-    if spec.crop is None:
-        return 0.0, 0.0, float(width), float(height)
-    crop_height, *rest = list_sides(spec.crop)
-    crop_width = rest[0] if rest else crop_height
-    left, top = find_crop_start(wide, crop_width), find_crop_start(high, crop_height)
-    across, down = width / wide, height / high
-    return left * across, top * down, (left + crop_width) * across, (top + crop_height) * down
+    left, top, across, down = find_window(spec, wide, high)
+    scale_x, scale_y = width / wide, height / high
+    return left * scale_x, top * scale_y, (left + across) * scale_x, (top + down) * scale_y

@@ -9,8 +9,9 @@ import torch
 from layertap.models.catalog.traits import Traits
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
+from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.text import TextSpec
-from layertap.models.spec import Decode, InputSpec, PreprocessSpec, Shapes
+from layertap.models.spec import Decode, InputSpec, Shapes
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,17 @@ class ModelInputs:
     """The inputs of a model, and how pictures and texts become rows of them.
 
     ``model`` is the model's name. Floating rows reach the model in ``dtype``. ``decoder`` makes rows of pictures on
-    the model's GPU, None where the CPU does.
+    the model's GPU, None where the CPU does. ``no_pictures`` says why it takes none.
     """
 
     model: str
     specs: tuple[InputSpec, ...]
     dtype: torch.dtype
-    preprocess: PreprocessSpec | None = None
+    preprocess: Preprocessing | None = None
     text: TextSpec | None = None
     decode: Decode = "exact"
     decoder: DeviceDecoder | None = None
+    no_pictures: str = ""
 
     @property
     def shapes(self) -> Shapes:

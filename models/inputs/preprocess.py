@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from layertap.models.inputs.geometry import compute_resized_size, find_crop_start, list_sides
+from layertap.models.inputs.geometry import compute_resized_size, find_window, list_sides
+from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
 from layertap.models.spec import Box, Interpolation, PreprocessSpec
 
 # The sides of a reduced picture are at least so many times what it is resized to. With once, deviations would be three
@@ -38,17 +39,29 @@ def preprocess(
 def fit_image(
     image: Image.Image, spec: PreprocessSpec, size: tuple[int, int] | None = None, box: Box | None = None
 ) -> Tensor:
-    """The pixels of a row before they are normalised, a quarter of its bytes: uint8, (3, height, width), contiguous.
+    """The pixels of a row before they are normalised, a quarter of its bytes: uint8, (channels, height, width).
 
-    The arguments are those of ``preprocess``.
+    Contiguous. The arguments are those of ``preprocess``.
     """
+    if spec.channels == "gray":
+        image = image.convert("L")
     if spec.resize is not None:
         image = image.resize(compute_resized_size(spec, *(size or image.size)), PILLOWS[spec.interpolation], box)
-    if spec.crop is not None:
-        image = _crop_center(image, spec.crop)
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    image = _cut_window(image, spec)
+    pixels = torch.from_numpy(np.array(image))
+    pixels = pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     # Contiguous while still bytes: a channels-last row among others could choose another kernel for the whole batch.
-    return pixels.contiguous()
+    return pixels.flip(0) if spec.channels == "bgr" else pixels.contiguous()
+
+
+def make_row(
+    image: Image.Image, how: Preprocessing, size: tuple[int, int] | None = None, box: Box | None = None
+) -> Tensor:
+    """A picture's row as it waits: pixels still to be normalised, or what its library's processor makes of it.
+
+    The arguments are those of ``preprocess``. InputError where the library refuses the picture.
+    """
+    return how.make_row(image) if isinstance(how, LibraryProcessor) else fit_image(image, how, size, box)
 
 
 def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
@@ -63,23 +76,29 @@ def preprocess_pixels(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
     if spec.resize is not None:
         width, height = compute_resized_size(spec, pixels.shape[2], pixels.shape[1])
         pixels = tvf.resize(pixels, [height, width], InterpolationMode(spec.interpolation), antialias=True)
-    if spec.crop is not None:
-        pixels = tvf.center_crop(pixels, list_sides(spec.crop))
-    return normalize(pixels.contiguous(), spec)
+    left, top, width, height = find_window(spec, pixels.shape[2], pixels.shape[1])
+    return normalize(tvf.crop(pixels, top, left, height, width).contiguous(), spec)
 
 
-def _crop_center(image: Image.Image, size: int | tuple[int, int]) -> Image.Image:
-    """The middle of an image, black around it where it is smaller."""
-    height, *rest = list_sides(size)
-    sides = rest[0] if rest else height, height
-    left, top = (find_crop_start(own, side) for own, side in zip(image.size, sides, strict=True))
-    return image.crop((left, top, left + sides[0], top + sides[1]))  # what lies beyond an image is black
+def _cut_window(image: Image.Image, spec: PreprocessSpec) -> Image.Image:
+    """What a row holds of a resized image; around an image that is smaller is black, or the letterbox's colour."""
+    left, top, width, height = find_window(spec, *image.size)
+    if (width, height) == image.size:
+        return image
+    if spec.letterbox is None:
+        return image.crop((left, top, left + width, top + height))  # what lies beyond an image is black
+    canvas = Image.new("RGB", (width, height), spec.letterbox).convert(image.mode)
+    canvas.paste(image, (-left, -top))
+    return canvas
 
 
 def normalize(pixels: Tensor, spec: PreprocessSpec) -> Tensor:
-    """Pixels of one row, or of several on a first axis, scaled to 0…1 and normalised: float32, on their device."""
+    """Pixels of one row, or of several on a first axis, scaled and normalised: float32, on their device."""
     mean, std = _make_constants(spec.mean, spec.std, pixels.device)
-    normalised: Tensor = pixels.to(torch.float32).div_(255).sub_(mean).div_(std)
+    low, high = spec.scale or (0, 1)
+    scaled = pixels.to(torch.float32)
+    scaled = scaled.div_(255) if spec.scale is None else scaled.mul_((high - low) / 255).add_(low)
+    normalised: Tensor = scaled.sub_(mean).div_(std)
     return normalised
 
 
@@ -94,23 +113,23 @@ def _make_constants(mean: tuple[float, ...], std: tuple[float, ...], device: tor
     return first, second
 
 
-def compute_least_size(spec: PreprocessSpec, width: int, height: int) -> tuple[int, int] | None:
+def compute_least_size(spec: Preprocessing, width: int, height: int) -> tuple[int, int] | None:
     """The least width and height at which a ``width`` x ``height`` picture may be decoded to be resized then.
 
     None where it is to be decoded in full: nothing is resized, or not smoothly.
     """
-    if not spec.reducible:
+    if isinstance(spec, LibraryProcessor) or not spec.reducible:
         return None
     wide, high = compute_resized_size(spec, width, height)
     return MIN_SCALE * wide, MIN_SCALE * high
 
 
-def compute_output_size(spec: PreprocessSpec) -> tuple[int, int] | None:
+def compute_output_size(spec: Preprocessing) -> tuple[int, int] | None:
     """Height and width of every result, or None where they depend on the image."""
-    if spec.crop is not None:
-        height, *rest = list_sides(spec.crop)
-        return height, rest[0] if rest else height
-    return spec.resize if isinstance(spec.resize, tuple) else None
+    if isinstance(spec, LibraryProcessor):
+        return spec.size
+    size = spec.crop or (spec.resize if spec.letterbox or isinstance(spec.resize, tuple) else None)
+    return None if size is None else list_sides(size)
 
 
 def from_torchvision(preset: object) -> PreprocessSpec | None:
@@ -120,19 +139,13 @@ def from_torchvision(preset: object) -> PreprocessSpec | None:
 
 
 def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
-    """The spec of timm's evaluation transform for a ``resolve_data_config`` result.
-
-    None where resize and centre crop can't say it: borders, crops that keep a non-square image's ratio, other channels.
-    """
-    channels, height, width = config["input_size"]
+    """The spec that is nearest to timm's evaluation transform for a ``resolve_data_config`` result; to be proven."""
+    _, height, width = config["input_size"]
     scaled = tuple(math.floor(side / (config["crop_pct"] or 0.875)) for side in (height, width))
-    resize = scaled if config["crop_mode"] == "squash" else scaled[0]
-    if channels != 3 or config["interpolation"] not in get_args(Interpolation):
-        return None
-    if config["crop_mode"] not in ("squash", "center") or (config["crop_mode"] == "center" and height != width):
+    if config["interpolation"] not in get_args(Interpolation):
         return None
     return PreprocessSpec(
-        resize=cast("int | tuple[int, int]", resize),
+        resize=cast("tuple[int, int]", scaled) if config["crop_mode"] == "squash" else scaled[0],
         crop=(height, width) if height != width else height,
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
@@ -141,24 +154,39 @@ def from_timm(config: Mapping[str, Any]) -> PreprocessSpec | None:
 
 
 def from_transformers(processor: Any) -> PreprocessSpec | None:
-    """The spec of a transformers image processor.
+    """The spec that is nearest to a transformers image processor's settings, which do not tell all; to be proven.
 
-    None where resize and centre crop can't say it: borders, crops by ratio, a scale other than 0…1, other resamplings.
+    None where pictures are resized neither to a short side nor to height and width.
     """
-    scaled = processor.do_rescale and math.isclose(processor.rescale_factor, 1 / 255)
-    resize = _parse_transformers_size(processor.size) if processor.do_resize else None
-    cropped = bool(getattr(processor, "do_center_crop", False))
-    crop = _parse_transformers_size(processor.crop_size) if cropped else None
-    mode = RESAMPLINGS.get(int(processor.resample)) if processor.do_resize else "bilinear"
-    odd = any(getattr(processor, name, None) for name in ("do_pad", "crop_pct", "do_flip_channel_order"))
-    if not scaled or odd or mode is None or (processor.do_resize and resize is None) or (cropped and crop is None):
+    settings: Callable[..., Any] = partial(getattr, processor)
+    resize, crop = (
+        _parse_transformers_size(settings(name, None)) if settings(wanted, False) else None
+        for name, wanted in (("size", "do_resize"), ("crop_size", "do_center_crop"))
+    )
+    share = settings("crop_pct", None)
+    if share and isinstance(resize, int):
+        resize, crop = int(resize / share), crop or resize
+    mode = RESAMPLINGS.get(settings("resample", None)) if settings("do_resize", False) else "bilinear"
+    if mode is None or (resize is None and settings("do_resize", False)):
         return None
-    mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
-    return PreprocessSpec(resize, crop, tuple(mean), tuple(std), mode)
+    # The largest pixel's value, by which our mean and std are smaller than the library's: theirs follow its factor.
+    full = 255 * settings("rescale_factor") if settings("do_rescale", False) else 255
+    normalised = settings("do_normalize", False)
+    mean, std = (settings("image_mean"), settings("image_std")) if normalised else ([0.0] * 3, [1.0] * 3)
+    return PreprocessSpec(
+        resize,
+        crop,
+        tuple(value / full for value in mean),
+        tuple(value / full for value in std),
+        mode,
+        channels="bgr" if settings("do_flip_channel_order", False) else None,
+        crop_rounding=None if crop is None else "floor",
+    )
 
 
 def _parse_transformers_size(size: Any) -> int | tuple[int, int] | None:
     """A short side or height and width, as transformers writes them; None for any other rule."""
+    size = size or {}
     sides = {name: size.get(name) for name in ("height", "width", "shortest_edge", "longest_edge")}
     known = {name: int(side) for name, side in sides.items() if side is not None}
     if known.keys() == {"shortest_edge"}:

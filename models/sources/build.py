@@ -11,12 +11,13 @@ from pathlib import Path
 from torch import nn
 
 from layertap.models.errors import LoadError, escape, label_failures, note_cause
+from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
 from layertap.models.labels import Labels
 from layertap.models.sources.grammar import WeightsSource
 from layertap.models.sources.source_checks import list_classifiers
-from layertap.models.sources.table import parse_source
+from layertap.models.sources.table import SOURCES, parse_source
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from layertap.models.weights.report import LoadReport
 
@@ -27,7 +28,8 @@ class BuiltModel:
 
     ``module`` is on the CPU, in eval mode, in the dtype it was constructed in, and no parameter of it asks for a
     gradient. ``named``: ``architecture`` is a library's name for the structure, which with ``settings`` stands for it
-    in fingerprints; otherwise the structure itself does. ``preprocess`` is None where images can't be taken.
+    in fingerprints; otherwise the structure itself does. ``preprocess`` is None where images can't be taken,
+    and ``no_pictures`` says why.
     ``prefix_tokens`` counts class and register tokens in front of the patch tokens. ``weights`` is a label for people
     and holds no directory. ``settings`` are those that the module tree may not show, ``text`` is None where text can't
     be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the source knows of the classes, for
@@ -36,7 +38,7 @@ class BuiltModel:
 
     module: nn.Module
     inputs: tuple[InputSpec, ...]
-    preprocess: PreprocessSpec | None
+    preprocess: Preprocessing | None
     architecture: str
     prefix_tokens: int
     weights: str
@@ -45,6 +47,7 @@ class BuiltModel:
     text: TextSpec | None = None
     report: LoadReport | None = None
     labels: Labels | None = None
+    no_pictures: str = ""
 
 
 @label_failures("source")
@@ -54,6 +57,9 @@ def build_model(spec: ModelSpec) -> BuiltModel:
     Raises LoadError where the source, the architecture, the weights or the preprocessing can't be had.
     """
     source, ident = parse_source(spec.source)
+    if source.module != TRANSFORMERS and (spec.interpolate_pos_encoding or spec.image_backend != "pil"):
+        hint = "leave them out, or type source: transformers:PATH"
+        raise LoadError("image_backend and interpolate_pos_encoding are of transformers' models", hint=hint)
     # A name of the table: nothing of a configuration, or of a request, is imported here.
     built = import_module(source.module).build(ident, spec)
     if spec.adapter:
@@ -123,7 +129,7 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
     if spec.preprocess == "preset":
         return built
     if spec.preprocess == "none":
-        return replace(built, preprocess=None)
+        return replace(built, preprocess=None, no_pictures="its entry says preprocess: none")
     return _choose_preprocessing(built, spec.preprocess, fixed=spec.inputs is not None)
 
 
@@ -132,6 +138,9 @@ def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: b
     if len(first.shape) != 3:
         detail = f"preprocess makes images, and input {escape(first.name)} takes {len(first.shape)} axes an item"
         raise LoadError(detail, hint="type preprocess: none, and send tensors")
+    if first.shape[0] != wanted.channel_count:
+        detail = f"preprocess makes images of {wanted.channel_count} channels, and input {escape(first.name)} takes "
+        raise LoadError(f"{detail}{first.shape[0]}", hint="type channels: gray for one, leave it out for three")
     if size is None or first.shape[1:] == size:
         return replace(built, preprocess=wanted)
     if fixed:
@@ -146,5 +155,6 @@ def _is_network_error(error: Exception) -> bool:
     return isinstance(error, OSError) or library in ("httpx", "httpcore", "huggingface_hub", "requests", "urllib3")
 
 
+TRANSFORMERS = SOURCES["transformers"].module
 FLOAT_BITS = 32  # of the floating numbers of a module as torchvision and timm construct it
 WEIGHTS_HINT = "give a .safetensors path, or random:SEED"

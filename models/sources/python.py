@@ -50,6 +50,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         module=module,
         inputs=spec.inputs,
         preprocess=None,
+        no_pictures="own code tells no preprocessing: its entry has no preprocess",
         architecture=f"python:{show_factory(ident).removeprefix(PACKAGE_PREFIX)}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights="as built" if weights.label == "DEFAULT" else weights.label,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
+from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
 from layertap.models.inputs.preprocess import from_timm
+from layertap.models.inputs.proof import choose_preprocessing
 from layertap.models.labels import Labels
 from layertap.models.sources.arguments import (
     describe_arguments,
@@ -59,11 +62,13 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     config = timm.data.resolve_data_config(_get_size(args), model=module)
     shape = (args.get("in_chans", CHANNELS), *config["input_size"][1:])
     name = next(iter(inspect.signature(module.forward).parameters))
+    found = read_transform(timm, config) if shape[0] == CHANNELS else f"it takes {shape[0]} channels, not 3"
     tag = module.pretrained_cfg.get("tag") or "pretrained"
     return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
-        preprocess=from_timm(config) if shape[0] == CHANNELS else None,
+        preprocess=None if isinstance(found, str) else found,
+        no_pictures=found if isinstance(found, str) else "",
         architecture=f"timm:{saved.architecture if saved else ident}",
         prefix_tokens=int(getattr(module, "num_prefix_tokens", 0) or 0),
         weights=tag if weights.label == "DEFAULT" else weights.label,
@@ -72,6 +77,17 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         report=report,
         labels=_find_labels(timm, module, released=saved is None and spec.weights == "DEFAULT"),
     )
+
+
+def read_transform(timm: Any, config: Mapping[str, Any]) -> Preprocessing | str:
+    """What timm's own evaluation transform does; a text that says why where it takes no pictures."""
+    try:
+        transform = timm.data.create_transform(**config, is_training=False)
+    except Exception as error:
+        return f"timm makes no transform of its data configuration ({type(error).__name__})"
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    found = choose_preprocessing(LibraryProcessor("create_transform", digest, transform, nearest=from_timm(config)))
+    return f"timm's transform {found}" if isinstance(found, str) else found
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,9 @@ from torchvision.models import VisionTransformer, get_model, get_model_builder, 
 from torchvision.models.video import MViT
 
 from layertap.models.errors import LoadError, escape, find_nearest, suggest
+from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
 from layertap.models.inputs.preprocess import from_torchvision
+from layertap.models.inputs.proof import choose_preprocessing
 from layertap.models.labels import Labels
 from layertap.models.sources.arguments import (
     describe_arguments,
@@ -25,7 +27,7 @@ from layertap.models.sources.arguments import (
 from layertap.models.sources.build import FLOAT_BITS, BuiltModel, get_seed, wrap_build_errors, wrap_download_errors
 from layertap.models.sources.construction import isolate_construction
 from layertap.models.sources.grammar import WeightsSource, parse_weights, unknown_name_error
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from layertap.models.weights.checkpoints import read_checkpoint
 from layertap.models.weights.state_dict import load_state_dict
 
@@ -55,13 +57,14 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     entry = released or members["DEFAULT"]
     name = next(iter(inspect.signature(module.forward).parameters))
     options = _make_options(ident, kind, state, released)
-    shape, preset = _fit_image_size(
-        module, SHAPES[kind](entry.transforms(), entry.meta), from_torchvision(entry.transforms())
-    )
+    transforms = entry.transforms()
+    shape = _fit_image_size(module, SHAPES[kind](transforms, entry.meta), transforms)
+    found = read_transforms(transforms) if len(shape) == 3 else f"torchvision's {kind} takes no single pictures"
     return BuiltModel(
         module=module,
         inputs=(InputSpec(name, shape),),
-        preprocess=preset,
+        preprocess=None if isinstance(found, str) else found,
+        no_pictures=found if isinstance(found, str) else "",
         architecture=f"torchvision:{ident}",
         prefix_tokens=_prefix_tokens(module),
         weights=label,
@@ -208,14 +211,21 @@ def _prefix_tokens(module: nn.Module) -> int:
     return int(isinstance(module, VisionTransformer | MViT))
 
 
-def _fit_image_size(
-    module: nn.Module, shape: tuple[int, ...], preset: PreprocessSpec | None
-) -> tuple[tuple[int, ...], PreprocessSpec | None]:
-    """The weights' shape and preset, or, of a transformer made for another size than theirs, those of that size."""
-    if not isinstance(module, VisionTransformer) or preset is None or shape[1] == module.image_size:
-        return shape, preset
+def _fit_image_size(module: nn.Module, shape: tuple[int, ...], transforms: Any) -> tuple[int, ...]:
+    """The weights' shape; of a transformer made for another size than theirs that one, which their transforms get."""
+    if not isinstance(module, VisionTransformer) or shape[1] == module.image_size:
+        return shape
     side = int(module.image_size)
-    return (3, side, side), replace(preset, resize=side, crop=side)
+    transforms.resize_size = transforms.crop_size = [side]
+    return (3, side, side)
+
+
+def read_transforms(transforms: Any) -> Preprocessing | str:
+    """What the weights' own transforms do; a text that says why where they take no pictures."""
+    digest = hashlib.sha256(repr(transforms).encode()).hexdigest()[:32]
+    name = type(transforms).__name__
+    found = choose_preprocessing(LibraryProcessor(name, digest, transforms, nearest=from_torchvision(transforms)))
+    return f"torchvision's {name} {found}" if isinstance(found, str) else found
 
 
 def _image_shape(preset: Any, meta: Mapping[str, Any]) -> tuple[int, ...]:

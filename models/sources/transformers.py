@@ -6,8 +6,10 @@ Nothing is fetched, no code of the directory is run, nothing is unpickled.
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ IRRELEVANT = frozenset(
 )
 MASKED, SKIPS = "sdpa_always_masked", ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 LABELS = "num_labels"
+INTERPOLATE = "interpolate_pos_encoding"
 ITS_OWN = "it says what the directory is: change its config.json"
 RESERVED = {
     **dict.fromkeys(("_name_or_path", "architectures", "auto_map", "model_type", "transformers_version"), ITS_OWN),
@@ -73,11 +76,14 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     module, report = build_module(library, folder, config, weights, spec, shown)
     settings = _describe_settings(config)
     _set_plain_outputs(module)
+    if spec.interpolate_pos_encoding:
+        _interpolate_positions(module)
     tokenizer, text = None, None
     if spec.inputs is None and find_modality(module) == "text":
         tokenizer = load_tokenizer(library, folder, shown, LOCAL)
         text = make_text_spec(module, tokenizer)
-    preset = read_preset(library, folder, shown) if spec.preprocess == "preset" else None
+    found = read_preset(library, folder, spec.image_backend) if spec.preprocess == "preset" and text is None else ""
+    preset, no_pictures = (None, found) if isinstance(found, str) else (found, "")
     inputs = spec.inputs or (text.inputs() if text else make_input_specs(module, preset, shown))
     if any(each.name == MASK for each in inputs):
         _always_mask_attention(library, module)
@@ -85,6 +91,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         module=module,
         inputs=inputs,
         preprocess=preset if len(inputs) == 1 and len(inputs[0].shape) == 3 else None,
+        no_pictures=no_pictures,
         architecture=f"transformers:{type(module).__name__}",
         prefix_tokens=int(tokenizer is not None and tokenizer.leads) or count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
@@ -94,6 +101,14 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         report=report,
         labels=_find_labels(config),
     )
+
+
+def _interpolate_positions(module: nn.Module) -> None:
+    """Have each forward interpolate its position tables for pictures of other sizes; LoadError where it can't."""
+    if INTERPOLATE not in inspect.signature(module.forward).parameters:
+        detail = f"{type(module).__name__} has no {INTERPOLATE}"
+        raise LoadError(detail, hint=f"leave {INTERPOLATE} out: it takes other sizes as it is, or none")
+    module.forward = partial(module.forward, **{INTERPOLATE: True})
 
 
 def _find_labels(config: Any) -> Labels | None:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
 
 from layertap.models.errors import LoadError
+from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
 from layertap.models.inputs.preprocess import compute_output_size, from_transformers
+from layertap.models.inputs.proof import SIDE, choose_preprocessing
 from layertap.models.inputs.text import TextSpec
-from layertap.models.sources.build import wrap_build_errors
 from layertap.models.sources.tokenizer import Tokenizer
 from layertap.models.sources.transformers_weights import LOCAL
-from layertap.models.spec import InputSpec, PreprocessSpec
+from layertap.models.spec import ImageBackend, InputSpec, PreprocessSpec
 
 Modality = Literal["pictures", "text", "both", "other"]
 IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
 FURTHER = frozenset({"decoder_input_ids", "input_values", "input_features", "pixel_values_videos"})
 TOKENS = frozenset({"cls_token", "class_embedding", "distillation_token", "register_tokens"})
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 DEFAULT_MAX_TOKENS = 512  # of a model that names no limit
 CODE_POINTS = 0x110000  # of Unicode: the ids of a model without a vocabulary, CANINE
 INPUTS_HINT = "add inputs: name, shape and dtype of each"
@@ -77,7 +83,7 @@ def _count_positions(module: nn.Module, config: Any) -> int:
     return min(sizes)
 
 
-def make_input_specs(module: Any, preset: PreprocessSpec | None, shown: str) -> tuple[InputSpec, ...]:
+def make_input_specs(module: Any, preset: Preprocessing | None, shown: str) -> tuple[InputSpec, ...]:
     """The inputs of a model of pictures, or of pictures and tokens; LoadError where its class does not tell."""
     modality = find_modality(module)
     if modality not in ("pictures", "both"):
@@ -87,11 +93,13 @@ def make_input_specs(module: Any, preset: PreprocessSpec | None, shown: str) -> 
     return (*make_text_spec(module, None).inputs(), picture) if modality == "both" else (picture,)
 
 
-def _get_picture_shape(config: Any, preset: PreprocessSpec | None, shown: str) -> tuple[int, ...]:
+def _get_picture_shape(config: Any, preset: Preprocessing | None, shown: str) -> tuple[int, ...]:
     configs = (getattr(config, "vision_config", None), config)
     vision = next((each for each in configs if getattr(each, "image_size", None) is not None), None)
-    side = compute_output_size(preset) if preset else None
+    side: Any = compute_output_size(preset) if preset else None
     side = side or (vision.image_size if vision is not None else None)
+    if side is None and isinstance(preset, LibraryProcessor):  # its rows are as large as pictures: any size will do
+        side = list(preset.make_row(Image.new("RGB", (SIDE, SIDE))).shape[1:])
     if isinstance(side, int):
         side = (side, side)
     if not isinstance(side, (list, tuple)) or len(side) != 2:
@@ -99,12 +107,43 @@ def _get_picture_shape(config: Any, preset: PreprocessSpec | None, shown: str) -
     return (int(getattr(vision, "num_channels", 3) or 3), int(side[0]), int(side[1]))
 
 
-def read_preset(library: Any, folder: Path, shown: str) -> PreprocessSpec | None:
-    """The preprocessing that a directory has saved; None where it has none, LoadError where it can't be read."""
-    if not (folder / "preprocessor_config.json").is_file():
+def read_preset(library: Any, folder: Path, backend: ImageBackend) -> Preprocessing | str:
+    """The preprocessing that a directory has saved; where pictures can't be taken a text that says why.
+
+    With the ``backend`` of the library that is asked for, or the other where it has only that.
+    """
+    file = next((name for name in PROCESSOR_FILES if (folder / name).is_file()), None)
+    if file is None:
+        return f"its folder has no {PROCESSOR_FILES[0]}"
+    try:
+        processor = library.AutoImageProcessor.from_pretrained(str(folder), backend=backend, **LOCAL)
+        settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
+    except Exception as error:  # of a version, or of a model, that the library has no processor for
+        return f"image_processor_type of {file} names none that transformers can make ({type(error).__name__})"
+    found = LibraryProcessor(
+        name=type(processor).__name__,
+        settings=hashlib.sha256(settings.encode()).hexdigest()[:32],
+        run=_RunProcessor(processor),
+        nearest=_find_nearest_steps(processor),
+    )
+    chosen = choose_preprocessing(found)
+    return f"{found.name}, which image_processor_type of {file} names, {chosen}" if isinstance(chosen, str) else chosen
+
+
+@dataclass(frozen=True)
+class _RunProcessor:
+    processor: Any
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        rows: Tensor = self.processor(images=image, return_tensors="pt")[PIXELS]
+        return rows[0] if len(rows) == 1 else rows
+
+
+def _find_nearest_steps(processor: Any) -> PreprocessSpec | None:
+    try:
+        return from_transformers(processor)
+    except (TypeError, ValueError, AttributeError):  # settings of another kind
         return None
-    with wrap_build_errors(f"the preprocessing of {shown}"):
-        return from_transformers(library.AutoImageProcessor.from_pretrained(str(folder), **LOCAL))
 
 
 def count_class_tokens(module: nn.Module) -> int:

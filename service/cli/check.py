@@ -14,6 +14,7 @@ from layertap.service.cli.options import ConfigOption
 from layertap.service.cli.setup import check_setup, create_configured_engine
 
 if TYPE_CHECKING:
+    from layertap.models.model_info import ModelInfo
     from layertap.models.registry import Registry
 
 
@@ -39,20 +40,25 @@ def check(
         _check_index(index, model, config)
         return
     settings, configuration, fetcher = check_setup(config=config)
+
     from layertap.service.app import create_engine
+    from layertap.service.cli.picture_cost import compare_deep_pictures
 
     settings = settings.model_copy(update={"workers": 0})  # what ends soon starts no processes
     registry = create_engine(settings, configuration, fetcher, warm=False).manager.registry
     skipped = [entry.spec.name for entry in registry if entry.spec.load == "lazy" and entry.spec.downloads]
-    failed = False
+    failed = pictures = False
     for spec in [entry.spec for entry in registry if entry.spec.name not in skipped]:
         try:
             with show_loading(spec.name):
-                state = _load(registry, spec.name)
+                loaded, state = _load(registry, spec.name)
+                pictures |= loaded.model_inputs.takes_pictures
         except LayertapError as error:
             failed, state = failed or spec.required, f"failed: {format_error(error)}"
         _print_state(spec.name, state)
         registry.unload(spec.name)
+    if pictures and (deep := compare_deep_pictures()):
+        _print_state("pictures", deep)
     if skipped:
         _print_state(format_list(skipped, "models"), "not loaded, for weights would be downloaded")
     if failed:
@@ -70,14 +76,16 @@ def _check_index(index: str, model: str | None, config: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _load(registry: Registry, name: str) -> str:
-    """What a model is once it is loaded; LayertapError where it can't be, or a warm plan names what is not there."""
+def _load(registry: Registry, name: str) -> tuple[ModelInfo, str]:
+    """A model, and what it is once loaded; LayertapError where it can't be, or a warm plan names what is not there."""
     from layertap.models.compiled.prepare import make_warm_plan
+    from layertap.service.cli.picture_cost import describe_pictures
 
     model = registry.load(name)
     for warm in model.spec.warm:
         make_warm_plan(model, warm)
-    return f"ready on {model.device_name}, {model.spec.precision}, {len(model.catalog.layers)} layers"
+    facts = [f"ready on {model.device_name}", model.spec.precision, f"{len(model.catalog.layers)} layers"]
+    return model, ", ".join(facts + [each for each in [describe_pictures(model.model_inputs)] if each])
 
 
 def _print_state(name: str, state: str) -> None:

@@ -12,6 +12,7 @@ from rich.progress import Progress
 
 from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.selection.hook_points import Selector
+from layertap.models.spec import PreprocessSpec
 from layertap.service.cli.console import show_status, stderr
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.joined_inputs import ANOTHER_SHAPE
@@ -29,8 +30,11 @@ DEADLINE_S = 3600
 
 async def extract_shown(
     engine: Engine, file: Path, selectors: tuple[Selector, ...], model: str | None, reserved: frozenset[str]
-) -> tuple[Features, SentPicture]:
-    """As ``extract_files`` of one picture, and that picture, to be drawn beside what layers make of it."""
+) -> tuple[Features, SentPicture | None]:
+    """As ``extract_files`` of one picture, and that picture, to be drawn beside what layers make of it.
+
+    None in its place where it is not known which part of it a model sees.
+    """
     try:
         with show_status("loading the model"):
             worker = await engine.manager.get_worker(model, float("inf"))
@@ -39,6 +43,8 @@ async def extract_shown(
         await engine.close()
         raise
     features = await extract_files(engine, [file], selectors, model, reserved)
+    if not isinstance(spec, PreprocessSpec):
+        return features, None
     return features, SentPicture(read_regular_file(file), spec, engine.settings.max_pixels)
 
 

@@ -96,6 +96,8 @@ def _check_devices(specs: Specs) -> Iterator[Mistake]:
         if spec.decode == "device" and isinstance(preprocess, PreprocessSpec) and not preprocess.placeable:
             known = ", ".join(sorted(FOR_TENSORS))
             text = f"model {spec.name!r}: decode: device resizes by {known}, not by {preprocess.interpolation}"
+            if preprocess.interpolation in FOR_TENSORS:
+                text = f"model {spec.name!r}: decode: device has no channels, letterbox and scale"
             yield ("models", number, "decode"), text
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from layertap.models.errors import LayertapError, RequestError
+from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admission import Admission, AdmissionControl
 from layertap.service.engine.answer_cache import AnswerCache
 from layertap.service.engine.deadline import wait_until
@@ -161,12 +162,13 @@ class Engine:
     ) -> tuple[SentPicture | None, ...]:
         """What the rows of an answer are pictures of, for those who show them; empty where rows are no single inputs.
 
-        None stands for what was no picture, or is at a URL and was not fetched before.
+        None stands for what was no picture, or is at a URL and was not fetched before. Empty too where a library's own
+        processor makes the rows: which part of a picture a model sees is not known then.
         """
         worker = admission.find_worker(request.model)
         spec = worker.model.model_inputs.preprocess if worker is not None else None
         items = [item for place, item in request.items if place not in features.skipped]
-        if spec is None or len(items) != features.rows:
+        if not isinstance(spec, PreprocessSpec) or len(items) != features.rows:
             return ()
         limit = self.settings.max_pixels
         return tuple(SentPicture(item.data, spec, limit) if isinstance(item, ImageItem) else None for item in items)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.geometry import compute_resized_size
+from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import compute_least_size, fit_image, normalize
+from layertap.models.inputs.preprocess import compute_least_size, make_row, normalize
 from layertap.models.spec import Decode, PreprocessSpec
 from layertap.service.engine import text_rows
 from layertap.service.engine.rows import Rows
@@ -20,14 +21,14 @@ from layertap.service.inputs.items import ImageItem
 from layertap.service.settings import Settings
 
 
-def get_preprocessing(inputs: ModelInputs) -> PreprocessSpec:
+def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     """How pictures become a model's rows; InputError where it takes none."""
     if inputs.preprocess is None or len(inputs.specs) != 1:
         if inputs.text is not None and inputs.text.is_read:
             raise InputError(f"model {inputs.model} takes text, not pictures", hint=text_rows.format_hint(inputs.text))
-        raise InputError(
-            f"model {inputs.model} takes tensors, not pictures", hint=f"send {text_rows.describe_inputs(inputs)}"
-        )
+        reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""
+        detail = f"model {inputs.model} takes tensors, not pictures{reason}"
+        raise InputError(detail, hint=f"send {text_rows.describe_inputs(inputs)}")
     return inputs.preprocess
 
 
@@ -41,7 +42,7 @@ def decode_picture(item: ImageItem, inputs: ModelInputs, settings: Settings) -> 
         return row
     spec = get_preprocessing(inputs)
     picture = _decode(item.data, settings, spec, inputs.decode)
-    return fit_image(picture.image, spec, picture.size, picture.box).unsqueeze(0)
+    return make_row(picture.image, spec, picture.size, picture.box).unsqueeze(0)
 
 
 def decode_on_device(item: ImageItem, inputs: ModelInputs, settings: Settings) -> Tensor | None:
@@ -62,22 +63,24 @@ def normalize_rows(rows: Rows, inputs: ModelInputs) -> Rows:
 
     Arrays have their input's dtype by now, and no input of pictures is one of bytes.
     """
-    if inputs.preprocess is None or all(value.dtype != torch.uint8 for value in rows.values()):
+    spec = inputs.preprocess
+    if not isinstance(spec, PreprocessSpec) or all(value.dtype != torch.uint8 for value in rows.values()):
         return rows
-    return {name: normalize(value, inputs.preprocess) for name, value in rows.items()}
+    return {name: normalize(value, spec) for name, value in rows.items()}
 
 
-def _decode(data: bytes, settings: Settings, spec: PreprocessSpec, decode: Decode) -> Picture:
+def _decode(data: bytes, settings: Settings, spec: Preprocessing, decode: Decode) -> Picture:
     check = partial(check_resized, spec, settings.max_resized_pixels)
     if decode == "fast":
-        return decode_reduced(data, settings.max_pixels, partial(compute_least_size, spec), check)
-    image = decode_image(data, settings.max_pixels, check)
+        return decode_reduced(data, settings.max_pixels, partial(compute_least_size, spec), check, spec.background)
+    image = decode_image(data, settings.max_pixels, check, spec.background)
     return Picture(image, image.size)
 
 
-def check_resized(spec: PreprocessSpec, limit: int, width: int, height: int) -> None:
+def check_resized(how: Preprocessing, limit: int, width: int, height: int) -> None:
     """TooLargeError for a picture that would be too large once resized, whichever way up it is."""
-    pixels = prod(compute_resized_size(spec, width, height))
+    spec = how if isinstance(how, PreprocessSpec) else how.nearest
+    pixels = prod(compute_resized_size(spec, width, height)) if spec is not None else 0
     if pixels > limit:
         raise TooLargeError(
             f"the picture would be resized to {pixels} pixels, the limit is {limit}",

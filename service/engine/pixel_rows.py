@@ -11,7 +11,7 @@ from PIL import Image
 
 from layertap.models.errors import InputError, TooLargeError
 from layertap.models.inputs.model_inputs import ModelInputs
-from layertap.models.inputs.preprocess import fit_image
+from layertap.models.inputs.preprocess import make_row
 from layertap.service.engine.array_rows import name_arrays
 from layertap.service.engine.picture_rows import check_resized, get_preprocessing
 from layertap.service.engine.rows import Rows
@@ -61,6 +61,6 @@ def fit_pixels(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Row
         detail = f"the picture has {height * width} pixels ({width} by {height}); the limit is {settings.max_pixels}"
         raise TooLargeError(detail, hint="send a smaller picture")
     check_resized(spec, settings.max_resized_pixels, width, height)
-    fit = partial(fit_image, spec=spec)
+    fit = partial(make_row, how=spec)
     rows = [fit(Image.fromarray(np.ascontiguousarray(picture))) for picture in pictures]
     return {inputs.specs[0].name: torch.stack(rows)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from layertap.models.catalog.catalog import Layer, TensorInfo
@@ -34,7 +34,7 @@ def describe_model(entry: ModelEntry) -> Json:
     return body | {
         "device": model.device_name,
         "inputs": [_describe_input(each) for each in model.inputs],
-        "preprocess": asdict(model.preprocess) | {"decode": spec.decode} if model.preprocess else None,
+        "preprocess": model.preprocess.describe() | {"decode": spec.decode} if model.preprocess else None,
         "weights": model.weights,
         "weights_digest": model.digest,
         **({"checkpoint": report} if report else {}),

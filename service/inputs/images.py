@@ -23,7 +23,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from layertap.models.errors import InputError, LayertapError, TooLargeError
-from layertap.models.spec import Box
+from layertap.models.spec import Box, Color
 from layertap.service.inputs.image_limits import FORMATS_HINT, ImageReader, check_image, check_tiff, damaged_error
 from layertap.service.inputs.orientation import apply_turn, read_turn, turn_margins, turn_size
 from layertap.service.inputs.rgb import load_rgb
@@ -49,17 +49,23 @@ class Picture:
     box: Box | None = None
 
 
-def decode_image(data: bytes, max_pixels: int, check_size: CheckSize = lambda width, height: None) -> Image.Image:
+def decode_image(
+    data: bytes,
+    max_pixels: int,
+    check_size: CheckSize = lambda width, height: None,
+    background: Color | None = None,
+) -> Image.Image:
     """The first frame or page of an encoded picture as 8-bit RGB, fully loaded and upright by its EXIF orientation.
 
-    Alpha is dropped, 16-bit gray is scaled to 8 bits, an EXIF block that makes no sense is ignored. ``check_size``
-    gets the stored width and height before anything is decoded, and raises where the picture is of no use.
+    Alpha is dropped, or what is transparent shows ``background``; 16-bit gray is scaled to 8 bits, an EXIF block that
+    makes no sense is ignored. ``check_size`` gets the stored width and height before anything is decoded, and raises
+    where the picture is of no use.
 
     InputError: not one of the formats, damaged, cut short, or of a pixel type with no fixed scale (float, 32-bit).
     TooLargeError: more than ``max_pixels``, by the header and before anything is decoded; or what ``image_limits``
     refuses.
     """
-    return _decode_whole(_open(data, max_pixels, check_size))
+    return _decode_whole(_open(data, max_pixels, check_size), background)
 
 
 def decode_reduced(
@@ -67,6 +73,7 @@ def decode_reduced(
     max_pixels: int,
     choose_least_size: Callable[[int, int], tuple[int, int] | None],
     check_size: CheckSize = lambda width, height: None,
+    background: Color | None = None,
 ) -> Picture:
     """The same, but a large JPEG at a half, a quarter or an eighth of its width and height.
 
@@ -78,7 +85,7 @@ def decode_reduced(
     """
     image = _open(data, max_pixels, check_size)
     if not isinstance(image, JpegImageFile):
-        whole = _decode_whole(image)
+        whole = _decode_whole(image, background)
         return Picture(whole, whole.size)
     turn = read_turn(image)
     size = turn_size(image.size, turn)
@@ -206,11 +213,11 @@ def _make_box(image: Image.Image, margins: Box) -> Box:
     return left, upper, image.width - right, image.height - lower
 
 
-def _decode_whole(image: ImageFile) -> Image.Image:
+def _decode_whole(image: ImageFile, background: Color | None) -> Image.Image:
     with _translate_errors():
         # PNG may hold its EXIF after the pixels and TIFF turns itself while loading: the turn is read only then.
         pixels = image.width * image.height
-        rgb = load_rgb(image)
+        rgb = load_rgb(image, background)
         if rgb.width * rgb.height != pixels:  # a box may say another size than the pixels in it have
             raise damaged_error()
         return apply_turn(rgb, read_turn(image))

@@ -13,17 +13,22 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from layertap.models.errors import InputError
+from layertap.models.spec import Color
 from layertap.service.inputs.image_limits import damaged_error
 
 _CHUNK = 1 << 20
 
 
-def load_rgb(image: ImageFile) -> Image.Image:
-    """Decode a picture whose header was read; alpha is dropped.
+def load_rgb(image: ImageFile, background: Color | None = None) -> Image.Image:
+    """Decode a picture whose header was read; alpha is dropped, or shows a ``background``.
 
     InputError: pixels of a type with no fixed scale. Whatever broken data leads a decoder to raise comes through.
     """
     image.load()
+    if background is not None and (image.mode in _ALPHA or (image.mode in _KEYED and "transparency" in image.info)):
+        canvas = Image.new("RGBA", image.size, (*background, 255))
+        opaque = Image.alpha_composite(canvas, image.convert(_ALPHA.get(image.mode, "RGBA")).convert("RGBA"))
+        return opaque.convert("RGB")
     # A transparent colour is of no use for RGB, and Pillow warns where it can't carry it over.
     image.info.pop("transparency", None)
     return _CONVERTERS.get(image.mode, _convert_any)(image)
@@ -77,6 +82,8 @@ def _refuse(image: Image.Image) -> Image.Image:
     raise InputError("pictures of float, signed or 32-bit pixels are not taken", hint=hint)
 
 
+_ALPHA = {"RGBA": "RGBA", "RGBa": "RGBA", "LA": "LA", "La": "LA", "PA": "RGBA"}  # modes, and what undoes them
+_KEYED = frozenset({"1", "L", "P", "RGB"})  # modes that may have a transparent colour
 _CONVERTERS: dict[str, Callable[[Image.Image], Image.Image]] = {  # by Pillow's mode
     "I;16": _convert_gray16,
     "I;16B": _convert_gray16,

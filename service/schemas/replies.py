@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, create_model
 
 from layertap.models.errors import Fault
 from layertap.models.registry import State
-from layertap.models.spec import Decode, DType, InputDType, Interpolation, MemoryFormat
+from layertap.models.spec import Color, Decode, DType, InputDType, Interpolation, MemoryFormat
 from layertap.service.features import Receipt
 from layertap.service.settings import LIMITS, Settings
 
@@ -126,7 +126,7 @@ class ModelInput(BaseModel):
 class Preprocessing(BaseModel):
     """How a picture becomes a row: sizes are of the short side or the square, or height and width; null: no such step.
 
-    ``mean`` and ``std`` are for each channel, on the scale from 0 to 1.
+    ``mean`` and ``std`` are for each channel, on the scale of ``scale``, from 0 to 1 where there is none.
     """
 
     resize: Size
@@ -134,6 +134,20 @@ class Preprocessing(BaseModel):
     mean: list[float]
     std: list[float]
     interpolation: Interpolation
+    channels: Literal["gray", "bgr"] | None = None
+    letterbox: Color | None = None
+    background: Color | None = None
+    scale: tuple[float, float] | None = None
+    crop_rounding: Literal["floor"] | None = None
+    decode: Decode
+
+
+class LibraryPreprocessing(BaseModel):
+    """The image processor of the model's own library, which makes the rows, and a digest of its settings."""
+
+    processor: str
+    settings: str
+    background: Color | None = None
     decode: Decode
 
 
@@ -197,7 +211,7 @@ class Model(BaseModel):
     reason: str = ""
     device: str
     inputs: list[ModelInput] = []
-    preprocess: Preprocessing | None = None
+    preprocess: Preprocessing | LibraryPreprocessing | None = None
     weights: str = ""
     weights_digest: str = ""
     checkpoint: Checkpoint | None = None

@@ -14,7 +14,7 @@ from layertap.models.spec import ModelSpec
 from layertap.service.engine.executor import CallOutcome, ModelFunction
 from layertap.service.engine.forward_batch import BatchFailures, ForwardSpec, Interval
 from layertap.service.engine.rows import ItemAttempts, Rows
-from layertap.service.inputs.items import TextItem
+from layertap.service.inputs.items import LocalItem
 from layertap.service.settings import Settings
 from layertap.service.workers.channel import LargeBytes
 
@@ -95,9 +95,9 @@ class Hello:
 
 @dataclass(frozen=True)
 class DecodeItems:
-    """To a worker: make rows of pictures, which are bytes, and texts. Its answer is a ``DecodedItems``."""
+    """To a worker: make rows of pictures, which are bytes, and of other items. Its answer is a ``DecodedItems``."""
 
-    items: Sequence[LargeBytes | TextItem]
+    items: Sequence[LargeBytes | LocalItem]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from functools import partial
 from typing import NoReturn, TypeVar, cast
 
 import torch
+from PIL import Image
 
 from layertap.models.compiled.prepare import prepare_warm_plans
 from layertap.models.devices.memory import measure_private_bytes
 from layertap.models.errors import LayertapError, LoadError, make_load_error
+from layertap.models.inputs.library_processor import LibraryProcessor
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.loaded_model import LoadedModel
 from layertap.models.loading import load_model
@@ -157,19 +159,26 @@ def _to_load_error(error: BaseException) -> LayertapError:
 
 
 def _describe(model: LoadedModel) -> ModelInfo:
-    """The model as the server sees it: texts are made into tokens here, by whatever the model brought along."""
+    """The model as the server sees it: texts and pictures are made into rows here, by what the model brought along."""
     gc.collect()
     info = ModelInfo(**{each.name: getattr(model, each.name) for each in fields(ModelInfo)})
     info = replace(info, process_bytes=measure_private_bytes())
-    text = info.model_inputs.text
-    if text is None or text.encode is None:
-        return info
-    return replace(info, model_inputs=replace(info.model_inputs, text=replace(text, encode=encode_elsewhere)))
+    inputs, text = info.model_inputs, info.model_inputs.text
+    if isinstance(inputs.preprocess, LibraryProcessor):
+        inputs = replace(inputs, preprocess=replace(inputs.preprocess, run=process_elsewhere))
+    if text is not None and text.encode is not None:
+        inputs = replace(inputs, text=replace(text, encode=encode_elsewhere))
+    return replace(info, model_inputs=inputs)
 
 
 def encode_elsewhere(text: str) -> list[int]:
     """In place of a tokenizer that is in another process."""
     raise NotImplementedError(f"{len(text)} characters are to be sent to a worker")
+
+
+def process_elsewhere(image: Image.Image) -> NoReturn:
+    """In place of an image processor that is in another process."""
+    raise NotImplementedError(f"{image.width} by {image.height} pixels are to be sent to a worker")
 
 
 def _serve(channel: Channel, create_worker: CreateWorker, options: HostOptions) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from layertap.models.errors import LayertapError, LoadError
+from layertap.models.inputs.library_processor import LibraryProcessor
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.sources.python import list_search_folders
@@ -27,7 +28,7 @@ from layertap.service.engine.item_rows import try_to_decode
 from layertap.service.engine.rows import ItemAttempts
 from layertap.service.engine.threads import publish_name
 from layertap.service.errors import ForwardError, UnavailableError
-from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
+from layertap.service.inputs.items import ArraysItem, ImageItem, LocalItem, TextItem
 from layertap.service.settings import Settings
 from layertap.service.workers.messages import BatchDecoded, BatchRun, CallModel, HostOptions
 from layertap.service.workers.sent_batch import make_extension, make_run_batch, restore_result
@@ -168,7 +169,9 @@ class ProcessExecutor:
 
     def decode(self, items: Sequence[LocalItem], inputs: ModelInputs) -> ItemAttempts:
         """Pictures and texts in a worker; one that dies of an item dies of it twice before that is refused."""
-        kinds = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
+        kinds: tuple[type, ...] = (ImageItem, TextItem) if inputs is self.model.model_inputs else ()
+        if kinds and isinstance(inputs.preprocess, LibraryProcessor):  # decoded pictures go through it there
+            kinds = (*kinds, ArraysItem)
         decoded = [None if isinstance(item, kinds) else try_to_decode(item, inputs, self._settings) for item in items]
         return self._pool.complete(items, decoded)
 

@@ -13,7 +13,7 @@ from layertap.models.devices import memory
 from layertap.models.errors import InputError, LoadError
 from layertap.service.engine.rows import Attempt, ItemAttempts
 from layertap.service.errors import UnavailableError
-from layertap.service.inputs.items import ImageItem, LocalItem, TextItem
+from layertap.service.inputs.items import ImageItem, LocalItem
 from layertap.service.settings import MIN_WORKER_MEMORY_BYTES, Settings
 from layertap.service.workers.channel import LargeBytes
 from layertap.service.workers.messages import DecodedItems, DecodeItems, FromWorker, ToWorker
@@ -60,7 +60,7 @@ class WorkerPool:
         finally:
             self._idle.put(worker)
 
-    def decode(self, items: Sequence[ImageItem | TextItem], tries: int = TRIES) -> ItemAttempts:
+    def decode(self, items: Sequence[LocalItem], tries: int = TRIES) -> ItemAttempts:
         """What a worker makes of items; UnavailableError where there is none.
 
         One that so many die of is refused. Of the others there is nothing then: they are to be asked for alone.
@@ -79,15 +79,15 @@ class WorkerPool:
                 attempts[blamed] = self._decode_again(items[blamed], error, tries - 1)
             return attempts
 
-    def _decode_again(self, item: ImageItem | TextItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
+    def _decode_again(self, item: LocalItem, error: WorkerDiedError, tries: int) -> Sequence[Attempt]:
         if tries and not self.is_out_of_time(error):
             return self.decode([item], tries)[0]
         return [self.make_refusal(error)]
 
     def complete(self, items: Sequence[LocalItem], decoded: Sequence[Sequence[Attempt] | None]) -> ItemAttempts:
-        """What is made of items, those among it of which there is None by a worker: pictures and texts."""
+        """What is made of items, those among it of which there is None by a worker."""
         missing = [item for item, attempts in zip(items, decoded, strict=True) if attempts is None]
-        more = iter(self.decode(cast("list[ImageItem | TextItem]", missing)) if missing else ())
+        more = iter(self.decode(missing) if missing else ())
         return [next(more) if attempts is None else attempts for attempts in decoded]
 
     def make_refusal(self, error: WorkerDiedError) -> InputError:

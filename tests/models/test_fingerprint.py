@@ -119,9 +119,20 @@ def test_not_model(tmp_path: Path) -> None:
 
 def test_preprocess() -> None:
     """Each step of preprocessing counts; with it, the input's own name does not."""
-    changes = {"resize": 33, "crop": None, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bicubic"}
+    changes: dict[str, dict[str, Any]] = {
+        "resize": {"resize": 33},
+        "crop": {"crop": None},
+        "mean": {"mean": (0.5, 0.5, 0.5)},
+        "std": {"std": (0.5, 0.5, 0.5)},
+        "interpolation": {"interpolation": "bicubic"},
+        "channels": {"channels": "bgr"},
+        "letterbox": {"letterbox": (0, 0, 0), "crop": None},
+        "background": {"background": (0, 0, 0)},
+        "scale": {"scale": (0.0, 255.0), "mean": (0.0, 0.0, 0.0)},
+        "crop_rounding": {"crop_rounding": "floor"},
+    }
     assert changes.keys() == {field.name for field in fields(PreprocessSpec)}
-    specs = [PREPROCESS, None, *(replace(PREPROCESS, **{name: value}) for name, value in changes.items())]  # type: ignore[arg-type]
+    specs = [PREPROCESS, None, *(replace(PREPROCESS, **change) for change in changes.values())]
     digests = [digest_model("w", "s", "float32", spec, INPUTS) for spec in specs]
     assert len(set(digests)) == len(digests)
     assert digest_model("w", "s", "float32", PREPROCESS, (InputSpec("y", (4,)),)) == digests[0]

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from sklearn.datasets import load_sample_image
 from timm.data import create_transform, resolve_data_config
 from torchvision.models import get_model_weights, list_models
 from torchvision.transforms import functional as tvf
 
 from layertap.models.inputs.geometry import compute_resized_size, find_seen_box
+from layertap.models.inputs.library_processor import LibraryProcessor
 from layertap.models.inputs.preprocess import (
     compute_least_size,
     compute_output_size,
@@ -23,6 +24,7 @@ from layertap.models.inputs.preprocess import (
     from_torchvision,
     preprocess,
 )
+from layertap.models.sources.timm import read_transform
 from layertap.models.spec import PreprocessSpec
 
 
@@ -87,20 +89,74 @@ def test_equals_timm_bit_for_bit(name: str, image: Image.Image) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "kind"),
     [
-        {"crop_mode": "border"},
-        {"input_size": (3, 224, 256)},
-        {"input_size": (1, 224, 224)},
-        {"interpolation": "random"},
+        ({"crop_mode": "border"}, LibraryProcessor),
+        ({"input_size": (3, 96, 128)}, LibraryProcessor),
+        ({"crop_mode": "border", "interpolation": "random"}, str),
     ],
-    ids=["border", "not square", "one channel", "random"],
+    ids=["border", "not square", "random"],
 )
-def test_timm_transform_that_a_spec_cannot_say(change: dict[str, object]) -> None:
-    """A timm transform with steps that a PreprocessSpec has no words for gives None, never an approximation."""
+def test_timm_transform_that_a_spec_cannot_say(change: dict[str, object], kind: type) -> None:
+    """A timm transform that no PreprocessSpec equals is used itself, or refused, never approximated."""
     config = resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg("resnet18").to_dict())
-    assert from_timm(config) is not None
-    assert from_timm(config | change) is None
+    assert isinstance(read_transform(timm, config), PreprocessSpec)
+    found = read_transform(timm, config | change)
+    assert isinstance(found, kind)
+    if isinstance(found, LibraryProcessor):
+        transform = create_transform(**(config | change), is_training=False)
+        assert all(torch.equal(found.make_row(image), transform(image)) for image in IMAGES.values())
+
+
+PLAIN = PreprocessSpec(mean=(0.0,) * 3, std=(1.0,) * 3)
+
+
+def test_other_channels() -> None:
+    """One channel is Pillow's gray, and blue comes first where that is asked for."""
+    image = IMAGES["301x199"]
+    gray = preprocess(image, PreprocessSpec(resize=24, crop=20, mean=(0.5,), std=(0.25,), channels="gray"))
+    wanted = tvf.center_crop(tvf.resize(image.convert("L"), 24), [20])
+    assert torch.equal(gray, tvf.normalize(tvf.to_tensor(wanted), [0.5], [0.25]))
+    assert torch.equal(preprocess(image, replace(PLAIN, channels="bgr")), tvf.to_tensor(image).flip(0))
+
+
+@pytest.mark.parametrize("size", [(301, 199), (40, 300), (10, 10), (33, 24), (30, 500)])
+@pytest.mark.parametrize("resize", [24, (31, 44)])
+def test_letterbox(resize: int | tuple[int, int], size: tuple[int, int]) -> None:
+    """The picture in a box, and a colour around it, as Pillow's ``ImageOps.pad`` does it."""
+    spec = replace(PLAIN, resize=resize, letterbox=(114, 7, 200), interpolation="bicubic")
+    box = (resize, resize) if isinstance(resize, int) else resize[::-1]
+    wanted = ImageOps.pad(noise(*size), box, color=(114, 7, 200))
+    assert torch.equal(preprocess(noise(*size), spec), tvf.to_tensor(wanted))
+    assert compute_output_size(spec) == box[::-1]
+    left, upper, right, lower = find_seen_box(spec, *size)
+    assert max(left, upper) <= 0
+    assert all(end >= side - 1 for end, side in zip((right, lower), size, strict=True))
+
+
+@pytest.mark.parametrize(("scale", "ends"), [((-1.0, 1.0), (-1.0, 1.0)), ((0.0, 255.0), (0.0, 255.0))])
+def test_scale(scale: tuple[float, float], ends: tuple[float, float]) -> None:
+    """Black and white become the ends of the scale, on which mean and std are then."""
+    image = Image.fromarray(np.array([[[0, 0, 0], [255, 255, 255]]], np.uint8))
+    assert preprocess(image, replace(PLAIN, scale=scale))[0, 0].tolist() == list(ends)
+    moved = preprocess(image, replace(PLAIN, scale=scale, mean=(1.0, 2.0, 3.0), std=(2.0,) * 3))
+    assert moved[1, 0].tolist() == [(end - 2) / 2 for end in ends]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"channels": "gray"},
+        {"letterbox": (0, 0, 0)},
+        {"letterbox": (0, 0, 0), "resize": 32, "crop": 30},
+        {"background": (0, 0, 256)},
+        {"scale": (0.0, 255.0)},
+    ],
+)
+def test_steps_that_contradict_each_other(steps: dict[str, Any]) -> None:
+    """As many figures as channels, a letterbox of some size, colours of 8 bits, mean and std on the scale."""
+    with pytest.raises(ValueError, match=r"mean|letterbox|colour"):
+        PreprocessSpec(**steps)
 
 
 @pytest.mark.parametrize(

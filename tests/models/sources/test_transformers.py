@@ -403,7 +403,13 @@ PROCESSORS: dict[str, tuple[dict[str, Any], PreprocessSpec | None]] = {
     "clip of old": (
         {"feature_extractor_type": "CLIPFeatureExtractor", "size": 36, "crop_size": 32, "resample": 3},
         PreprocessSpec(
-            36, (32, 32), (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), "bicubic"
+            36,
+            (32, 32),
+            (0.48145466, 0.4578275, 0.40821073),
+            (0.26862954, 0.26130258, 0.27577711),
+            "bicubic",
+            background=(255, 255, 255),
+            crop_rounding="floor",
         ),
     ),
     "vit": (
@@ -422,15 +428,23 @@ PROCESSORS: dict[str, tuple[dict[str, Any], PreprocessSpec | None]] = {
             "image_mean": [0.1, 0.2, 0.3],
             "image_std": [0.4, 0.5, 0.6],
         },
-        PreprocessSpec(40, (32, 32), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic"),
+        PreprocessSpec(
+            40,
+            (32, 32),
+            (0.1, 0.2, 0.3),
+            (0.4, 0.5, 0.6),
+            "bicubic",
+            background=(255, 255, 255),
+            crop_rounding="floor",
+        ),
     ),
     "crop by ratio": (
         {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 32}, "crop_pct": 0.875},
-        None,
+        PreprocessSpec(36, 32, (0.5,) * 3, (0.5,) * 3, "bicubic", crop_rounding="floor"),
     ),
     "not rescaled": (
         {"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 32}, "do_rescale": False},
-        None,
+        PreprocessSpec((32, 32), None, (0.5 / 255,) * 3, (0.5 / 255,) * 3, "bilinear"),
     ),
 }
 
@@ -449,7 +463,7 @@ def test_preprocessing(tmp_path: Path, case: str) -> None:
     image = Image.fromarray(pixels)
     theirs = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     wanted = theirs(image, return_tensors="pt")["pixel_values"][0]
-    torch.testing.assert_close(preprocess(image, spec), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(preprocess(image, spec), wanted, rtol=1e-6, atol=1e-5)
 
 
 def test_size_of_a_picture(tmp_path: Path) -> None:

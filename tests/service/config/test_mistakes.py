@@ -133,7 +133,7 @@ ALONE = [  # that the file shows by itself
     "3: models.1.dtype: Input should be 'float32', 'bfloat16' or 'float16'",
     "4: models.2.source: 'vgg11' has no kind",
     "7: models.5.name: two models are called 'key'",
-    "7: models.5.preprocess: mean and std have a figure for each of three channels",
+    "7: models.5.preprocess: mean and std have a figure for each of three channels, of gray for the one",
     "8: models.6.name: Field required",
     "8: models.6.nmae: there is no such field; the nearest is 'name'",
     "9: models.7.tf32: model 'precision': tf32 is a way to compute in float32",
