@@ -251,6 +251,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "Replacement": [{"state": "loading"}],
     "ModelInput": [MODEL_INPUT],
     "Preprocessing": [PREPROCESSING],
+    "LibraryPreprocessing": [{"processor": "LevitImageProcessorPil", "settings": FINGERPRINT, "decode": "exact"}],
     "Checkpoint": [CHECKPOINT],
     "CountedNames": [NAMES],
     "ModelLabels": [LABELS],

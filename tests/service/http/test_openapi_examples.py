@@ -14,7 +14,7 @@ import pytest
 import torch
 from jsonschema import Draft202012Validator
 
-from layertap.models.spec import InputSpec, ModelSpec
+from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
 from tests.recorded.text_model import write_text_model
 from tests.server import Live
 from tests.service.conftest import Serve
@@ -55,13 +55,25 @@ def live(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
     del state["module.conv.bias"]
     torch.save({"state_dict": state | {"module.more": torch.zeros(1)}, "epoch": 3}, folder / "same.ckpt")
     same: Json = {"inputs": (InputSpec("x", (3, 32, 32)),), "strict": False, "labels": ("a", "b", "c")}
+    steps = PreprocessSpec(
+        resize=32,
+        mean=(0.0,) * 3,
+        std=(1.0,) * 3,
+        channels="bgr",
+        letterbox=(0, 0, 0),
+        background=(0, 0, 0),
+        scale=(-1.0, 1.0),
+        crop_rounding="floor",
+    )
     specs = (
         ModelSpec("bert", f"transformers:{folder}", weights="random:0", device="cpu"),
         ModelSpec("vit", "python:tests.nets:vit", weights="random:0", inputs=(InputSpec("x", (3, 32, 32)),)),
         ModelSpec("encoder", "python:tests.nets:Encoder", weights="random:0", inputs=(InputSpec("x", (5, 8)),)),
         ModelSpec("structured", "python:tests.nets:Structured", weights="random:0", inputs=(InputSpec("x", (4,)),)),
         ModelSpec("centred", "python:tests.nets:BatchCentred", weights="random:0", inputs=(InputSpec("x", (4,)),)),
-        ModelSpec("same", "python:tests.service.nets_http:Same", weights=str(folder / "same.ckpt"), **same),
+        ModelSpec(
+            "same", "python:tests.service.nets_http:Same", weights=str(folder / "same.ckpt"), preprocess=steps, **same
+        ),
         net("never", "Never", required=False),
         net("later", "Touchy", load="lazy", embedding="linear", tf32=True, memory_format="channels_last"),
     )
@@ -198,6 +210,7 @@ RARE = {
     "Receipt": {"forward"},  # of a compiled plan, which takes long to compile
     "Model": {"replacement"},  # while another version loads
     "Replacement": {"state", "reason"},
+    "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers
     "ReloadReply": {"added", "removed", "changed", "aliases", "default"},  # of a server with a file
 }
 OF_FILES = {("put", "/models/{name}"), ("post", "/models/reload")}  # which the server here has not
