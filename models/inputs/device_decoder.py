@@ -17,7 +17,7 @@ from torch import Tensor
 from layertap.models.devices import transfer
 from layertap.models.inputs.library_processor import LibraryProcessor, Preprocessing
 from layertap.models.inputs.preprocess import preprocess, preprocess_pixels
-from layertap.models.spec import ModelSpec, PreprocessSpec
+from layertap.models.spec import FOR_TENSORS, ModelSpec, PreprocessSpec
 
 log = logging.getLogger("layertap")
 MAX_GROUP_PIXELS = 2**26  # of the pictures of one go, unless it is one alone: decoded, they take three bytes each
@@ -144,7 +144,10 @@ def _find_obstacle(preprocessing: Preprocessing, device: torch.device) -> str:
         return "there is no GPU"
     if isinstance(preprocessing, LibraryProcessor):
         return f"{preprocessing.name} makes the rows"
-    return "" if preprocessing.placeable else "tensors can't be preprocessed as pictures are"
+    if preprocessing.placeable:
+        return ""
+    way = "" if preprocessing.interpolation in FOR_TENSORS else f" by {preprocessing.interpolation}"
+    return f"tensors can't be preprocessed as pictures are{way}"
 
 
 def _decode_jpegs(pictures: Sequence[bytes], device: torch.device) -> list[Tensor]:
