@@ -25,6 +25,7 @@ from layertap.models.catalog.traits import UNREPEATABLE
 from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
+from layertap.models.selection.poolings import POOLINGS
 from layertap.models.spec import Decode, InputSpec, Preprocessed
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
@@ -89,9 +90,22 @@ def digest_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[i
     return _digest([model, preprocessed, shapes]) if preprocessed else model
 
 
-def digest_result(model: str, point: HookPoint, reduction: Reduction, changes: str | None = None) -> str:
-    """The fingerprint of one result, from the model's part and that of the changes that it depends on, if any."""
-    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *([changes] if changes else [])])
+def digest_prompt(model: str, prompt: str) -> str:
+    """The model's part for texts with another prompt in front of them than its own."""
+    return _digest([RECIPE, "prompt", model, prompt])
+
+
+def digest_result(
+    model: str, point: HookPoint, reduction: Reduction, changes: str | None = None, *, of_text: bool = False
+) -> str:
+    """The fingerprint of one result, from the model's part and that of the changes that it depends on, if any.
+
+    ``of_text``: its tensor has tokens of a text. A pool that leaves class tokens out once left a text's first out too.
+    """
+    pooling = POOLINGS[reduction.pool]
+    all_tokens = of_text and pooling.combines and pooling.skips_prefix
+    parts = [*([changes] if changes else []), *([{"pooled": "all tokens"}] if all_tokens else [])]
+    return _digest([model, _to_plain_data(point), _to_plain_data(reduction), *parts])
 
 
 def digest_explanation(method: str, results: Iterable[str]) -> str:

@@ -36,11 +36,11 @@ from layertap.models.loaded_model import LoadedModel
 from layertap.models.model_catalogs import ModelCatalogs, survey_configured
 from layertap.models.module_state import StateKey
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
-from layertap.models.selection.embedding import find_default_embedding, find_embedding
-from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.sources import build
+from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
 from layertap.models.sources.torch_encoders import keep_dense
-from layertap.models.spec import ModelSpec
+from layertap.models.spec import EmbeddingSpec, ModelSpec
 from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.digest import digest_weights
 
@@ -104,7 +104,7 @@ def load_model(
             _run_once(module, inputs, device, configured.traits.state)
     inputs = inputs.with_traits(configured.traits)
     catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
-    embedding = _find_embedding(spec, catalogs.configured)
+    embedding = _find_embedding(spec, built.embedding or find_known_embedding(built.module), catalogs.configured)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
@@ -119,7 +119,7 @@ def load_model(
         identity=identity,
         threads=threads,
         catalogs=catalogs,
-        embedding_selector=embedding,
+        model_embedding=embedding,
         report=built.report,
         labels=labels,
         memory_bytes=memory.count_module_bytes(module),
@@ -176,12 +176,13 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 
 
 @label_failures("embedding")
-def _find_embedding(spec: ModelSpec, catalog: Catalog) -> Selector | None:
-    """What is configured, which must be an embedding, else what the catalogue suggests; None where nothing does."""
+def _find_embedding(spec: ModelSpec, known: KnownEmbedding, catalog: Catalog) -> ModelEmbedding | None:
+    """What is configured, which must be an embedding, else what is known of the class; None where nothing will do."""
     if spec.embedding is None:
-        return find_default_embedding(catalog)
+        return choose_embedding(known.choices, known.classifier or spec.labels is not None, catalog)
+    given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
     try:
-        return find_embedding(spec.embedding, catalog)
+        return find_choice(EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize), catalog)
     except RequestError as error:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 
@@ -204,6 +205,7 @@ def _create_replicas(
     return tuple(replicas)
 
 
+CONFIGURED = "the configuration names it"
 CASTS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "float32": nn.Module.float,
     "float16": nn.Module.half,

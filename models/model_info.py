@@ -14,7 +14,7 @@ from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.models.labels import Labels
-from layertap.models.selection.hook_points import Selector
+from layertap.models.selection.embedding import ModelEmbedding
 from layertap.models.spec import InputSpec, ModelSpec, Shapes
 from layertap.models.weights.report import LoadReport
 
@@ -26,7 +26,7 @@ class ModelInfo:
     """What a model takes, what identifies it, and what its forwards show.
 
     ``digest`` is that of the weights as loaded; ``identity`` the model's part of every fingerprint; ``threads`` what
-    surveys use on a CPU. ``embedding_selector`` is what a request without layers means, with its pool; None where there
+    surveys use on a CPU. ``model_embedding`` is what a request without layers means; None where there
     is no such tensor. ``compiled`` tells of each warm plan that graphs answer, and has None for those that run
     with hooks; ``benchmarks`` what was measured of each, None where there are no graphs. ``report`` tells what was
     taken of a checkpoint, None where there is none. ``labels`` has a name for each class of the model's scores, None
@@ -43,7 +43,7 @@ class ModelInfo:
     identity: str
     threads: int
     catalogs: CatalogCache
-    embedding_selector: Selector | None
+    model_embedding: ModelEmbedding | None
     compiled: tuple[CompiledPlan | None, ...] = ()
     benchmarks: tuple[PlanBenchmark | None, ...] = ()
     report: LoadReport | None = None
@@ -90,7 +90,7 @@ class ModelInfo:
     @property
     def embedding(self) -> str | None:
         """The text of the embedding's selector."""
-        return self.embedding_selector.text if self.embedding_selector is not None else None
+        return self.model_embedding.selector.text if self.model_embedding is not None else None
 
     @property
     def device_name(self) -> str:

@@ -151,6 +151,15 @@ class WarmSpec:
 
 
 @dataclass(frozen=True)
+class EmbeddingSpec:
+    """The layer whose tensor is the model's embedding, and how it becomes a vector; ``pool`` None: as it is needed."""
+
+    layer: str
+    pool: Pool | None = None
+    normalize: bool = False
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One entry of the configuration.
 
@@ -184,7 +193,7 @@ class ModelSpec:
     memory_format: MemoryFormat = "contiguous"
     load: Literal["startup", "lazy"] = "startup"
     required: bool = True
-    embedding: str | None = None
+    embedding: EmbeddingSpec | str | None = None
     preprocess: Literal["preset", "none"] | PreprocessSpec = "preset"
     inputs: tuple[InputSpec, ...] | None = None
     warm: tuple[WarmSpec, ...] = ()
@@ -208,6 +217,11 @@ class ModelSpec:
             raise ValueError(
                 "args are values as JSON has them: numbers, texts, true, false, null, lists, mappings"
             ) from error
+
+    @property
+    def embedding_layer(self) -> str | None:
+        """The selector of the configured embedding, None where there is none."""
+        return self.embedding.layer if isinstance(self.embedding, EmbeddingSpec) else self.embedding
 
     @property
     def is_for_cpu(self) -> bool:

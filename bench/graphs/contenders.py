@@ -82,9 +82,9 @@ class Contenders:
 
 
 def _plan_embedding(model: LoadedModel) -> tuple[Plan, tuple[Capture, ...]]:
-    if model.embedding_selector is None:
+    if model.model_embedding is None:
         raise SystemExit(f"{model.spec.name} has no embedding")
-    plan = make_plan([model.embedding_selector], model.catalog)
+    plan = make_plan([model.model_embedding.selector], model.catalog)
     return plan, tuple(dict.fromkeys(result.capture for result in plan.results))
 
 

@@ -46,6 +46,7 @@ class ExtractOptions(CallOptions, total=False):
 
     pool: str
     normalize: bool
+    prompt: str | None
     dtype: Literal["float32", "float16", "int8"]
     interventions: Sequence[Mapping[str, Any]]
     verify: bool

@@ -45,8 +45,7 @@ def reduce(
 
     ``real`` (rows, tokens) is False where a token only pads its row: what is made of all tokens leaves it out, what
     is kept of each has ``length`` of them, 0 where one is no token of its row. What is named by its number is counted
-    from the row's first own token, or back from its last. InputError where nothing is left of a row, or it has no such
-    token.
+    from the row's first own token, or back from its last. InputError where it has no such token.
     """
     part = value
     if real is not None and leaf.token_axes:
@@ -111,8 +110,6 @@ def _align_kept(
 
 def _reduce_row_by_row(value: Tensor, leaf: TensorInfo, reduction: Reduction, real: Tensor) -> ReducedTensor:
     """Each row as it would be reduced without the tokens that pad it."""
-    if bool((real.sum(1) <= _count_skipped(leaf, reduction)).any()):
-        raise InputError("an input has no token but its class token, so there is nothing to pool")
     rows = [reduce(row, row_leaf, reduction) for row, row_leaf in strip_padding(value, leaf, real)]
     scales = [row.scale for row in rows if row.scale is not None]
     axis = 0 if reduction.is_by_row else leaf.row_axis or 0

@@ -116,7 +116,9 @@ class CatalogBuilder:
     def _add_token_axes(self, module: nn.Module, number: int, info: TensorInfo, find: FindTensor) -> TensorInfo:
         if self._length_probe is None or info.mixed:
             return info
-        return replace(info, token_axes=self._length_probe.find_token_axes(module, number, find, info.shape))
+        axes = self._length_probe.find_token_axes(module, number, find, info.shape)
+        # Of a text every token counts; patches alone stand behind class tokens.
+        return replace(info, token_axes=axes, prefix=0, grid_size=None) if axes else info
 
     def _build_tensor(self, path: Path, alone: TensorObservation, several: TensorObservation) -> TensorInfo:
         # One row at a time, whatever has an axis for rows holds that one.

@@ -25,9 +25,10 @@ class TextSpec:
     special ones; ``pad`` is the id that fills up, ``vocabulary`` the number of ids. ``encode`` gives the ids of a text
     with the special ones around them, for several threads at once; None where there is no tokenizer. ``digest`` is of
     the tokenizer. ``pads``: whether a text may be padded and stand beside longer ones, or runs at its own length;
-    ``left_padding``: how the model is given a text whose mask begins with zeros. Where forwards go on from a layer its
-    output stands in place of the ids: the vocabulary is 0 then, and ``axis`` the one of an item that has an entry for
-    each token.
+    ``left_padding``: how the model is given a text whose mask begins with zeros. ``cuts``: ``encode`` cuts a text to
+    ``max_tokens``. ``prompts`` are texts that a request puts in front of its own by name, ``default_prompt`` is the one
+    of a request that names none. Where forwards go on from a layer its output stands in place of the ids: the
+    vocabulary is 0 then, and ``axis`` the one of an item that has an entry for each token.
     """
 
     ids: str
@@ -40,6 +41,9 @@ class TextSpec:
     axis: int = 0
     pads: bool = True
     left_padding: LeftPadding = "as sent"
+    cuts: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    default_prompt: str = ""
 
     @property
     def is_read(self) -> bool:

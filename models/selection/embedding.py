@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from layertap.models.catalog.catalog import Catalog, Layer, TensorInfo
 from layertap.models.errors import RequestError, SelectorError, escape
@@ -13,19 +14,52 @@ from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import parse_selector
 
 ALLOWED_SITES = ("output", "input")
+HEAD = "what the head over classes takes"
+OUTPUT = "the model's output: nothing else is known to be an embedding; 'embedding' in the configuration names a layer"
 
 
-def find_default_embedding(catalog: Catalog) -> Selector | None:
-    """What goes into the head, else the model's output; None where neither will do.
+@dataclass(frozen=True)
+class EmbeddingChoice:
+    """A layer whose tensor is a model's embedding, and why; ``pool`` None: the one that makes a vector of it.
 
-    The head is the last layer with weights that runs, where that is a fully connected one.
+    ``guessed``: nothing of the model says so.
     """
-    last = max(catalog.layers.values(), key=_get_end)
-    outputs = [f".{format_path(leaf.path)}" for leaf in catalog.layers["."].calls[0].output.tensors]
-    for text in (*([f"{last.name}:input"] if last.type == "Linear" else []), *outputs):
+
+    layer: str
+    reason: str
+    pool: Pool | None = None
+    normalize: bool = False
+    guessed: bool = False
+
+
+@dataclass(frozen=True)
+class ModelEmbedding:
+    """A model's embedding: its selector, with what makes a vector of it, why it is this one, why it may mislead."""
+
+    selector: Selector
+    reason: str
+    warnings: tuple[str, ...] = ()
+
+
+def choose_embedding(choices: tuple[EmbeddingChoice, ...], classifier: bool, catalog: Catalog) -> ModelEmbedding | None:
+    """The first choice that the model has; else of a classifier what its head takes, else the output.
+
+    None where none of them has one entry for each input.
+    """
+    for choice in (*choices, *(_find_head(catalog) if classifier else ()), *_list_outputs(catalog)):
         with suppress(RequestError):
-            return find_embedding(text, catalog)
+            return find_choice(choice, catalog)
     return None
+
+
+def find_choice(choice: EmbeddingChoice, catalog: Catalog) -> ModelEmbedding:
+    """The embedding that a choice names; UnknownLayerError, SelectorError as ``find_embedding`` raises them."""
+    selector = find_embedding(choice.layer, catalog)
+    pool = choice.pool or selector.reduction.pool
+    if choice.pool is None and choice.normalize and pool == "none":
+        pool = "flatten"  # the same numbers; only what is pooled is normalised
+    selector = replace(selector, reduction=Reduction(pool=pool, normalize=choice.normalize))
+    return ModelEmbedding(selector, choice.reason, (f"embedding: {choice.reason}",) if choice.guessed else ())
 
 
 def find_embedding(text: str, catalog: Catalog) -> Selector:
@@ -49,11 +83,12 @@ def find_embedding(text: str, catalog: Catalog) -> Selector:
 
 
 def reduce_embedding(selector: Selector, embedding: Embedding) -> Selector:
-    """The selector of an embedding with what a request wants done to it."""
+    """The selector of an embedding with what a request wants done to it: a pool of its own leaves the model's out."""
     pool = embedding.pool or selector.reduction.pool
-    if embedding.pool is None and embedding.normalize and pool == "none":
+    normalize = embedding.normalize or (embedding.pool is None and selector.reduction.normalize)
+    if embedding.pool is None and normalize and pool == "none":
         pool = "flatten"  # the same numbers; only what is pooled is normalised
-    reduction = Reduction(pool=pool, normalize=embedding.normalize, dtype=embedding.dtype)
+    reduction = Reduction(pool=pool, normalize=normalize, dtype=embedding.dtype)
     return replace(selector, reduction=reduction, alias=embedding.alias)
 
 
@@ -61,6 +96,21 @@ def _choose_pool(leaf: TensorInfo) -> Pool:
     if len(leaf.shape) == 2 and leaf.row_axis == 0 and leaf.entries_per_row == 1:
         return "none"
     return "mean" if leaf.layout is not None and "C" in leaf.layout else "flatten"
+
+
+def _find_head(catalog: Catalog) -> Iterator[EmbeddingChoice]:
+    """The input of the last layer with weights, where its output is the model's, or is pooled to be."""
+    last = max(catalog.layers.values(), key=_get_end)
+    if last.type in ("Linear", "Conv2d"):
+        made = last.calls[-1].output.tensors[0].shape
+        returned = {each.shape for each in catalog.layers["."].calls[0].output.tensors}
+        if (made if last.type == "Linear" else made[:2]) in returned:
+            yield EmbeddingChoice(f"{last.name}:input", HEAD)
+
+
+def _list_outputs(catalog: Catalog) -> Iterator[EmbeddingChoice]:
+    for leaf in catalog.layers["."].calls[0].output.tensors:
+        yield EmbeddingChoice(f".{format_path(leaf.path)}", OUTPUT)
 
 
 def _get_end(layer: Layer) -> int:

@@ -15,6 +15,7 @@ from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
 from layertap.models.labels import Labels
+from layertap.models.sources.embeddings import KnownEmbedding
 from layertap.models.sources.grammar import WeightsSource
 from layertap.models.sources.source_checks import list_classifiers
 from layertap.models.sources.table import SOURCES, parse_source
@@ -33,7 +34,7 @@ class BuiltModel:
     ``prefix_tokens`` counts class and register tokens in front of the patch tokens. ``weights`` is a label for people
     and holds no directory. ``settings`` are those that the module tree may not show, ``text`` is None where text can't
     be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the source knows of the classes, for
-    as many as the module may not have.
+    as many as the module may not have. ``embedding`` None: what its class says.
     """
 
     module: nn.Module
@@ -48,6 +49,7 @@ class BuiltModel:
     report: LoadReport | None = None
     labels: Labels | None = None
     no_pictures: str = ""
+    embedding: KnownEmbedding | None = None
 
 
 @label_failures("source")

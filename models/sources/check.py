@@ -69,8 +69,8 @@ def _list_checks(spec: ModelSpec, context: CheckContext) -> Iterator[tuple[Place
         yield ("devices",), partial(_check_devices, spec)
     if spec.labels is not None:
         yield ("labels",), partial(read_labels, spec.labels)
-    if spec.embedding is not None:
-        yield ("embedding",), partial(parse_selector, spec.embedding)
+    if spec.embedding_layer is not None:
+        yield ("embedding",), partial(parse_selector, spec.embedding_layer)
     for number, warm in enumerate(spec.warm):
         for at, text in enumerate(warm.layers):
             yield ("warm", number, "layers", at), partial(parse_selector, text)

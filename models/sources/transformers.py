@@ -17,10 +17,13 @@ from torch import nn
 
 from layertap.models.errors import LoadError, escape
 from layertap.models.labels import Labels
+from layertap.models.selection.embedding import EmbeddingChoice
 from layertap.models.sources import transformers_switches
 from layertap.models.sources.arguments import refuse_reserved_arguments, refuse_unknown_arguments
 from layertap.models.sources.build import BuiltModel, wrap_build_errors
+from layertap.models.sources.embeddings import KnownEmbedding
 from layertap.models.sources.grammar import get_base_name, not_installed_error, parse_weights
+from layertap.models.sources.sentence_head import LAYER, attach_head, read_sentence_folder
 from layertap.models.sources.tokenizer import load_tokenizer
 from layertap.models.sources.transformers_inputs import (
     MASK,
@@ -48,6 +51,7 @@ RESERVED = {
     **dict.fromkeys(PLAIN, "the server decides what a forward returns"),
     "fusion_config": "leave it out: fused layers would be put into other models too",
 }
+SAVED = "what modules.json of the sentence-transformers folder makes"
 DIRECTORY_HINT = "type transformers:PATH of what save_pretrained wrote; a relative PATH is beside the configuration"
 
 
@@ -60,6 +64,8 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     """
     library = _import_library()
     folder, shown = Path(ident), escape(f"transformers:{get_base_name(ident)}")
+    sentence = read_sentence_folder(folder, shown)
+    folder = sentence.transformer if sentence else folder
     if not (folder / "config.json").is_file():
         refuse_adapter(folder)
         raise LoadError(f"there is no directory with a config.json for {shown}", hint=DIRECTORY_HINT)
@@ -73,33 +79,37 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         detail = f"config.json of {shown} asks for fused layers, which would be put into other models too"
         raise LoadError(detail, hint="take fusion_config out of it")
     weights = parse_weights(spec.weights)
-    module, report = build_module(library, folder, config, weights, spec, shown)
+    module, report = build_module(library, folder, config, weights, spec, shown, encoder=sentence is not None)
     settings = _describe_settings(config)
     _set_plain_outputs(module)
     if spec.interpolate_pos_encoding:
         _interpolate_positions(module)
     tokenizer, text = None, None
     if spec.inputs is None and find_modality(module) == "text":
-        tokenizer = load_tokenizer(library, folder, shown, LOCAL)
-        text = make_text_spec(module, tokenizer)
+        tokenizer = load_tokenizer(library, folder, shown, LOCAL, sentence)
+        text = make_text_spec(module, tokenizer, sentence)
     found = read_preset(library, folder, spec.image_backend) if spec.preprocess == "preset" and text is None else ""
     preset, no_pictures = (None, found) if isinstance(found, str) else (found, "")
     inputs = spec.inputs or (text.inputs() if text else make_input_specs(module, preset, shown))
     if any(each.name == MASK for each in inputs):
         _always_mask_attention(library, module)
+    if sentence:
+        attach_head(module, sentence, shown)
+        settings = f"{settings}{sentence.describe()}"
     return BuiltModel(
         module=module,
         inputs=inputs,
         preprocess=preset if len(inputs) == 1 and len(inputs[0].shape) == 3 else None,
         no_pictures=no_pictures,
         architecture=f"transformers:{type(module).__name__}",
-        prefix_tokens=int(tokenizer is not None and tokenizer.leads) or count_class_tokens(module),
+        prefix_tokens=0 if text else count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
         named=True,
         settings=settings,
         text=text,
         report=report,
         labels=_find_labels(config),
+        embedding=KnownEmbedding((EmbeddingChoice(LAYER, SAVED),)) if sentence else None,
     )
 
 

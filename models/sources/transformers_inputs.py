@@ -17,6 +17,7 @@ from layertap.models.inputs.library_processor import LibraryProcessor, Preproces
 from layertap.models.inputs.preprocess import compute_output_size, from_transformers
 from layertap.models.inputs.proof import SIDE, choose_preprocessing
 from layertap.models.inputs.text import TextSpec
+from layertap.models.sources.sentence_head import SentenceFolder
 from layertap.models.sources.tokenizer import Tokenizer
 from layertap.models.sources.transformers_weights import LOCAL
 from layertap.models.spec import ImageBackend, InputSpec, PreprocessSpec
@@ -48,12 +49,19 @@ def find_modality(module: Any) -> Modality:
     return "other"
 
 
-def make_text_spec(module: Any, tokenizer: Tokenizer | None) -> TextSpec:
-    """How a model takes text, with the tokenizer where there is one."""
+def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceFolder | None = None) -> TextSpec:
+    """How a model takes text, with the tokenizer where there is one.
+
+    sentence-transformers cuts what is longer than the tokenizer's limit or the model's positions.
+    """
     vocabulary = _count_ids(module)
     config = module.config.get_text_config()
     pads = (tokenizer.pad if tokenizer else None, getattr(config, "pad_token_id", None))
     max_tokens = min(_count_positions(module, config), tokenizer.max_tokens if tokenizer else DEFAULT_MAX_TOKENS)
+    named = hasattr(config, "max_position_embeddings") or (tokenizer is not None and max_tokens == tokenizer.max_tokens)
+    cuts = sentence is not None and named
+    if cuts and tokenizer:
+        tokenizer.cut_to(max_tokens)
     return TextSpec(
         ids=IDS,
         mask=MASK if MASK in _list_arguments(module) else None,
@@ -63,6 +71,9 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None) -> TextSpec:
         encode=tokenizer.encode if tokenizer else None,
         digest=tokenizer.digest if tokenizer else "",
         pads=not any(getattr(part, "rope_type", None) == "longrope" for part in module.modules()),
+        cuts=cuts,
+        prompts=sentence.prompts if sentence else {},
+        default_prompt=sentence.default_prompt if sentence else "",
     )
 
 

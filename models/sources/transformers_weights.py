@@ -32,18 +32,21 @@ FIT_HINT = "save the whole model with save_pretrained, or name the saved class i
 
 
 def build_module(
-    library: Any, folder: Path, config: Any, weights: WeightsSource, spec: ModelSpec, shown: str
+    library: Any, folder: Path, config: Any, weights: WeightsSource, spec: ModelSpec, shown: str, *, encoder: bool
 ) -> tuple[Any, LoadReport | None]:
-    """The module of a configuration with the weights of its directory, of a file or of a seed; LoadError."""
+    """The module of a configuration with the weights of its directory, of a file or of a seed; LoadError.
+
+    ``encoder``: the class that makes hidden states of texts, whichever wrote the directory.
+    """
     named = weights.seed is None and weights.path is None
     if named and weights.label != "DEFAULT":
         hint = "type DEFAULT, PATH.safetensors, PATH.pth or random:SEED"
         raise LoadError(f"{shown} has no weights named {escape(weights.label)}", hint=hint)
     if named:
-        return _load_saved(library, folder, config, spec, shown)
+        return _load_saved(library, folder, config, spec, shown, encoder=encoder)
     state = read_checkpoint(weights.path, spec.prefix) if weights.path else None
     with wrap_build_errors(shown), isolate_construction(get_seed(spec, weights)):
-        architecture = _find_architecture(library, config)
+        architecture = _find_architecture(library, config, encoder=encoder)
         if architecture is not None:
             module = architecture(config)
         else:
@@ -55,13 +58,15 @@ def build_module(
     )
 
 
-def _load_saved(library: Any, folder: Path, config: Any, spec: ModelSpec, shown: str) -> tuple[Any, LoadReport]:
+def _load_saved(
+    library: Any, folder: Path, config: Any, spec: ModelSpec, shown: str, *, encoder: bool
+) -> tuple[Any, LoadReport]:
     """The module with the directory's weights: transformers would draw what is missing at random, and only warn."""
     file = find_weights(folder)
     # What torch.save wrote is read here: the library is given tensors, and no pickle.
     state = None if file.name in SAFETENSORS else read_checkpoint(file)
     place = str(folder) if state is None else None
-    architecture = _find_architecture(library, config) or library.AutoModel
+    architecture = _find_architecture(library, config, encoder=encoder) or library.AutoModel
     options = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with wrap_build_errors(shown), isolate_construction(None if spec.strict else 0):
         module, info = architecture.from_pretrained(place, config=config, state_dict=state, **options, **LOCAL)
@@ -110,9 +115,15 @@ def _is_unchanged(held: Tensor, given: Tensor, dtype: torch.dtype | None) -> boo
     return not held.is_meta and not rounded and has_same_values(held, given)
 
 
-def _find_architecture(library: Any, config: Any) -> Any | None:
-    """The class that wrote the directory, where it is one of the library's own models."""
-    for name in (config.architectures or ())[:1]:
+def _find_architecture(library: Any, config: Any, *, encoder: bool) -> Any | None:
+    """The class that wrote the directory, where it is one of the library's own models; None: AutoModel's.
+
+    An ``encoder`` is AutoModel's, unless the library has one without a decoder (T5EncoderModel).
+    """
+    names = (config.architectures or ())[:1]
+    if encoder:
+        names = (type(config).__name__.replace("Config", "EncoderModel"),)
+    for name in names:
         architecture = getattr(library, name, None) if isinstance(name, str) and name.isidentifier() else None
         if isinstance(architecture, type) and issubclass(architecture, library.PreTrainedModel):
             return architecture

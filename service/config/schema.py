@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, with_config
 
 from layertap.models.sources.check import Place
-from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec, WarmSpec
+from layertap.models.spec import EmbeddingSpec, InputSpec, ModelSpec, PreprocessSpec, WarmSpec
 
 
 class Defaults(BaseModel):
@@ -55,6 +55,7 @@ FIELDS: dict[Place, list[str]] = {
     ("defaults",): list(Defaults.model_fields),
     ("allow",): list(Allow.model_fields),
     ("models", "*"): _list_fields(ModelSpec),
+    ("models", "*", "embedding"): _list_fields(EmbeddingSpec),
     ("models", "*", "preprocess"): _list_fields(PreprocessSpec),
     ("models", "*", "inputs", "*"): _list_fields(InputSpec),
     ("models", "*", "warm", "*"): _list_fields(WarmSpec),

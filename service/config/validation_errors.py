@@ -12,7 +12,12 @@ from layertap.models.sources.check import Place
 from layertap.service.config.document import Mistake
 from layertap.service.config.schema import FIELDS
 
-UNION_MEMBERS = ("literal[", "PreprocessSpec", "tuple[")  # what pydantic calls members of a union in a place
+UNION_MEMBERS = (
+    "literal[",
+    "PreprocessSpec",
+    "EmbeddingSpec",
+    "tuple[",
+)  # what pydantic calls members of a union in a place
 UNKNOWN_FIELD = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
 MESSAGES = {
     "model_type": "this is no mapping of names to values",
@@ -33,7 +38,7 @@ def describe_errors(error: ValidationError) -> Iterator[Mistake]:
 
 
 def _is_member(part: str | int) -> bool:
-    return part == "int" or str(part).startswith(UNION_MEMBERS)
+    return part in ("int", "str") or str(part).startswith(UNION_MEMBERS)
 
 
 def _describe_error(error: ErrorDetails, place: Place) -> str:

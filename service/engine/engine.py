@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from layertap.models.errors import LayertapError, RequestError
+from layertap.models.model_info import ModelInfo
 from layertap.models.spec import PreprocessSpec
 from layertap.service.engine.admission import Admission, AdmissionControl
 from layertap.service.engine.answer_cache import AnswerCache
@@ -84,7 +85,9 @@ class Engine:
 
         features = await self._compute_once(request, admission, compute_checked)
         worker = await self.get_worker(request.model, admission)
-        features = replace(features, warnings=(*worker.model.warnings, *features.warnings))
+        features = replace(
+            features, warnings=(*worker.model.warnings, *_warn_of_embedding(request, worker.model), *features.warnings)
+        )
         request.timings.describe(rows=rows + features.rows)
         return features
 
@@ -283,6 +286,12 @@ class Engine:
         if len(answers) == 1:
             return collect()
         return await self.run_in_thread(collect, deadline)
+
+
+def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:
+    """Why the model's embedding may mislead, where it is asked for."""
+    asked = request.embedding is not None and not request.embedding.layer
+    return model.model_embedding.warnings if asked and model.model_embedding is not None else ()
 
 
 def _call_all(functions: Sequence[Callable[[], T]]) -> list[T]:

@@ -41,7 +41,8 @@ def make_fingerprinted_plan(
 
     def digest(capture: Capture) -> str:
         depends_on = gradient_changes if capture.point.site in GRADIENTS else changes
-        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on)
+        of_text = bool(capture.tensor.token_axes)
+        return fingerprint.digest_result(identity, capture.point, capture.reduction, depends_on, of_text=of_text)
 
     return FingerprintedPlan(plan, catalog, {result.key: digest(result.capture) for result in plan.results})
 

@@ -72,6 +72,7 @@ def make_job(
         place=place,
         changed=plan.changed_selectors[: len(request.interventions)],
         tokens=_count_tokens(inputs, planned.inputs.text),
+        cut_to=text.max_tokens if text and text.cuts else None,
         joined=JoinedRows(planned.rows),
     )
 

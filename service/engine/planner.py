@@ -12,7 +12,7 @@ from layertap.models import fingerprint
 from layertap.models.capture import verification
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.text_lengths import TextLengths, measure_lengths
-from layertap.models.errors import InputError, RequestError
+from layertap.models.errors import Fault, InputError, RequestError, escape
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption, find_start
@@ -32,6 +32,7 @@ from layertap.service.engine.plan_scaling import scale_plan
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.engine.row_shapes import find_preprocessed_by, is_reshaped, predict_rows
 from layertap.service.engine.rows import Rows, get_row_shapes
+from layertap.service.inputs.items import TextItem
 from layertap.service.schemas.faults import read_field
 from layertap.service.settings import Settings
 
@@ -83,7 +84,7 @@ class Planner:
     async def plan(self, request: ExtractRequest, worker: ModelWorker, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
         model = worker.model
-        request = _name_embedding(request, model)
+        request = _put_prompt(_name_embedding(request, model), model)
         place = request.items[0][0] if request.items else 0
         resumption = await self._resume(request, worker, model.shapes, model.catalog, deadline)
         inputs = model.model_inputs
@@ -93,7 +94,7 @@ class Planner:
         rows = predict_rows(items, inputs)
         catalog, catalog_shapes = choose_catalog(model, inputs, resumption, rows)
         preprocessed = find_preprocessed_by(items, inputs, rows.shapes)
-        identity = _identify(model, inputs, preprocessed, rows.shapes)
+        identity = _identify(request, model, inputs, preprocessed, rows.shapes)
         lengths = _assume_lengths(inputs) if request.items else None
         check_count(rows.count, self._settings)
         if catalog_shapes is None and rows.uniform and names_unseen_calls(request.for_input(place), catalog):
@@ -132,7 +133,7 @@ class Planner:
         request, place, worker, inputs = planned.request, planned.place, planned.worker, planned.inputs
         model, count, shapes = worker.model, len(next(iter(rows.values()))), get_row_shapes(rows)
         preprocessed = find_preprocessed_by(items, inputs, shapes)
-        identity = _identify(model, inputs, preprocessed, shapes)
+        identity = _identify(request, model, inputs, preprocessed, shapes)
         lengths = await self._measure_lengths(rows, inputs, deadline)
         resumption, catalog = planned.resumption, planned.catalog
         if shapes != planned.catalog_shapes:
@@ -234,7 +235,7 @@ def _name_embedding(request: ExtractRequest, model: ModelInfo) -> ExtractRequest
     embedding = request.embedding
     if embedding is None:
         return request
-    selector = model.embedding_selector
+    selector = model.model_embedding.selector if model.model_embedding is not None else None
     if embedding.layer:  # named behind the model's name
         selector = read_field("/model", lambda: find_embedding(embedding.layer, model.catalog))
     if selector is None:
@@ -242,9 +243,29 @@ def _name_embedding(request: ExtractRequest, model: ModelInfo) -> ExtractRequest
     return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
 
 
-def _identify(model: ModelInfo, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes) -> str:
+def _put_prompt(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
+    """The request with its prompt, or the model's default, in front of each text; RequestError for an unknown one."""
+    prompts, prompt = model.text.prompts if model.text else {}, model.text.default_prompt if model.text else ""
+    if request.prompt is not None:
+        if request.prompt not in prompts:
+            hint = f"name one of {', '.join(map(escape, prompts))}" if prompts else "leave it out"
+            fault = Fault(f"model {model.spec.name} has no prompt {escape(request.prompt)}", hint, "/prompt")
+            raise RequestError.from_faults([fault])
+        prompt = prompts[request.prompt]
+    if not prompt:
+        return request
+    items = ((place, TextItem(prompt + it.text) if isinstance(it, TextItem) else it) for place, it in request.items)
+    return replace(request, items=tuple(items))
+
+
+def _identify(
+    request: ExtractRequest, model: ModelInfo, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes
+) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    return fingerprint.digest_rows(model.identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None)
+    identity = model.identity
+    if request.prompt is not None and model.text and model.text.prompts[request.prompt] != model.text.default_prompt:
+        identity = fingerprint.digest_prompt(identity, model.text.prompts[request.prompt])
+    return fingerprint.digest_rows(identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None)
 
 
 def _assume_lengths(inputs: ModelInputs) -> TextLengths | None:

@@ -56,6 +56,7 @@ class ExtractRequest:
     the layer whose outputs the items are, if they are not the model's inputs; ``embedding`` is asked for before
     ``selectors``, ``explanation`` made of what is captured; ``isolated`` shares a forward with no other request;
     ``decode_with_batch`` has its pictures decoded where such a forward runs: for one who keeps all slots busy anyway;
+    ``prompt`` names what the model's folder has to be put in front of each text; None: its default.
     ``verify`` puts outputs back in one; ``probe`` adds what the fixed input gives; ``dry_run`` runs none.
     ``input_options`` has what some inputs want of their own, by their places: each input is then a job of its own.
     """
@@ -67,6 +68,7 @@ class ExtractRequest:
     objective: Objective | None = None
     resume: Selector | None = None
     embedding: Embedding | None = None
+    prompt: str | None = None
     explanation: Explanation | None = None
     input_options: Mapping[int, InputOptions] = field(default_factory=dict)
     faults: tuple[Fault, ...] = ()
@@ -112,7 +114,8 @@ class Job:
     each other, and are one batch. ``preprocessed`` tells by whom its rows were. ``labels`` names the model's classes.
     ``first_row`` is its first row's number in the request; ``place`` that of its input, where other inputs are jobs of
     their own. ``changed`` names what each intervention of the request changes, its input's own left out. ``tokens`` are
-    those of its texts, padding not counted. ``joined`` takes the results of its rows from several forwards.
+    those of its texts, padding not counted. ``cut_to``: of so many tokens texts may
+    have been longer. ``joined`` takes the results of its rows from several forwards.
 
     Pictures that their batches decode are its ``encoded``, one for each row; it has no ``inputs`` then.
     """
@@ -135,6 +138,7 @@ class Job:
     place: int | None = None
     changed: tuple[tuple[str, ...], ...] = ()
     tokens: int = 0
+    cut_to: int | None = None
     joined: JoinedRows | None = None
 
     @property

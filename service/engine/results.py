@@ -38,11 +38,19 @@ def collect_features(job: Job, results: Results) -> Features:
         receipts={result.key: make_receipt(job, result, classes) for result in job.spec.plan.results},
         errors=job.faults,
         verified=job.spec.verified_by is not None,
-        warnings=job.spec.plan.warnings,
+        warnings=(*job.spec.plan.warnings, *_warn_of_cuts(job)),
         interventions=job.changed,
         place=job.place,
         tokens=job.tokens,
     )
+
+
+def _warn_of_cuts(job: Job) -> tuple[str, ...]:
+    """That rows may be the beginnings of texts: those that have just as many tokens as texts are cut to."""
+    counts = _count_tokens(job) or () if job.cut_to is not None else ()
+    if job.cut_to not in counts:
+        return ()
+    return (f"a text has {job.cut_to} tokens, to which longer ones are cut as sentence-transformers cuts them",)
 
 
 def _find_classes(job: Job, results: Results) -> tuple[int, ...] | None:

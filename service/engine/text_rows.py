@@ -14,6 +14,7 @@ from layertap.models.inputs.text import TextSpec
 from layertap.service.inputs.items import TextItem, TokensItem
 
 CHARACTERS = 16  # of a text, for each token that a model takes: the time that a tokenizer takes is bounded
+CUT_CHARACTERS = 2**20  # of a text that may be cut: a tokenizer reads all of it
 
 
 def tokenize_item(item: TextItem | TokensItem, inputs: ModelInputs) -> dict[str, Tensor]:
@@ -56,7 +57,7 @@ def describe_inputs(inputs: ModelInputs) -> str:
 def _encode_text(content: str, text: TextSpec, name: str) -> list[int]:
     if text.encode is None:
         raise InputError(f"model {name} has no tokenizer", hint=format_hint(text))
-    most = CHARACTERS * text.max_tokens
+    most = max(CHARACTERS * text.max_tokens, CUT_CHARACTERS if text.cuts else 0)
     if len(content) > most:
         raise InputError(
             f"the text has {len(content)} characters, the limit is {most}", hint="send it in several inputs"

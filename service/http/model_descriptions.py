@@ -10,6 +10,7 @@ from layertap.models.hooks.sites import split_function
 from layertap.models.inputs.text import TextSpec
 from layertap.models.model_info import ModelInfo
 from layertap.models.registry import ModelEntry
+from layertap.models.selection.embedding import ModelEmbedding
 from layertap.models.selection.hook_points import format_path
 from layertap.models.spec import InputSpec
 
@@ -28,7 +29,7 @@ def describe_model(entry: ModelEntry) -> Json:
         reason = {"reason": replacement.reason} if replacement.reason else {}
         body["replacement"] = {"state": replacement.state, **reason}
     if model is None:
-        embedding = {"embedding": spec.embedding} if spec.embedding is not None else {}
+        embedding = {"embedding": spec.embedding_layer} if spec.embedding is not None else {}
         return body | {"device": ", ".join(spec.devices) or spec.device, **embedding, "hooks": 0}
     report = model.report.describe() if model.report else {}
     return body | {
@@ -38,7 +39,7 @@ def describe_model(entry: ModelEntry) -> Json:
         "weights": model.weights,
         "weights_digest": model.digest,
         **({"checkpoint": report} if report else {}),
-        "embedding": model.embedding,
+        **_describe_embedding(model.model_embedding),
         "labels": model.labels.describe() if model.labels is not None else None,
         "layers": len(model.catalog.layers),
         "hooks": model.hooks,
@@ -66,12 +67,24 @@ def describe_layers(model: ModelInfo, layers: list[Layer], *, functions: bool = 
     }
 
 
+def _describe_embedding(embedding: ModelEmbedding | None) -> Json:
+    """The layer whose tensor it is, what makes a vector of it, and why it is this one."""
+    if embedding is None:
+        return {"embedding": None}
+    reduction = embedding.selector.reduction
+    chosen = {"pool": reduction.pool, "normalize": reduction.normalize, "reason": embedding.reason}
+    return {"embedding": embedding.selector.text, "embedding_choice": chosen}
+
+
 def _describe_text(text: TextSpec | None) -> Json:
     """How text is taken; nothing where it is not."""
     if text is None:
         return {}
     takes = ["text", "tokens"] if text.encode else ["tokens"]
-    return {"text": {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}}
+    described: Json = {"takes": takes, "max_tokens": text.max_tokens, "vocabulary": text.vocabulary, "mask": text.mask}
+    if text.cuts:
+        described |= {"cuts": True, "prompts": dict(text.prompts), "default_prompt": text.default_prompt}
+    return {"text": described}
 
 
 def _describe_input(spec: InputSpec) -> Json:

@@ -23,7 +23,7 @@ from layertap.service.http.json_document import load_json
 from layertap.service.http.query import Query
 from layertap.service.http.query_fields import ALWAYS, read_fields
 from layertap.service.pictures.options import PictureOptions
-from layertap.service.schemas.bodies import ExplainBody, RequestBody
+from layertap.service.schemas.bodies import ExplainBody, ExtractBody, RequestBody
 from layertap.service.schemas.inputs import parse_inputs
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
@@ -89,6 +89,7 @@ def parse_request(raw: RawRequest, settings: Settings, spec: EndpointSpec) -> Ex
         objective=layers.objective,
         resume=layers.resume,
         embedding=layers.embedding,
+        prompt=body.prompt if isinstance(body, ExtractBody) else None,
         explanation=body.to_explanation() if isinstance(body, ExplainBody) else None,
         input_options=body.read_input_options(),
         faults=faults,

@@ -97,7 +97,7 @@ def list_inputs(model: ModelInfo) -> list[TensorMetadata]:
 
 def make_outputs_request(model: ModelInfo) -> ExtractRequest:
     """What asks for the outputs that metadata have: the embedding, where there is one, and what the model returns."""
-    embedding = Embedding(alias=EMBEDDING) if model.embedding_selector is not None else None
+    embedding = Embedding(alias=EMBEDDING) if model.model_embedding is not None else None
     return ExtractRequest(model=model.spec.name, items=(), selectors=(parse_selector("."),), embedding=embedding)
 
 

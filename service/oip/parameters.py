@@ -20,7 +20,7 @@ P = TypeVar("P", InferParameters, InputParameters, OutputParameters)
 OF_OBJECTIVE = frozenset({"class", "target"})  # parameters of their own, that stand in the body's ``objective``
 # Those fields of other routes' bodies that mean something here.
 OF_REQUEST = (
-    frozenset({"pool", "normalize", "dtype", "interventions", "objective", "resume", "verify", "isolated"})
+    frozenset({"pool", "normalize", "dtype", "interventions", "objective", "resume", "verify", "isolated", "prompt"})
     | OF_OBJECTIVE
 )
 OF_OUTPUT = frozenset(LayerBody.model_fields) - {"layer", "type", "call", "path", "site", "alias"}

@@ -93,6 +93,7 @@ def parse_infer(raw: RawRequest, settings: Settings, model: str) -> InferRequest
         interventions=layers.interventions,
         objective=layers.objective,
         resume=layers.resume,
+        prompt=request.prompt,
         isolated=request.isolated,
         verify=layers.verify,
         priority="interactive" if own.priority <= HIGHEST_PRIORITY else "bulk",

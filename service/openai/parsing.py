@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
-from layertap.models.errors import Fault, InputError, RequestError, SelectorError
+from layertap.models.errors import Fault, InputError, RequestError, SelectorError, escape
 from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Embedding
+from layertap.models.selection.poolings import POOLINGS
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
 from layertap.service.errors import UnsupportedMediaError
@@ -23,6 +24,7 @@ from layertap.service.schemas.faults import read_field
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
 
+VECTOR_POOLS = tuple(name for name in POOLINGS if name != "none")
 ENCODINGS: dict[str, Encoding] = {"float": "list", "base64": "base64"}
 URL_SCHEMES = ("http://", "https://")
 
@@ -55,14 +57,19 @@ class EmbeddingsRequest:
 
 
 def parse_model_id(model_id: str) -> tuple[str, Embedding]:
-    """The model's name, and the embedding that ``NAME`` or ``NAME:LAYER`` means: of length 1, as OpenAI's are.
+    """The model's name, and the embedding that ``NAME:LAYER?pool=POOL`` means: of length 1, as OpenAI's are.
 
-    SelectorError where the layer is no selector, or one that may name several.
+    ``:LAYER`` and ``?pool=POOL`` may each be left out. SelectorError where the layer is no selector, or one that may
+    name several, or the pool is none.
     """
-    name, _, layer = model_id.partition(":")
+    place, _, option = model_id.partition("?")
+    name, _, layer = place.partition(":")
     if layer and parse_selector(layer).is_glob:  # to look for matches would take long
         raise SelectorError("an embedding is of one layer", hint="write its name, without '*' and '?'")
-    return name, Embedding(normalize=True, layer=layer)
+    pool = option.removeprefix("pool=") or None
+    if option and (pool == option or pool not in VECTOR_POOLS):
+        raise SelectorError(f"{escape(option)} is no pool", hint=f"write ?pool= and one of {', '.join(VECTOR_POOLS)}")
+    return name, Embedding(pool=pool, normalize=True, layer=layer)
 
 
 def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
@@ -80,6 +87,7 @@ def parse_embeddings(raw: RawRequest, settings: Settings) -> EmbeddingsRequest:
         model=name,
         items=_read_items(body),
         embedding=embedding,
+        prompt=body.prompt,
         reply=ReplyOptions(raw.format, ENCODINGS[body.encoding_format], settings.max_reply_bytes),
         timings=raw.timings,
     )

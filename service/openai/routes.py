@@ -64,7 +64,7 @@ async def list_models(engine: EngineDependency) -> Json:
 
 @router.get("/models/{model_id:path}")
 async def show_model(engine: EngineDependency, model_id: str) -> Json:
-    """One model, or ``NAME:LAYER``."""
+    """One model, or what ``NAME:LAYER?pool=POOL`` means; in a path the ``?`` is ``%3F``."""
     return await _describe(engine, model_id)
 
 

@@ -62,7 +62,8 @@ def _parse_entry(entry: object) -> InputEntry:
 class EmbeddingsBody(StrictBody):
     """The body of ``POST /v1/embeddings``.
 
-    ``model`` is ``NAME`` or ``NAME:LAYER``. ``modality`` says what strings are; ``user`` means nothing here.
+    ``model`` is ``NAME``, ``NAME:LAYER`` or one of them with ``?pool=POOL`` behind it. ``modality`` says what strings
+    are, ``prompt`` names one of the model's folder; ``user`` means nothing here.
     """
 
     model: str = Field(max_length=512)
@@ -71,3 +72,4 @@ class EmbeddingsBody(StrictBody):
     dimensions: StrictInt | None = Field(None, ge=1)
     modality: Kind | None = None
     user: str | None = Field(None, max_length=512)
+    prompt: str | None = Field(None, max_length=512)

@@ -88,6 +88,7 @@ class ExtractBody(RequestBody):
     verify: bool = False
     resume: str | None = Field(None, min_length=1, max_length=MAX_TEXT)
     probe: bool = False
+    prompt: str | None = Field(None, max_length=MAX_TEXT)
 
     @cached_property
     def layer_request(self) -> LayerRequest:

@@ -134,6 +134,7 @@ PREPROCESSING: Json = {
 NAMES: Json = {"count": 1, "names": ["head.scale"]}
 CHECKPOINT: Json = {"key": "state_dict", "prefix": "module.", "left_over": NAMES}
 LABELS: Json = {"count": 10, "from": "configuration"}
+EMBEDDING_CHOICE: Json = {"pool": "mean", "normalize": False, "reason": "the configuration names it"}
 TEXT_INPUTS: Json = {"takes": ["text", "tokens"], "max_tokens": 512, "vocabulary": 30522, "mask": "attention_mask"}
 MODEL: Json = {
     "name": "digits",
@@ -146,6 +147,7 @@ MODEL: Json = {
     "weights": "digits.safetensors",
     "weights_digest": "ef6a6e6a9b3877fd189f129d614660617c7ba48d58283e2fcf3c8a30b75c2b21",
     "embedding": "pool",
+    "embedding_choice": EMBEDDING_CHOICE,
     "labels": None,
     "layers": 22,
     "hooks": 0,
@@ -256,6 +258,7 @@ EXAMPLES: dict[str, list[Any]] = {
     "CountedNames": [NAMES],
     "ModelLabels": [LABELS],
     "LabelsReply": [{"model": "pets", "labels": ["cat", "dog", "hamster"]}, {"model": "digits", "labels": None}],
+    "EmbeddingChoice": [EMBEDDING_CHOICE],
     "TextInputs": [TEXT_INPUTS],
     "Limits": [LIMITS],
     "LayersReply": [{"model": "digits", "layers": [LAYER], "seconds": 0.000786, "rowwise": True, "embedding": "pool"}],

@@ -183,13 +183,27 @@ class LabelsReply(BaseModel):
     labels: list[str] | None
 
 
+class EmbeddingChoice(BaseModel):
+    """What makes a vector of the embedding's tensor, and why it is the model's embedding."""
+
+    pool: str
+    normalize: bool
+    reason: str
+
+
 class TextInputs(BaseModel):
-    """How a model takes text; ``vocabulary`` is the number of ids, ``mask`` the name of an input."""
+    """How a model takes text; ``vocabulary`` is the number of ids, ``mask`` the name of an input.
+
+    ``cuts``: a text of more than ``max_tokens`` is cut, not refused. ``prompts`` are those of its folder by name.
+    """
 
     takes: list[Literal["text", "tokens"]]
     max_tokens: int
     vocabulary: int
     mask: str | None
+    cuts: bool = False
+    prompts: dict[str, str] = {}
+    default_prompt: str = ""
 
 
 class Replacement(BaseModel):
@@ -216,6 +230,7 @@ class Model(BaseModel):
     weights_digest: str = ""
     checkpoint: Checkpoint | None = None
     embedding: str | None = None
+    embedding_choice: EmbeddingChoice | None = None
     labels: ModelLabels | None = None
     layers: int = 0
     hooks: int

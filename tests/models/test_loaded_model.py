@@ -240,14 +240,14 @@ def test_refused(spec: ModelSpec, reason: str) -> None:
     [
         ("resnet", "fc:input"),
         ("vit", "heads.head:input"),
-        ("NeverCalled", "last:input"),
-        ("EarlyExit", "second:input"),
+        ("NeverCalled", "."),
+        ("EarlyExit", "."),
         ("Retries", "."),
         ("Recurrent", "."),
     ],
 )
 def test_embedding(load_net: Loader, name: str, embedding: str) -> None:
-    """The default embedding is what goes into the last linear layer that runs, or the output where there is none."""
+    """Of a library's classifier it is what its head takes; of a net that nothing says to classify its output."""
     model = load_net(name)
     assert model.embedding == embedding
     assert extract(model, batch(model.inputs, 2), embedding).keys() == {embedding}

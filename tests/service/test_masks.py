@@ -200,7 +200,7 @@ CAPTURES: dict[str, tuple[Json, Change]] = {
     "tokens": ({"tokens": [2, 0]}, lambda value: value[[2, 0]]),
     "tokens, pooled": ({"tokens": [2, 0], "pool": "mean"}, lambda value: value[[2, 0]].mean(0)),
     "statistics of tokens": ({"tokens": [2, 0], "stats": ["max"]}, lambda value: value[[2, 0]].amax()[None]),
-    "mean": ({"pool": "mean"}, lambda value: value[1:].mean(0)),
+    "mean": ({"pool": "mean"}, lambda value: value.mean(0)),
     "mean of all": ({"pool": "mean_all"}, lambda value: value.mean(0)),
 }
 

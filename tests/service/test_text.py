@@ -378,7 +378,7 @@ def test_resumed_from_a_layer(texts: Texts) -> None:
 
 @pytest.mark.parametrize("pool", ["mean", "mean_all", "max", "gem", "stats"])
 def test_pools_leave_padding_out(texts: Texts, pool: str) -> None:
-    """A text is pooled as it would be alone, without padding; its class token is in ``mean_all`` only."""
+    """A text is pooled as it would be alone, without padding; all of its tokens count, [CLS] and [SEP] too."""
     sentences = [SENTENCES[place] for place in (1, 0, 2)]
     how: Json = {"stats": ["mean", "max"]} if pool == "stats" else {"pool": pool}
     layer = {"layer": ".", "path": "[last_hidden_state]", **how}
@@ -389,10 +389,10 @@ def test_pools_leave_padding_out(texts: Texts, pool: str) -> None:
 
 
 POOLED = {
-    "mean": lambda tokens: tokens[1:].mean(0),
+    "mean": lambda tokens: tokens.mean(0),
     "mean_all": lambda tokens: tokens.mean(0),
-    "max": lambda tokens: tokens[1:].max(0),
-    "gem": lambda tokens: (tokens[1:].clip(1e-6) ** 3).mean(0) ** (1 / 3),
+    "max": lambda tokens: tokens.max(0),
+    "gem": lambda tokens: (tokens.clip(1e-6) ** 3).mean(0) ** (1 / 3),
     "stats": lambda tokens: np.array([tokens.mean(), tokens.max()]),
 }
 
@@ -405,12 +405,6 @@ def test_pooled_beside_others(texts: Texts) -> None:
         found = list(pool.map(lambda inputs: texts.of(*inputs, pool="mean"), bodies))
     for place, value in enumerate(found):
         np.testing.assert_allclose(value, alone[place % 4], rtol=1e-4, atol=1e-5)
-
-
-def test_nothing_to_pool(texts: Texts) -> None:
-    """A class token alone has no mean of the others, and says so."""
-    refused = problem(texts.post({"tokens": [CLS]}, pool="mean"), 422)
-    assert "nothing to pool" in refused["detail"]
 
 
 @pytest.mark.parametrize(
@@ -494,7 +488,7 @@ def test_ids_of_several_lengths(texts: Texts) -> None:
     inputs = [tensor(np.array(ids[0])), {"text": SENTENCES[1]}, tensor(np.array(ids[2])), {"tokens": ids[0]}]
     expected = [offline(texts.module, [ids[place]]) for place in (0, 1, 2, 0)]
     pooled = texts.of(*inputs, pool="mean")
-    np.testing.assert_allclose(pooled, [each[0][1:].mean(0) for each in expected], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pooled, [each[0].mean(0) for each in expected], rtol=1e-4, atol=1e-5)
     apart = arrays_of(texts.post(*inputs))
     for place, each in enumerate(expected):
         np.testing.assert_allclose(apart[f"{HIDDEN}.input{place}"], each, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from layertap.models.capture.reduction import reduce
 from layertap.models.catalog.catalog import TensorInfo
-from layertap.models.errors import InputError
 from layertap.models.selection.hook_points import HookPoint, Reduction, ReplyDType
 from layertap.models.selection.plan import Capture, compute_reduced_shape
 from layertap.models.selection.poolings import Pool
@@ -355,15 +354,6 @@ def test_padding_is_left_in_elsewhere() -> None:
     longer = TensorInfo((), (1, 7, 5), "float32", layout="NTC")
     more = values((3, 7, 5))
     assert torch.equal(reduce(more, longer, mean, REAL).values, reduce(more, longer, mean).values)
-
-
-def test_nothing_left_to_pool() -> None:
-    """A row of a class token alone has no mean of the others."""
-    leaf = TensorInfo((), (1, 2, 5), "float32", layout="NTC", prefix=1, token_axes=(1,))
-    with pytest.raises(InputError, match="nothing to pool"):
-        reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean"), torch.tensor([[True, False]]))
-    found = reduce(torch.ones(1, 2, 5), leaf, Reduction(pool="mean_all"), torch.tensor([[True, False]]))
-    assert torch.equal(found.values, torch.ones(1, 5))
 
 
 @pytest.mark.parametrize("name", PADDED)

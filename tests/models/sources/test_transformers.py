@@ -348,8 +348,8 @@ def test_text_and_pictures_at_once(tmp_path: Path) -> None:
     assert (model.text, model.preprocess) == (None, None)
 
 
-def test_class_token_of_a_tokenizer(tmp_path: Path) -> None:
-    """A tokenizer that puts a class token in front makes it a prefix token; threads get the library's ids, uncut."""
+def test_tokenizer(tmp_path: Path) -> None:
+    """A class token of a text is none of a prefix; threads get the library's ids, uncut."""
     saved("bert", tmp_path)
     whole = tokenizer(tmp_path, model_max_length=24)
     file = str(tmp_path / "tokenizer.json")
@@ -361,7 +361,7 @@ def test_class_token_of_a_tokenizer(tmp_path: Path) -> None:
     assert model.text is not None
     encode = model.text.encode
     assert encode is not None
-    assert (model.prefix_tokens, model.text.max_tokens, model.text.pad) == (1, 24, 0)
+    assert (model.prefix_tokens, model.text.max_tokens, model.text.pad) == (0, 24, 0)
     sentences = ["", "A cat", "the cat sat on the mat", "a bird", "a cat " * 30]
     expected = [whole(sentence)["input_ids"] for sentence in sentences]
     assert expected[0][0] == CLS

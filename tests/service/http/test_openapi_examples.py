@@ -208,6 +208,7 @@ def test_replies(live: Live, document: Json) -> None:
 
 RARE = {
     "Receipt": {"forward"},  # of a compiled plan, which takes long to compile
+    "TextInputs": {"cuts", "prompts", "default_prompt"},  # of a sentence-transformers folder
     "Model": {"replacement"},  # while another version loads
     "Replacement": {"state", "reason"},
     "LibraryPreprocessing": {"processor", "settings", "background", "decode"},  # of a folder of transformers

@@ -67,6 +67,7 @@ def test_shown(live: Live) -> None:
         "weights": WEIGHTS.name,
         "weights_digest": body["weights_digest"],
         "embedding": "pool",
+        "embedding_choice": {"pool": "mean", "normalize": False, "reason": "the configuration names it"},
         "labels": None,
         "layers": 22,
         "hooks": 0,

@@ -1,0 +1,280 @@
+"""What stands behind the transformer in a sentence-transformers folder: pooling, dense layers, normalisation.
+
+The formulas are those of sentence-transformers 6.2, ``sentence_transformer/modules/pooling.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from layertap.models.errors import LoadError, escape
+from layertap.models.weights.checkpoints import read_checkpoint
+from layertap.models.weights.folders import find_weights
+from layertap.models.weights.state_dict import load_state_dict
+
+LAYER = "sentence_embedding"
+HINT = "move modules.json out of the folder to serve the transformer alone, and name its layer with embedding:"
+MODELS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")  # in names of older files
+DECLINED = frozenset(
+    {
+        "processing_kwargs",
+        *(f"{each}_{kind}" for each in ("processor", "tokenizer", "model", "config") for kind in ("args", "kwargs")),
+    }
+)
+MIN_COUNT = 1e-9
+
+
+@dataclass(frozen=True)
+class SentenceFolder:
+    """A folder as sentence-transformers saves it.
+
+    ``transformer`` is the folder of the transformer and its tokenizer, ``parts`` the configurations of what stands
+    behind it, each with its kind and its folder. ``max_tokens``: longer texts are cut to it. ``prompts`` are texts to
+    put in front of a text, by name; ``default_prompt`` is that of a text that names none.
+    """
+
+    transformer: Path
+    parts: tuple[tuple[str, Path, dict[str, Any]], ...]
+    max_tokens: int | None = None
+    lowercase: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    dimensions: int | None = None
+
+    def describe(self) -> str:
+        """What of it decides the embedding, its weights left out."""
+        parts = [(kind, config) for kind, _, config in self.parts]
+        return json.dumps([parts, self.max_tokens, self.lowercase, self.default_prompt, self.dimensions])
+
+
+def read_sentence_folder(folder: Path, shown: str) -> SentenceFolder | None:
+    """What a folder's modules.json names; None where it has none, LoadError where it names what is not built here."""
+    if not (folder / "modules.json").is_file():
+        return None
+    whole = _read_json(folder / "config_sentence_transformers.json", shown)
+    if whole.get("model_type", "SentenceTransformer") != "SentenceTransformer":
+        return None
+    modules = _read_json(folder / "modules.json", shown)
+    try:
+        kinds = [(str(each["type"]), folder / _check_path(str(each["path"]))) for each in modules]
+    except (KeyError, TypeError, ValueError) as error:
+        raise LoadError(f"modules.json of {shown} can't be read", hint=HINT) from error
+    parts = []
+    for number, (kind, place) in enumerate(kinds):
+        library, _, name = kind.partition(".")
+        name = name.rpartition(".")[2]
+        if library != "sentence_transformers" or name not in (PARTS[number : number + 1] if number < 2 else PARTS[2:]):
+            raise _refuse(shown, f"names {escape(kind)} as number {number}, which is not built here")
+        parts.append((name, place, {} if number == 0 else _read_json(place / "config.json", shown)))
+    if len(kinds) < 2:
+        raise _refuse(shown, "has no Pooling")
+    transformer = kinds[0][1]
+    files = (_read_json(transformer / f"sentence_{name}_config.json", shown) for name in MODELS)
+    own: Mapping[str, Any] = next(filter(None, files), {})
+    _check_transformer(own, shown)
+    prompts = {str(name): str(text or "") for name, text in (whole.get("prompts") or {}).items()}
+    default = prompts.get(str(whole.get("default_prompt_name")), "")
+    if any(config.get("include_prompt") is False for _, _, config in parts):
+        if default:
+            raise _refuse(shown, "pools a text without its prompt, which is not built here")
+        prompts = {}  # a prompt is refused; without one nothing is left out
+    return SentenceFolder(
+        transformer=transformer,
+        parts=tuple(parts[1:]),
+        max_tokens=own.get("max_seq_length"),
+        lowercase=bool(own.get("do_lower_case")),
+        prompts=prompts,
+        default_prompt=default,
+        dimensions=whole.get("truncate_dim"),
+    )
+
+
+class SentenceHead(nn.Module):
+    """Hidden states of tokens (N, T, C) and their mask (N, T) → one embedding (N, D) for each text."""
+
+    def __init__(self, parts: Mapping[str, nn.Module], dimensions: int | None) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.dimensions = dimensions
+
+    def forward(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """The sentence embedding; without a mask every token counts."""
+        if mask is None or mask.shape[-1] != tokens.shape[1]:
+            mask = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+        first, *others = self.children()
+        value: Tensor = first(tokens, mask)
+        for part in others:
+            value = part(value)
+        return value[:, : self.dimensions]
+
+
+class Pooling(nn.Module):
+    """One vector of each text's tokens by each mode, side by side: (N, T, C) and (N, T) → (N, modes · C)."""
+
+    def __init__(self, modes: tuple[str, ...]) -> None:
+        super().__init__()
+        self.modes = modes
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Sums are made in float32 at least."""
+        return torch.cat([MODES[mode](tokens, mask).to(tokens.dtype) for mode in self.modes], -1)
+
+    def extra_repr(self) -> str:
+        """The modes."""
+        return ", ".join(self.modes)
+
+
+class Dense(nn.Module):
+    """``activation(linear(x))``, plus ``x`` or a projection of it where there is a residual connection."""
+
+    def __init__(self, linear: nn.Linear, activation: nn.Module, *, residual: bool) -> None:
+        super().__init__()
+        self.linear, self.activation_function = linear, activation
+        if residual and linear.in_features != linear.out_features:
+            self.residual: nn.Module = nn.Linear(linear.in_features, linear.out_features, bias=False)
+        elif residual:
+            self.residual = nn.Identity()
+
+    def forward(self, value: Tensor) -> Tensor:
+        """(N, in) → (N, out)."""
+        out: Tensor = self.activation_function(self.linear(value))
+        return out + self.residual(value) if hasattr(self, "residual") else out
+
+
+class Normalize(nn.Module):
+    """(N, D) → (N, D) of length 1."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """L2 over the last axis."""
+        return functional.normalize(value, dim=-1)
+
+
+def attach_head(module: Any, folder: SentenceFolder, shown: str) -> None:
+    """Let a transformer's forward run the head behind it, as its last layer, and return its output beside its own."""
+    parts = {
+        f"{number}_{kind}": _build_part(kind, place, config, shown)
+        for number, (kind, place, config) in enumerate(folder.parts, 1)
+    }
+    base: Any = type(module)
+    names = list(inspect.signature(module.forward).parameters)
+    position = names.index("attention_mask") if "attention_mask" in names else len(names)
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        output = base.forward(self, *args, **kwargs)
+        mask = kwargs.get("attention_mask", args[position] if position < len(args) else None)
+        return {**output, LAYER: self.sentence_embedding(output["last_hidden_state"], mask)}
+
+    module.__class__ = type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    module.sentence_embedding = SentenceHead(parts, folder.dimensions).eval()
+
+
+def _build_part(kind: str, place: Path, config: dict[str, Any], shown: str) -> nn.Module:
+    for key in ("module_input_name", "module_output_name"):
+        if config.get(key) not in (None, LAYER):
+            raise _refuse(shown, f"has a {kind} with {key} {escape(str(config[key]))}, which is not built here")
+    if kind == "Pooling":
+        return Pooling(_read_modes(config, shown))
+    if kind == "Normalize":
+        return Normalize()
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in ACTIVATIONS:
+        raise _refuse(shown, f"has a Dense with {escape(str(activation))}, which is not built here")
+    linear = nn.Linear(int(config["in_features"]), int(config["out_features"]), bias=bool(config.get("bias", True)))
+    dense = Dense(linear, ACTIVATIONS[activation](), residual=bool(config.get("use_residual")))
+    load_state_dict(dense, read_checkpoint(find_weights(place)), f"{place.name} of {shown}")
+    return dense
+
+
+def _read_modes(config: Mapping[str, Any], shown: str) -> tuple[str, ...]:
+    """The modes in the order of their results: a newer folder names them, an older one has a switch for each."""
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in OLDER_MODES.items() if config.get(key)] or ["mean"]
+    modes = (modes,) if isinstance(modes, str) else tuple(modes)
+    if not modes or not all(mode in MODES for mode in modes):
+        raise _refuse(shown, f"pools by {escape(str(modes))}, which is not built here")
+    return modes
+
+
+def _check_transformer(config: Mapping[str, Any], shown: str) -> None:
+    """LoadError where the transformer is asked for something else than its last hidden states."""
+    for key in DECLINED:
+        if config.get(key):
+            raise _refuse(shown, f"has {key}, which are not read here")
+    task = config.get("transformer_task", "feature-extraction")
+    text = (config.get("modality_config") or {"text": TEXT}).get("text")
+    if task != "feature-extraction" or text != TEXT:
+        raise _refuse(shown, "takes something else of its transformer than last_hidden_state of texts")
+
+
+def _check_path(path: str) -> str:
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ValueError(path)
+    return path
+
+
+def _read_json(path: Path, shown: str) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise LoadError(f"{path.name} of {shown} can't be read", hint=HINT) from error
+
+
+def _refuse(shown: str, what: str) -> LoadError:
+    return LoadError(f"the sentence-transformers folder {shown} {what}", hint=HINT)
+
+
+def _find_first(mask: Tensor) -> Tensor:
+    """The place of each text's first token: (N,)."""
+    return mask.int().argmax(1)
+
+
+def _take(tokens: Tensor, places: Tensor) -> Tensor:
+    return tokens.gather(1, places[:, None, None].expand(-1, 1, tokens.shape[-1])).squeeze(1)
+
+
+def _sum(tokens: Tensor, weights: Tensor, power: float = 1.0) -> Tensor:
+    """The weighted sum of a text's tokens, over a power of the weights' own."""
+    tokens = tokens if tokens.dtype == torch.float64 else tokens.float()
+    weights = weights.to(tokens.dtype)[..., None]
+    return (tokens * weights).sum(1) / weights.sum(1).clamp(min=MIN_COUNT).pow(power)
+
+
+def _pool_by_place(tokens: Tensor, mask: Tensor) -> Tensor:
+    """The mean of tokens weighted by their places, from 1 at the text's first."""
+    places = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _find_first(mask)[:, None]
+    return _sum(tokens, mask * places)
+
+
+def _list_activations() -> dict[str, Callable[[], nn.Module]]:
+    classes: list[Any] = [getattr(nn.modules.activation, name) for name in nn.modules.activation.__all__]
+    return {f"{each.__module__}.{each.__name__}": each for each in (*classes, nn.Identity)}
+
+
+PARTS = ("Transformer", "Pooling", "Dense", "Normalize")  # the first two once each, in this order
+TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+MODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": lambda tokens, mask: _take(tokens, _find_first(mask)),
+    "max": lambda tokens, mask: tokens.masked_fill(mask[..., None] == 0, -torch.inf).amax(1),
+    "mean": _sum,
+    "mean_sqrt_len_tokens": lambda tokens, mask: _sum(tokens, mask, 0.5),
+    "weightedmean": _pool_by_place,
+    "lasttoken": lambda tokens, mask: _take(tokens, mask.shape[1] - 1 - mask.flip(1).int().argmax(1)),
+}
+SUFFIXES = {"cls": "_token", "max": "_tokens", "mean": "_tokens", "weightedmean": "_tokens"}
+OLDER_MODES = {f"pooling_mode_{mode}{SUFFIXES.get(mode, '')}": mode for mode in MODES}
+ACTIVATIONS = _list_activations()
