@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from layertap.models.catalog.catalog import Catalog
@@ -22,30 +22,45 @@ MAX_GRAD_CAM_LAYERS = 32  # one for each objective that Grad-CAM had lately, cla
 class CatalogCache:
     """The catalogues of a model by the shape of a row, its resumptions, and the layers that Grad-CAM looks at.
 
-    ``configured`` is the catalogue of the configured ``shapes``, which is never dropped; ``unsized`` the same for rows
-    of a shape that was not surveyed. Any thread may call the methods.
+    ``configured`` is the catalogue of the configured ``shapes``, ``towers`` has those of each of two towers; they are
+    never dropped. Any thread may call the methods.
     """
 
-    def __init__(self, configured: Catalog, shapes: Shapes) -> None:
+    def __init__(self, configured: Catalog, shapes: Shapes, towers: Mapping[Shapes, Catalog] | None = None) -> None:
         self.configured = configured
-        self.unsized = replace(configured, sizes_known=False)
+        self.towers: dict[Shapes, Catalog] = {}
         self._shapes = shapes
+        self._unsized = {shapes: replace(configured, sizes_known=False)}
+        self.add_towers(towers or {})
         self._catalogs = LRUCache[Shapes, Catalog](MAX_CATALOGS - 1)
         self._resumptions = LRUCache[tuple[HookPoint, Shapes], Resumption | SelectorError](MAX_RESUMPTIONS)
         self._grad_cam_layers = LRUCache[ResolvedObjective, PointInfo](MAX_GRAD_CAM_LAYERS)
 
-    def __reduce__(self) -> tuple[Callable[[Catalog, Shapes], CatalogCache], tuple[Catalog, Shapes]]:
-        """A copy in another process begins with the configured catalogue alone."""
-        return CatalogCache, (self.configured, self._shapes)
+    def __reduce__(self) -> tuple[Callable[..., CatalogCache], tuple[object, ...]]:
+        """A copy in another process begins with the configured catalogues alone."""
+        return CatalogCache, (self.configured, self._shapes, self.towers)
+
+    def add_towers(self, towers: Mapping[Shapes, Catalog]) -> None:
+        """Keep the catalogues of two towers, each for its configured shape."""
+        self.towers |= towers
+        self._unsized |= {shapes: replace(catalog, sizes_known=False) for shapes, catalog in towers.items()}
 
     def get_catalog(self, shapes: Shapes) -> Catalog | None:
         """The catalogue of a shape; None where it was not surveyed lately."""
-        return self.configured if shapes == self._shapes else self._catalogs.get(shapes)
+        if shapes == self._shapes:
+            return self.configured
+        return self.towers.get(shapes) or self._catalogs.get(shapes)
+
+    def get_unsized(self, shapes: Shapes) -> Catalog:
+        """The catalogue of a configured shape for rows of another, which was not surveyed."""
+        return self._unsized[shapes]
 
     def put_catalog(self, shapes: Shapes, catalog: Catalog) -> None:
         """Keep the catalogue of a shape, in place of one that may tell less."""
         if shapes == self._shapes:
-            self.configured, self.unsized = catalog, replace(catalog, sizes_known=False)
+            self.configured, self._unsized[shapes] = catalog, replace(catalog, sizes_known=False)
+        elif shapes in self.towers:
+            self.add_towers({shapes: catalog})
         else:
             self._catalogs.put(shapes, catalog)
 

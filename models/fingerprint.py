@@ -26,7 +26,7 @@ from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective
 from layertap.models.selection.poolings import POOLINGS
-from layertap.models.spec import Decode, InputSpec, Preprocessed
+from layertap.models.spec import Decode, InputSpec, Preprocessed, Tower
 
 RECIPE = 1  # to be raised when the meaning of a pooling or a preprocessing step changes
 # Options younger than the recipe: where nobody asks for one, digests are as before it.
@@ -37,7 +37,7 @@ LATER: Mapping[type, frozenset[str]] = {
     Selector: frozenset({"function"}),
     ResolvedIntervention: frozenset({"source"}),
 }
-SURVEYED = frozenset({"values", "longest", "long_axis"})
+SURVEYED = frozenset({"values", "longest", "long_axis", "example"})
 LEFT_OUT = frozenset({"training", "fused_attn"})  # timm's fused_attn depends on the machine
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
@@ -82,12 +82,16 @@ def digest_model(
     return _digest([RECIPE, weights, structure, precision, row, *([tokenizer] if tokenizer else [])])
 
 
-def digest_rows(model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None) -> str:
+def digest_rows(
+    model: str, preprocessed: Preprocessed, shapes: Iterable[tuple[int, ...]] | None, tower: Tower | None = None
+) -> str:
     """The model's part for rows that it did not make as it is configured to; as it is where it did.
 
     ``shapes``: of one row, input by input, where they are not the configured ones.
+    ``tower``: the one of two that takes them.
     """
-    return _digest([model, preprocessed, shapes]) if preprocessed else model
+    of_tower = _digest([model, tower]) if tower else model
+    return _digest([of_tower, preprocessed, shapes]) if preprocessed else of_tower
 
 
 def digest_prompt(model: str, prompt: str) -> str:

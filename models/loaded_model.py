@@ -179,7 +179,7 @@ class LoadedModel(ModelInfo):
     def _join_masks(self, pieces: Sequence[Rows], padding: int) -> Tensor | None:
         """Where a token is one of its text, and not there to fill it up, on the host; None where nothing tells."""
         name = self.text.mask if self.text is not None else None
-        if name is None or name not in pieces[0]:
+        if name is None or name not in pieces[0] or (self.model_inputs.towers and len(pieces[0]) == len(self.inputs)):
             return None
         mask = torch.cat([piece[name] for piece in pieces]).bool()
         return torch.cat([mask, mask[:1].expand(padding, -1)]) if padding else mask

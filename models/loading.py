@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import convert_conv2d_weight_memory_format
 
 from layertap.models import fingerprint
-from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.same_calls import has_same_calls
+from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import devices, memory
 from layertap.models.devices.cost_history import open_history
 from layertap.models.devices.dtypes import DTYPES, TOLERANCE
@@ -45,7 +46,7 @@ from layertap.models.turns import build_beside, take_turn
 from layertap.models.weights.digest import digest_weights
 
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
-RunSurvey = Callable[[Callable[[], Catalog]], Catalog]
+RunSurvey = Callable[[Callable[[], Any]], Any]
 TakeTurn = Callable[[], AbstractContextManager[None]]
 
 
@@ -84,6 +85,7 @@ def load_model(
         spec.decode,
         decoder,
         built.no_pictures,
+        built.two_towers,
     )
     shapes = [spec.shape for spec in built.inputs]
     history = open_history(
@@ -98,13 +100,19 @@ def load_model(
     )
     tolerance = TOLERANCE[spec.precision]
     survey = partial(survey_configured, module, inputs, device, built.prefix_tokens, threads, history, tolerance)
+    run = run_survey or _call
     with take_turn(), _refuse_unfit_inputs():
-        configured = survey() if run_survey is None else run_survey(survey)
+        configured = run(survey)
+        inputs = inputs.with_traits(configured.traits)
+        catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
+        try:
+            catalogs.add_towers(run(catalogs.survey_towers))
+        except InputError:  # a tower does not run alone
+            inputs = inputs.towers[-1]
+            catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         if run_survey is not None:
             _run_once(module, inputs, device, configured.traits.state)
-    inputs = inputs.with_traits(configured.traits)
-    catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
-    embedding = _find_embedding(spec, built.embedding or find_known_embedding(built.module), catalogs.configured)
+    embedding = _find_embedding(spec, built.embedding or find_known_embedding(built.module), catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,
@@ -124,6 +132,10 @@ def load_model(
         labels=labels,
         memory_bytes=memory.count_module_bytes(module),
     )
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def identify_model(built: build.BuiltModel, spec: ModelSpec) -> tuple[str, str]:
@@ -176,13 +188,18 @@ def _refuse_unfit_inputs() -> Iterator[None]:
 
 
 @label_failures("embedding")
-def _find_embedding(spec: ModelSpec, known: KnownEmbedding, catalog: Catalog) -> ModelEmbedding | None:
-    """What is configured, which must be an embedding, else what is known of the class; None where nothing will do."""
+def _find_embedding(spec: ModelSpec, known: KnownEmbedding, catalogs: CatalogCache) -> ModelEmbedding | None:
+    """What is configured, which must be an embedding, else what is known of the class; None where nothing will do.
+
+    Of two towers: what the first returns, as the other does.
+    """
     if spec.embedding is None:
+        catalog = next(iter(catalogs.towers.values()), catalogs.configured)
         return choose_embedding(known.choices, known.classifier or spec.labels is not None, catalog)
     given = EmbeddingSpec(spec.embedding) if isinstance(spec.embedding, str) else spec.embedding
+    choice = EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize)
     try:
-        return find_choice(EmbeddingChoice(given.layer, CONFIGURED, given.pool, given.normalize), catalog)
+        return find_choice(choice, catalogs.configured)
     except RequestError as error:
         raise LoadError(f"embedding: {error.detail}", hint=error.hint) from error
 

@@ -27,6 +27,7 @@ from layertap.models.explanations.maps import find_map_layers
 from layertap.models.explanations.sensitivity import PointInfo, find_last_sensitive
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.noise import make_noise, make_noise_row
+from layertap.models.interventions.sources import find_tensor
 from layertap.models.module_state import StateKey
 from layertap.models.replica import call_module
 from layertap.models.resume.prover import verify_resumable
@@ -137,7 +138,8 @@ class ModelCatalogs(CatalogCache):
                     catalog = self._resize(specs)
                 except AnotherCourseError:
                     catalog = self._survey(specs)
-                    catalog = replace(catalog, costs=self._scale_costs(catalog.seconds, specs))
+                    costs = self._scale_costs(catalog.seconds, specs)
+                    catalog = replace(catalog, costs=costs, tower=self._inputs.for_shapes(shapes).tower)
             self.put_catalog(shapes, catalog)
         if functions and not catalog.has_functions:
             with use_threads(self._threads), _name_memory_errors():
@@ -145,6 +147,10 @@ class ModelCatalogs(CatalogCache):
             catalog = catalog.with_functions(other)
             self.put_catalog(shapes, catalog)
         return catalog
+
+    def survey_towers(self) -> dict[Shapes, Catalog]:
+        """The catalogues of each of two towers for its configured shape; InputError where one does not run alone."""
+        return {tower.shapes: self.survey(tower.shapes) for tower in self._inputs.towers if tower.tower}
 
     def verify_resumption(self, point: HookPoint, leaf: TensorInfo, shapes: Shapes) -> Resumption:
         """Forwards that go on from a point, of rows of a shape; tried where no result is kept.
@@ -167,14 +173,19 @@ class ModelCatalogs(CatalogCache):
         """
         layer = self.get_grad_cam_layer(objective)
         if layer is None:
-            layers = find_map_layers(self.configured, objective.point)
-            layer = self._find_sensitive(layers, objective) or layers[0]
+            inputs, catalog = self._inputs.pictures, self.towers.get(self._inputs.pictures.shapes, self.configured)
+            if find_tensor(objective.point, catalog) is None:
+                inputs, catalog = self._inputs, self.configured
+            layers = find_map_layers(catalog, objective.point)
+            layer = self._find_sensitive(layers, objective, inputs.specs) or layers[0]
             self.put_grad_cam_layer(objective, layer)
         return layer
 
     def _survey(self, specs: Sequence[InputSpec], *, functions: bool = False) -> Catalog:
-        prefix, dtype, traits = self._prefix_tokens, self._inputs.dtype, self.configured.traits
+        tower, dtype = self._inputs.for_shapes(tuple(spec.shape for spec in specs)), self._inputs.dtype
+        prefix = 0 if tower.tower == "texts" else self._prefix_tokens
         catalog = survey(self._module, specs, self._forward, self._device, prefix, dtype, functions=functions)
+        traits = self.configured.traits
         return replace(catalog, rowwise=catalog.rowwise and traits.deterministic, traits=traits)
 
     def _resize(self, specs: Sequence[InputSpec]) -> Catalog:
@@ -213,8 +224,10 @@ class ModelCatalogs(CatalogCache):
         except SelectorError:
             return not_resumable_error(point)  # another than that, whose frames hold tensors
 
-    def _find_sensitive(self, layers: Sequence[PointInfo], objective: ResolvedObjective) -> PointInfo | None:
-        row = self._make_row(self._inputs.specs)
+    def _find_sensitive(
+        self, layers: Sequence[PointInfo], objective: ResolvedObjective, specs: Sequence[InputSpec]
+    ) -> PointInfo | None:
+        row = self._make_row(specs)
         with use_threads(self._threads), _name_memory_errors():
             return find_last_sensitive(
                 FeatureExtractor(self._module),

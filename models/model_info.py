@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -14,7 +14,7 @@ from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.inputs.text import TextSpec
 from layertap.models.labels import Labels
-from layertap.models.selection.embedding import ModelEmbedding
+from layertap.models.selection.embedding import TOGETHER, ModelEmbedding, choose_embedding
 from layertap.models.spec import InputSpec, ModelSpec, Shapes
 from layertap.models.weights.report import LoadReport
 
@@ -80,6 +80,20 @@ class ModelInfo:
     def catalog(self) -> Catalog:
         """The catalogue for the configured shape, made at loading."""
         return self.catalogs.configured
+
+    def get_catalog(self, tower: ModelInputs) -> Catalog:
+        """The catalogue for the configured shape of one of two towers, or of all inputs."""
+        return self.catalogs.towers.get(tower.shapes, self.catalog)
+
+    def for_tower(self, tower: ModelInputs) -> ModelInfo:
+        """What is known of one of two towers, or of both together, as of a model that has no other; else the model."""
+        if tower is self.model_inputs:
+            return self
+        known = {each.name: getattr(self, each.name) for each in fields(ModelInfo)}
+        known |= {"model_inputs": tower, "catalogs": CatalogCache(self.get_catalog(tower), tower.shapes)}
+        if tower.tower is None:
+            known["model_embedding"] = choose_embedding(TOGETHER, False, self.catalog)
+        return ModelInfo(**known)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,14 +32,27 @@ class Replica:
 
 
 def call_module(rows: Mapping[str, Tensor], module: nn.Module, state: Sequence[StateKey] = ()) -> object:
-    """One forward of a module tree for a batch; a single input goes by position, several by name.
+    """One forward of a module tree for a batch; a single argument goes by position, several by name.
 
     The ``state`` that it changes is put back when it ends.
     """
     if state:
         with keep_state(module, state):
             return call_module(rows, module)
-    return module(*rows.values()) if len(rows) == 1 else module(**rows)
+    arguments = _make_arguments(rows)
+    return module(*arguments.values()) if len(arguments) == 1 else module(**arguments)
+
+
+def _make_arguments(rows: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Inputs as a forward takes them: ``batch.ids`` is the entry ``ids`` of a dictionary ``batch``."""
+    arguments: dict[str, Any] = {}
+    for name, value in rows.items():
+        *outer, last = name.split(".")
+        place = arguments
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return arguments
 
 
 def create_replica(module: nn.Module) -> Replica:

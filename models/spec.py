@@ -21,6 +21,7 @@ InputDType = Literal["float32", "float16", "bfloat16", "float64", "int8", "int16
 Decode = Literal["exact", "fast", "device"]
 Compile = Literal[False, True, "always"]
 Preprocessed = Literal["", "caller", "mixed"]  # by whom rows were: nothing is said where it was as configured
+Tower = Literal["texts", "pictures"]  # of a model of two towers, by what one takes
 Box = tuple[float, float, float, float]  # left, upper, right, lower, in pixels of a picture
 Interpolation = Literal["nearest", "nearest-exact", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 Color = tuple[int, int, int]  # red, green, blue, from 0 to 255
@@ -108,7 +109,9 @@ class InputSpec:
 
     ``values`` are the whole numbers that the model is surveyed with: from, up to, not including; an item may hold
     these, and those from 0 on. None: any, and 0 and 1 for the survey. ``longest``: axis ``long_axis`` of an item
-    may have from 1 to so many entries, the same in all such inputs; None: just as in ``shape``.
+    may have from 1 to so many entries, the same in all such inputs; None: just as in ``shape``. ``example`` is the path
+    of a .npz or .json file with rows of it, which the model is surveyed and probed with in place of noise.
+    A name with dots, ``batch.ids``, is that of an entry of a dictionary.
     """
 
     name: str
@@ -117,6 +120,7 @@ class InputSpec:
     values: tuple[int, int] | None = None
     longest: int | None = None
     long_axis: int = 0
+    example: str | None = None
 
     def __post_init__(self) -> None:
         """ValueError where no value is within the bounds, or the shape is longer than the longest."""
@@ -208,7 +212,10 @@ class ModelSpec:
     interpolate_pos_encoding: bool = False
 
     def __post_init__(self) -> None:
-        """ValueError where an argument is nothing that JSON has, or a time is none."""
+        """ValueError where an argument is nothing that JSON has, a time is none, or an input is a dictionary too."""
+        names = [each.name for each in self.inputs or ()]
+        if any(other.startswith(f"{name}.") for name in names for other in names):
+            raise ValueError("an input is a dictionary, by its entries' names, or an input of its own, not both")
         if self.idle_timeout_s is not None and not 0 < self.idle_timeout_s < inf:
             raise ValueError("idle_timeout_s is a number of seconds above 0")
         try:

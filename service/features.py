@@ -24,11 +24,12 @@ class Receipt:
     """Where one result came from and what was done to it.
 
     ``captured`` and ``dtype`` are those of the tensor the hook saw, before pooling and casting; where inputs have
-    several shapes ``captured`` is that of one input, None where they differ, and ``fingerprints`` has each row's, where
-    these do. ``path`` leads into a structured value ("[logits]") and is empty for a single tensor. ``function``
+    several shapes ``captured`` is that of one input, None where they differ, and ``fingerprints`` has each row's,
+    where these do. ``path`` leads into a structured value ("[logits]") and is empty for a single tensor. ``function``
     ("add#0") is there where the value is that of a function which the layer calls. ``row_axis`` is the axis of the
-    result that holds the rows, None where it is the same for all of them. ``stats`` names the columns of a result that
-    is statistics, ``by`` and ``over`` what they are of.
+    result that holds the rows, None where it is the same for all of them; of ``entries_per_row`` there, those of a row
+    stand side by side, unless ``row_order`` is "forward": all are then as a hook on the model has them. ``stats``
+    names the columns of a result that is statistics, ``by`` and ``over`` what they are of.
     ``how`` tells where attention comes from: "observed" (the model's own softmax), "recomputed" (beside a fused
     kernel) or "unfused" (for its gradient or a change, without that kernel). ``resumed`` names the layer whose output
     was sent in place of the model's inputs. ``forward`` is "compiled" where a warm plan's graph answered.
@@ -55,6 +56,8 @@ class Receipt:
     fingerprint: str
     function: str = ""
     row_axis: int | None = 0
+    entries_per_row: int = 1
+    row_order: str = ""
     stats: tuple[str, ...] | None = None
     by: str | None = None
     over: str | None = None

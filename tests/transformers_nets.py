@@ -34,6 +34,8 @@ PICTURE = {
     "patch_size": 8,
 }
 CLIP_TEXT = TEXT | {"projection_dim": 16, "bos_token_id": CLS, "eos_token_id": SEP, "pad_token_id": 0}
+BLIP_TEXT = TEXT | {"bos_token_id": CLS, "eos_token_id": SEP, "pad_token_id": 0, "encoder_hidden_size": 32}
+ALT_TEXT = TEXT | {"project_dim": 32, "pad_token_id": 1, "type_vocab_size": 1}
 CLIP_PICTURE = PICTURE | {"projection_dim": 16}
 DISTIL = {
     "vocab_size": VOCABULARY,
@@ -65,6 +67,17 @@ NETS: dict[str, Callable[[], Any]] = {
     "clip_text": _made("CLIPTextModelWithProjection", "CLIPTextConfig", **CLIP_TEXT),
     "clip_picture": _made("CLIPVisionModelWithProjection", "CLIPVisionConfig", **CLIP_PICTURE),
     "clip": _made("CLIPModel", "CLIPConfig", text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16),
+    "siglip": _made("SiglipModel", "SiglipConfig", text_config=TEXT, vision_config=PICTURE),
+    "blip": _made("BlipModel", "BlipConfig", text_config=BLIP_TEXT, vision_config=PICTURE, projection_dim=16),
+    "altclip": _made(
+        "AltCLIPModel", "AltCLIPConfig", text_config=ALT_TEXT, vision_config=CLIP_PICTURE, projection_dim=16
+    ),
+    "chinese_clip": _made(
+        "ChineseCLIPModel", "ChineseCLIPConfig", text_config=TEXT, vision_config=CLIP_PICTURE, projection_dim=16
+    ),
+    "clipseg": _made(
+        "CLIPSegModel", "CLIPSegConfig", text_config=CLIP_TEXT, vision_config=CLIP_PICTURE, projection_dim=16
+    ),
     "vit": _made("ViTForImageClassification", "ViTConfig", **PICTURE, num_labels=3),
     "deit": _made("DeiTModel", "DeiTConfig", **PICTURE),
     "registers": _made("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", **PICTURE, num_register_tokens=3),

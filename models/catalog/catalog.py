@@ -171,6 +171,7 @@ class Catalog:
     has the tensors that follow from that layer's output alone. ``sizes_known``: whether the rows have that shape; where
     they may have another, sizes are an example.
     ``has_functions``: whether it tells what functions take and return. ``traits`` hold for rows of all shapes.
+    ``tower``: which of two towers the rows are for.
     """
 
     layers: Mapping[str, Layer]
@@ -182,6 +183,7 @@ class Catalog:
     sizes_known: bool = True
     has_functions: bool = False
     traits: Traits = DEFAULT_TRAITS
+    tower: str | None = None
 
     def with_functions(self, other: Catalog) -> Catalog:
         """The same with what another survey of that shape tells of functions."""

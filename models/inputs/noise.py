@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from layertap.models.devices.dtypes import DTYPES
+from layertap.models.inputs.examples import find_example
 from layertap.models.spec import InputSpec
 
 ROWS, PLACE = 3, 1  # of a batch of noise: how many rows it has, and which of them is the quiet one
@@ -17,11 +18,14 @@ LOUD = 3.0  # how much larger its neighbours are: a batch's largest value is the
 def make_noise(
     inputs: Sequence[InputSpec], device: torch.device, dtype: torch.dtype, rows: int = ROWS
 ) -> dict[str, Tensor]:
-    """So many rows of each input by a fixed seed, those beside PLACE larger; floating ones in ``dtype``."""
+    """So many rows of each input, of its example or by a fixed seed, those beside PLACE larger; floats in ``dtype``."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(spec: InputSpec) -> Tensor:
-        shape = (rows, *spec.shape)
+        shape, example = (rows, *spec.shape), find_example(spec)
+        if example is not None:
+            chosen = example[torch.arange(rows) % len(example)]
+            return chosen.to(device, dtype if chosen.is_floating_point() else chosen.dtype)
         if not DTYPES[spec.dtype].is_floating_point:
             return torch.randint(*(spec.values or (0, 2)), shape, generator=generator).to(device, DTYPES[spec.dtype])
         values = torch.randn(shape, generator=generator)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from layertap.models.catalog.call_observer import CallObserver
@@ -63,7 +64,7 @@ class PlaceholderRecorder(CallObserver):
         if name is None or call not in self._numbers[name]:
             return
         for path, tensor in iterate_tensors(value):
-            value = replace_tensor(value, path, tensor.to("meta"))
+            value = replace_tensor(value, path, torch.empty(0, dtype=tensor.dtype))
         self._values[name, call] = Placeholder(value, self._catalog.layers[name].calls[call].output.tensors)
 
 

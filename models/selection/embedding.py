@@ -32,6 +32,9 @@ class EmbeddingChoice:
     guessed: bool = False
 
 
+TOGETHER = (EmbeddingChoice(".[text_embeds]", "both towers together return it as text_embeds"),)
+
+
 @dataclass(frozen=True)
 class ModelEmbedding:
     """A model's embedding: its selector, with what makes a vector of it, why it is this one, why it may mislead."""

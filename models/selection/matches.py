@@ -110,12 +110,20 @@ def _get_layer(name: str, catalog: Catalog) -> Layer:
     if layer is None:
         hint = suggest(catalog.suggest_layers(name)) or "GET /models/{model}/layers lists every layer"
         raise UnknownLayerError(f"there is no layer {escape(name)}", hint=hint)
+    if not layer.calls and catalog.tower:
+        raise UnknownLayerError(f"layer {escape(name)} does not run for {catalog.tower}", hint=_list_running(catalog))
     if not layer.calls:
         raise UnknownLayerError(
             f"layer {escape(name)} never runs in a forward of this model (its parent uses it without calling it)",
             hint=f"ask for its parent {escape(name.rpartition('.')[0] or '.')}",
         )
     return layer
+
+
+def _list_running(catalog: Catalog) -> str:
+    """A hint: the parts of a tower that run."""
+    parts = [escape(name) for name, layer in catalog.layers.items() if layer.calls and "." not in name]
+    return f"of the model's parts these do: {', '.join(parts[:MAX_SHOWN])}"
 
 
 def _no_attention_error(selector: Selector, catalog: Catalog) -> UnknownLayerError:
@@ -135,7 +143,8 @@ def _describe_pattern(selector: Selector) -> str:
 def _no_match_error(selector: Selector, catalog: Catalog, not_run: int) -> UnknownLayerError:
     pattern = _describe_pattern(selector)
     if not_run:
-        return UnknownLayerError(f"{pattern} matches {not_run} layers, none of which runs in a forward")
+        which = f"for {catalog.tower}" if catalog.tower else "in a forward"
+        return UnknownLayerError(f"{pattern} matches {not_run} layers, none of which runs {which}")
     hint = suggest_type(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
     return UnknownLayerError(f"{pattern} matches no layer", hint=hint)
 

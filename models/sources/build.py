@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from layertap.models.errors import LoadError, escape, label_failures, note_cause
+from layertap.models.inputs.examples import check_examples
 from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.inputs.preprocess import compute_output_size
 from layertap.models.inputs.text import TextSpec
@@ -34,7 +35,8 @@ class BuiltModel:
     ``prefix_tokens`` counts class and register tokens in front of the patch tokens. ``weights`` is a label for people
     and holds no directory. ``settings`` are those that the module tree may not show, ``text`` is None where text can't
     be taken. ``report`` tells what was taken of a checkpoint. ``labels`` are what the source knows of the classes, for
-    as many as the module may not have. ``embedding`` None: what its class says.
+    as many as the module may not have. ``embedding`` None: what its class says. ``two_towers``: its forward takes texts
+    or pictures without the other.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class BuiltModel:
     labels: Labels | None = None
     no_pictures: str = ""
     embedding: KnownEmbedding | None = None
+    two_towers: bool = False
 
 
 @label_failures("source")
@@ -127,6 +130,7 @@ def _add_adapter(built: BuiltModel, folder: Path) -> BuiltModel:
 def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
     """The source's answer, overridden by what the configuration says about inputs and preprocessing."""
     if spec.inputs is not None:
+        check_examples(spec.inputs)
         built = replace(built, inputs=spec.inputs)
     if spec.preprocess == "preset":
         return built
@@ -136,7 +140,8 @@ def _apply_configuration(built: BuiltModel, spec: ModelSpec) -> BuiltModel:
 
 
 def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: bool) -> BuiltModel:
-    first, size = built.inputs[0], compute_output_size(wanted)
+    place = next((number for number, each in enumerate(built.inputs) if built.two_towers and len(each.shape) == 3), 0)
+    first, size = built.inputs[place], compute_output_size(wanted)
     if len(first.shape) != 3:
         detail = f"preprocess makes images, and input {escape(first.name)} takes {len(first.shape)} axes an item"
         raise LoadError(detail, hint="type preprocess: none, and send tensors")
@@ -149,7 +154,7 @@ def _choose_preprocessing(built: BuiltModel, wanted: PreprocessSpec, *, fixed: b
         detail = f"preprocess makes images of {size}, and input {escape(first.name)} is {first.shape}"
         raise LoadError(detail, hint="make crop and the input's shape equal, or type preprocess: none")
     follows = replace(first, shape=(first.shape[0], *size))
-    return replace(built, preprocess=wanted, inputs=(follows, *built.inputs[1:]))
+    return replace(built, preprocess=wanted, inputs=(*built.inputs[:place], follows, *built.inputs[place + 1 :]))
 
 
 def _is_network_error(error: Exception) -> bool:

@@ -32,6 +32,7 @@ from layertap.models.sources.transformers_inputs import (
     make_input_specs,
     make_text_spec,
     read_preset,
+    split_towers,
 )
 from layertap.models.sources.transformers_weights import LOCAL, build_module
 from layertap.models.spec import ModelSpec
@@ -82,15 +83,18 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     module, report = build_module(library, folder, config, weights, spec, shown, encoder=sentence is not None)
     settings = _describe_settings(config)
     _set_plain_outputs(module)
+    tokenizer, text = None, None
+    modality = find_modality(module) if spec.inputs is None else "other"
+    two_towers = modality == "both" and split_towers(module)
     if spec.interpolate_pos_encoding:
         _interpolate_positions(module)
-    tokenizer, text = None, None
-    if spec.inputs is None and find_modality(module) == "text":
+    if modality == "text" or two_towers:
         tokenizer = load_tokenizer(library, folder, shown, LOCAL, sentence)
         text = make_text_spec(module, tokenizer, sentence)
-    found = read_preset(library, folder, spec.image_backend) if spec.preprocess == "preset" and text is None else ""
+    wanted = spec.preprocess == "preset" and modality != "text"
+    found = read_preset(library, folder, spec.image_backend) if wanted else ""
     preset, no_pictures = (None, found) if isinstance(found, str) else (found, "")
-    inputs = spec.inputs or (text.inputs() if text else make_input_specs(module, preset, shown))
+    inputs = spec.inputs or make_input_specs(module, text, preset, shown)
     if any(each.name == MASK for each in inputs):
         _always_mask_attention(library, module)
     if sentence:
@@ -99,10 +103,10 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
     return BuiltModel(
         module=module,
         inputs=inputs,
-        preprocess=preset if len(inputs) == 1 and len(inputs[0].shape) == 3 else None,
+        preprocess=preset if two_towers or (len(inputs) == 1 and len(inputs[0].shape) == 3) else None,
         no_pictures=no_pictures,
         architecture=f"transformers:{type(module).__name__}",
-        prefix_tokens=0 if text else count_class_tokens(module),
+        prefix_tokens=0 if modality == "text" else count_class_tokens(module),
         weights="as saved" if weights.label == "DEFAULT" else weights.label,
         named=True,
         settings=settings,
@@ -110,6 +114,7 @@ def build(ident: str, spec: ModelSpec) -> BuiltModel:
         report=report,
         labels=_find_labels(config),
         embedding=KnownEmbedding((EmbeddingChoice(LAYER, SAVED),)) if sentence else None,
+        two_towers=two_towers,
     )
 
 

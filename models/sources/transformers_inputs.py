@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,27 @@ def make_text_spec(module: Any, tokenizer: Tokenizer | None, sentence: SentenceF
     )
 
 
+def split_towers(module: Any) -> bool:
+    """Whether a model has a tower for texts and one for pictures; its forward then takes the inputs of one alone.
+
+    It returns what the class itself computes of them: ``get_text_features``, ``get_image_features``.
+    """
+    whole = type(module)
+    if not hasattr(whole, "get_text_features") or not hasattr(whole, "get_image_features"):
+        return False
+
+    @wraps(whole.forward)
+    def forward(self: Any, *single: Any, **rows: Any) -> Any:
+        if single:  # a lone input comes by position
+            rows = {PIXELS if single[0].is_floating_point() else IDS: single[0]}
+        if PIXELS not in rows:
+            return self.get_text_features(**{name: value for name, value in rows.items() if name in (IDS, MASK)})
+        return whole.forward(self, **rows) if IDS in rows else self.get_image_features(**rows)
+
+    module.__class__ = type(whole.__name__, (whole,), {"forward": forward, "__module__": whole.__module__})
+    return True
+
+
 def _count_ids(module: Any) -> int:
     try:
         return int(module.get_input_embeddings().num_embeddings)
@@ -94,14 +116,18 @@ def _count_positions(module: nn.Module, config: Any) -> int:
     return min(sizes)
 
 
-def make_input_specs(module: Any, preset: Preprocessing | None, shown: str) -> tuple[InputSpec, ...]:
-    """The inputs of a model of pictures, or of pictures and tokens; LoadError where its class does not tell."""
+def make_input_specs(
+    module: Any, text: TextSpec | None, preset: Preprocessing | None, shown: str
+) -> tuple[InputSpec, ...]:
+    """The inputs of a model of texts, pictures, or pictures and tokens; LoadError where its class does not tell."""
     modality = find_modality(module)
+    if modality == "text" and text is not None:
+        return text.inputs()
     if modality not in ("pictures", "both"):
         detail = f"what {type(module).__name__} of {shown} takes can't be told from its class"
         raise LoadError(detail, hint=INPUTS_HINT)
     picture = InputSpec(PIXELS, _get_picture_shape(module.config, preset, shown))
-    return (*make_text_spec(module, None).inputs(), picture) if modality == "both" else (picture,)
+    return (*(text or make_text_spec(module, None)).inputs(), picture) if modality == "both" else (picture,)
 
 
 def _get_picture_shape(config: Any, preset: Preprocessing | None, shown: str) -> tuple[int, ...]:

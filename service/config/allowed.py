@@ -55,6 +55,11 @@ class Allowed:
                 continue
             if value not in (getattr(configured, field.name), field.default):
                 raise ForbiddenError(f"another {field.name!r} is not allowed", hint=HINT)
+        known = {each.example for each in configured.inputs or ()}
+        if any(each.example not in known for each in spec.inputs or () if each.example):
+            raise ForbiddenError(
+                "another 'example' of an input is not allowed", hint="name it in the configuration file"
+            )
         given = configured.args if spec.source == configured.source else {}
         for name in _list_changed(spec.args, given):
             if name not in self.args:

@@ -101,11 +101,14 @@ def _parse_entry(entry: object, refused: set[object]) -> ModelSpec | None:
 
 
 def _resolve_paths(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """The spec with relative paths of its source, weights, adapter and labels taken from the file's folder."""
+    """The spec with relative paths of its source, weights, adapter, labels and examples made absolute."""
     labels = _resolve(spec.labels, folder) if isinstance(spec.labels, str) else spec.labels
     source, weights = _resolve_source(spec.source, folder), _resolve_weights(spec.weights, folder)
     adapter = _resolve(spec.adapter, folder) if spec.adapter else ""
-    return replace(spec, source=source, weights=weights, adapter=adapter, labels=labels)
+    inputs = spec.inputs and tuple(
+        replace(each, example=_resolve(each.example, folder)) if each.example else each for each in spec.inputs
+    )
+    return replace(spec, source=source, weights=weights, adapter=adapter, labels=labels, inputs=inputs)
 
 
 def _resolve_allowed(allow: Allow, folder: Path) -> Allowed:

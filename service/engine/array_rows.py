@@ -17,8 +17,21 @@ from layertap.models.inputs.text import TextSpec
 from layertap.models.spec import InputSpec
 from layertap.service.engine.rows import Rows
 from layertap.service.features import Array
-from layertap.service.inputs.items import ArraysItem
+from layertap.service.inputs.items import ArraysItem, TextItem, TokensItem
 from layertap.service.settings import Settings
+
+
+def choose_tower(item: object, inputs: ModelInputs) -> ModelInputs:
+    """The inputs of what an item becomes: of two towers those of one, where it has nothing for the other."""
+    if not inputs.towers:
+        return inputs
+    texts, pictures, whole = inputs.towers
+    if isinstance(item, (TextItem, TokensItem)):
+        return texts
+    if not isinstance(item, ArraysItem):
+        return pictures
+    names = set(item.arrays)
+    return next((each for each in (texts, pictures) if names <= {spec.name for spec in each.specs}), whole)
 
 
 def convert_arrays(item: ArraysItem, inputs: ModelInputs, settings: Settings) -> Rows:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption
+from layertap.models.selection.hook_points import Selector
 from layertap.models.spec import Shapes
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.engine.row_shapes import PredictedRows
+from layertap.service.engine.row_shapes import PredictedRows, predict_rows
 
 
 def choose_catalog(
@@ -17,10 +20,29 @@ def choose_catalog(
     """By what to plan rows, and the shape that it is of; None where they may have others that were not surveyed."""
     if resumption is not None:
         return resumption.catalog, inputs.shapes
-    if model.text is not None:  # a text's length is measured later
-        return model.catalog, model.shapes
+    tower = inputs.for_shapes(rows.shapes)
+    if tower.text is not None:  # a text's length is measured later
+        return model.get_catalog(tower), tower.shapes
     cached = model.catalogs.get_catalog(rows.shapes) if rows.uniform else None
-    return (model.catalogs.unsized, None) if cached is None else (cached, rows.shapes)
+    return (model.catalogs.get_unsized(tower.shapes), None) if cached is None else (cached, rows.shapes)
+
+
+def get_tower(model: ModelInfo, items: Iterable[object]) -> ModelInfo:
+    """What is known of that of two towers which items are for; of the model where it has just one."""
+    inputs = model.model_inputs
+    return model.for_tower(inputs.for_shapes(predict_rows(items, inputs).shapes)) if inputs.towers else model
+
+
+def find_tower(model: ModelInfo, selectors: Iterable[Selector]) -> ModelInputs:
+    """The inputs of the first of two towers in whose forwards layers run; all inputs where that is none."""
+    patterns = [selector.pattern for selector in selectors]
+
+    def runs_all(tower: ModelInputs) -> bool:
+        layers = model.get_catalog(tower).layers
+        return all(layers[pattern].calls for pattern in patterns if pattern in layers)
+
+    towers = model.model_inputs.towers
+    return next((tower for tower in reversed(towers) if tower.tower and runs_all(tower)), model.model_inputs)
 
 
 def names_functions(request: ExtractRequest) -> bool:

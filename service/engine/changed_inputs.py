@@ -23,9 +23,10 @@ class ChangedRows:
         """Seconds of their forwards, chunk after chunk on one thread, by what was measured at loading; meant low."""
         shapes = (self.shape[1:],)
         surveyed = model.catalogs.get_catalog(shapes)
-        catalog = surveyed or model.catalog
+        tower = model.model_inputs.for_shapes(shapes)
+        catalog = surveyed or model.get_catalog(tower)
         costs = catalog.graph_costs if self.has_graph else catalog.costs
-        share = 1.0 if surveyed else min(count_numbers(shapes) / count_numbers(model.shapes), 1.0)
+        share = 1.0 if surveyed else min(count_numbers(shapes) / count_numbers(tower.shapes), 1.0)
         return self.count * share * costs.estimate_seconds(CHUNK_ROWS) / CHUNK_ROWS
 
 

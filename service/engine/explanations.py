@@ -16,6 +16,7 @@ from layertap.models.model_info import ModelInfo
 from layertap.models.selection.hook_points import Explanation, Objective, Selector
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.service.engine.admission import Admission
+from layertap.service.engine.catalog_choice import get_tower
 from layertap.service.engine.changed_inputs import ChangedInputs
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.explanation_methods import (
@@ -52,7 +53,7 @@ async def prepare(engine: Engine, request: ExtractRequest, admission: Admission)
     """
     explanation = _get_explanation(request)
     worker = await engine.get_worker(request.model, admission)
-    check = partial(check_maps, request, explanation, worker.model, engine.settings)
+    check = partial(check_maps, request, explanation, _get_model(worker, request), engine.settings)
     await engine.run_in_thread(check, admission.deadline)
     several = len(explanation.methods) > 1 or len(explanation.classes) > 1
     return await engine.fetch(request, admission) if several or request.reply.format.is_picture else request
@@ -91,11 +92,15 @@ async def _explain(engine: Engine, request: ExtractRequest, admission: Admission
 
 def _plan_work(request: ExtractRequest, explanation: Explanation, worker: ModelWorker) -> PlannedWork:
     """The changed inputs of all maps, as far as shapes are known."""
-    model = worker.model
+    model = _get_model(worker, request)
     changed = list_changed_rows(list_maps(request, explanation), request, model)
     seconds = sum(each.estimate_seconds(model) for each in changed)
     smaller = name_savings(request, explanation, model)
     return PlannedWork(worker, sum(each.count for each in changed), seconds, smaller)
+
+
+def _get_model(worker: ModelWorker, request: ExtractRequest) -> ModelInfo:
+    return get_tower(worker.model, [item for _, item in request.items])
 
 
 def _get_explanation(request: ExtractRequest) -> Explanation:
@@ -113,10 +118,11 @@ async def _make_maps(
     changed: ChangedInputs,
 ) -> Features:
     """The maps that are made of the same forwards, of all inputs."""
-    model, method, request = worker.model, asked.spec, asked.request
+    method, request = asked.spec, asked.request
+    model = _get_model(worker, request)
     objective = request.objective or (Objective() if method.has_objective else None)
     if method.takes_layer and asked.explanation.selector is None:
-        points = [await _find_default_layer(engine, worker, objective or Objective(), admission.deadline)]
+        points = [await _find_default_layer(engine, worker, model, objective or Objective(), admission.deadline)]
     else:
         find = partial(method.find_points, asked.explanation, model)  # a glob may take long
         points = await engine.run_in_thread(find, admission.deadline)
@@ -153,9 +159,11 @@ async def _resolve(engine: Engine, objective: Objective, model: ModelInfo, deadl
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
 
 
-async def _find_default_layer(engine: Engine, worker: ModelWorker, objective: Objective, deadline: float) -> PointInfo:
+async def _find_default_layer(
+    engine: Engine, worker: ModelWorker, model: ModelInfo, objective: Objective, deadline: float
+) -> PointInfo:
     """The last layer of maps that an objective depends on; RequestError where the model has no such objective."""
-    trial = make_trial_objective(await _resolve(engine, objective, worker.model, deadline))
+    trial = make_trial_objective(await _resolve(engine, objective, model, deadline))
     cached = worker.model.catalogs.get_grad_cam_layer(trial)
     return cached or await worker.find_grad_cam_layer(trial, deadline)
 

@@ -23,6 +23,7 @@ def decode_item(item: LocalItem, inputs: ModelInputs, settings: Settings) -> lis
     A batch comes in one piece. Where some of its rows are not finite it comes row by row, an error in place of each;
     one of more rows than allowed is not looked into.
     """
+    inputs = array_rows.choose_tower(item, inputs)
     if isinstance(item, ImageItem):
         return [{inputs.specs[0].name: picture_rows.decode_picture(item, inputs, settings)}]
     if is_pixels(item, inputs):

@@ -53,6 +53,7 @@ def make_job(
         fingerprints = {key: fingerprint.digest_batch(digest) for key, digest in fingerprints.items()}
     if not catalog.traits.deterministic:
         fingerprints = dict.fromkeys(fingerprints, fingerprint.make_unrepeatable())
+    text = planned.inputs.for_shapes(planned.shapes).text
     return Job(
         model=worker.name,
         catalog=catalog,
@@ -71,7 +72,7 @@ def make_job(
         first_row=first_row,
         place=place,
         changed=plan.changed_selectors[: len(request.interventions)],
-        tokens=_count_tokens(inputs, planned.inputs.text),
+        tokens=_count_tokens(inputs, text),
         cut_to=text.max_tokens if text and text.cuts else None,
         joined=JoinedRows(planned.rows),
     )

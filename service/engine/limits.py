@@ -100,13 +100,15 @@ def check_batch(rows: int, queue: BatchQueue) -> None:
 def check_survey(model: ModelInfo, shapes: Shapes, settings: Settings) -> None:
     """TooLargeError for a shape so much larger than the configured one that its catalogue would keep others waiting."""
     # Of several inputs the one that grew most counts: which layers see which is not known.
-    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, model.shapes, strict=True))
-    one = min(model.catalog.seconds, model.catalog.costs.estimate_seconds(1))  # noise only adds
+    tower = model.model_inputs.for_shapes(shapes)
+    catalog = model.get_catalog(tower)
+    ratio = max(prod(new) / prod(known) for new, known in zip(shapes, tower.shapes, strict=True))
+    one = min(catalog.seconds, catalog.costs.estimate_seconds(1))  # noise only adds
     seconds, limit = SURVEY_ROWS * ratio * one, settings.deadline_s / 4
     if ratio > 1 and seconds > limit:
         raise TooLargeError(
             f"an input of this shape would take about {seconds:.0f} s to get to know, the limit is {limit:.0f} s",
-            hint=f"send shape {show_shapes(model.shapes)}, or configure the model for larger ones",
+            hint=f"send shape {show_shapes(tower.shapes)}, or configure the model for larger ones",
         )
 
 

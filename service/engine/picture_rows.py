@@ -23,7 +23,7 @@ from layertap.service.settings import Settings
 
 def get_preprocessing(inputs: ModelInputs) -> Preprocessing:
     """How pictures become a model's rows; InputError where it takes none."""
-    if inputs.preprocess is None or len(inputs.specs) != 1:
+    if inputs.preprocess is None or not inputs.takes_pictures:
         if inputs.text is not None and inputs.text.is_read:
             raise InputError(f"model {inputs.model} takes text, not pictures", hint=text_rows.format_hint(inputs.text))
         reason = f": {inputs.no_pictures}" if inputs.no_pictures else ""

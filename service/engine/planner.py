@@ -17,9 +17,10 @@ from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.model_info import ModelInfo
 from layertap.models.resume.resumption import Resumption, find_start
 from layertap.models.selection.embedding import find_embedding, reduce_embedding
+from layertap.models.selection.hook_points import Selector
 from layertap.models.selection.plan import Plan
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.catalog_choice import choose_catalog, names_functions, names_unseen_calls
+from layertap.service.engine.catalog_choice import choose_catalog, find_tower, names_functions, names_unseen_calls
 from layertap.service.engine.fingerprinted_plan import FingerprintedPlan, make_fingerprinted_plan
 from layertap.service.engine.limits import (
     check_count,
@@ -84,24 +85,29 @@ class Planner:
     async def plan(self, request: ExtractRequest, worker: ModelWorker, deadline: float) -> PlannedRequest:
         """A request's plan before anything is decoded, by the shapes that arrays have; RequestError, TooLargeError."""
         model = worker.model
-        request = _put_prompt(_name_embedding(request, model), model)
+        request = _put_prompt(request, model)
         place = request.items[0][0] if request.items else 0
-        resumption = await self._resume(request, worker, model.shapes, model.catalog, deadline)
-        inputs = model.model_inputs
-        if resumption is not None:
-            inputs = inputs.replace_by_output(resumption.takes)
         items = [item for _, item in request.items]
-        rows = predict_rows(items, inputs)
+        inputs = model.model_inputs
+        if request.resume is None:
+            rows, resumption = predict_rows(items, inputs), None
+            tower = inputs.for_shapes(rows.shapes)
+        else:
+            tower = find_tower(model, [request.resume])
+            resumption = await self._resume(request.resume, worker, tower.shapes, model.get_catalog(tower), deadline)
+            inputs = tower.replace_by_output(resumption.takes)
+            rows = predict_rows(items, inputs)
+        request = _name_embedding(request, model, tower)
         catalog, catalog_shapes = choose_catalog(model, inputs, resumption, rows)
         preprocessed = find_preprocessed_by(items, inputs, rows.shapes)
         identity = _identify(request, model, inputs, preprocessed, rows.shapes)
-        lengths = _assume_lengths(inputs) if request.items else None
+        lengths = _assume_lengths(inputs.for_shapes(rows.shapes)) if request.items else None
         check_count(rows.count, self._settings)
         if catalog_shapes is None and rows.uniform and names_unseen_calls(request.for_input(place), catalog):
             catalog, catalog_shapes = await self._survey(worker, rows.shapes, deadline), rows.shapes
         if names_functions(request) and resumption is None:
-            catalog = await self._survey(worker, catalog_shapes or model.shapes, deadline, functions=True)
-            catalog = catalog if catalog_shapes else model.catalogs.unsized
+            catalog = await self._survey(worker, catalog_shapes or tower.shapes, deadline, functions=True)
+            catalog = catalog if catalog_shapes else model.catalogs.get_unsized(tower.shapes)
         fingerprinted = await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)
         if request.verify:
             verification.check_possible(fingerprinted.plan, catalog)
@@ -137,15 +143,16 @@ class Planner:
         lengths = await self._measure_lengths(rows, inputs, deadline)
         resumption, catalog = planned.resumption, planned.catalog
         if shapes != planned.catalog_shapes:
-            model_shapes = _get_model_shapes(rows, model, inputs)
+            model_shapes = _get_model_shapes(rows, resumption, inputs)
             if model.catalogs.get_catalog(model_shapes) is None:  # what is refused all the same need not be surveyed
                 plan = planned.plan
                 if lengths is not None:
                     plan = (await self._make_plan(request, place, worker, catalog, identity, lengths, deadline)).plan
                 check_reply_size(await self._scale(plan, shapes, inputs, deadline), count, request.reply)
             catalog = await self._survey(worker, model_shapes, deadline, functions=names_functions(request))
-            resumption = await self._resume(request, worker, model_shapes, catalog, deadline)
-            catalog = catalog if resumption is None else resumption.catalog
+            if request.resume is not None:
+                resumption = await self._resume(request.resume, worker, model_shapes, catalog, deadline)
+                catalog = resumption.catalog
         fingerprinted = FingerprintedPlan(planned.plan, catalog, planned.fingerprints)
         known = catalog is planned.catalog and lengths is None and identity == planned.identity
         if not known or request.input_options:
@@ -188,15 +195,17 @@ class Planner:
 
     async def _scale(self, plan: Plan, shapes: Shapes, inputs: ModelInputs, deadline: float) -> Plan:
         """What a plan for the configured shape is at least, for rows of another."""
+        inputs = inputs.for_shapes(shapes)
         if inputs.text is not None:  # how much of a tensor is a text's own, its mask tells, and a plan knows
             shapes = tuple(map(min, shapes, inputs.shapes))
         return await self._run_in_thread(partial(scale_plan, plan, shapes, inputs.shapes), deadline)
 
     async def _measure_lengths(self, rows: Rows, inputs: ModelInputs, deadline: float) -> TextLengths | None:
         """How many tokens the texts of rows have; None of a model that takes none."""
-        if inputs.text is None:
+        text = inputs.for_shapes(get_row_shapes(rows)).text
+        if text is None:
             return None
-        measure = partial(measure_lengths, rows, inputs.text)
+        measure = partial(measure_lengths, rows, text)
         short = sum(value.numel() for value in rows.values()) <= SHORT_NUMBERS
         return measure() if short else await self._run_in_thread(measure, deadline)
 
@@ -216,13 +225,11 @@ class Planner:
             raise
 
     async def _resume(
-        self, request: ExtractRequest, worker: ModelWorker, shapes: Shapes, catalog: Catalog, deadline: float
-    ) -> Resumption | None:
-        """How the request's forwards of rows of a shape go on from a layer, where they do; RequestError."""
-        if request.resume is None:
-            return None
+        self, start: Selector, worker: ModelWorker, shapes: Shapes, catalog: Catalog, deadline: float
+    ) -> Resumption:
+        """How forwards of rows of a shape go on from a layer; RequestError."""
         try:
-            find = partial(find_start, request.resume, catalog)  # a glob may take long
+            find = partial(find_start, start, catalog)  # a glob may take long
             point, tensor = await self._run_in_thread(find, deadline)
             cached = worker.model.catalogs.get_resumption(point, shapes)
             return cached or await worker.verify_resumption(point, tensor, shapes, deadline)
@@ -230,14 +237,15 @@ class Planner:
             raise RequestError.from_faults([error.to_fault("/resume")]) from None
 
 
-def _name_embedding(request: ExtractRequest, model: ModelInfo) -> ExtractRequest:
+def _name_embedding(request: ExtractRequest, model: ModelInfo, tower: ModelInputs) -> ExtractRequest:
     """The request with the embedding that it asks for as the first that it names, where it asks for one."""
     embedding = request.embedding
     if embedding is None:
         return request
-    selector = model.model_embedding.selector if model.model_embedding is not None else None
+    own = model.for_tower(tower).model_embedding
+    selector = own.selector if own is not None else None
     if embedding.layer:  # named behind the model's name
-        selector = read_field("/model", lambda: find_embedding(embedding.layer, model.catalog))
+        selector = read_field("/model", lambda: find_embedding(embedding.layer, model.get_catalog(tower)))
     if selector is None:
         raise RequestError(f"model {model.spec.name} has no embedding", hint="name layers")
     return replace(request, selectors=(reduce_embedding(selector, embedding), *request.selectors), embedding=None)
@@ -262,10 +270,10 @@ def _identify(
     request: ExtractRequest, model: ModelInfo, inputs: ModelInputs, preprocessed: Preprocessed, shapes: Shapes
 ) -> str:
     """The model's part of the fingerprints of rows of a shape."""
-    identity = model.identity
+    identity, tower = model.identity, inputs.for_shapes(shapes).tower
     if request.prompt is not None and model.text and model.text.prompts[request.prompt] != model.text.default_prompt:
         identity = fingerprint.digest_prompt(identity, model.text.prompts[request.prompt])
-    return fingerprint.digest_rows(identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None)
+    return fingerprint.digest_rows(identity, preprocessed, shapes if is_reshaped(inputs, shapes) else None, tower)
 
 
 def _assume_lengths(inputs: ModelInputs) -> TextLengths | None:
@@ -276,9 +284,9 @@ def _assume_lengths(inputs: ModelInputs) -> TextLengths | None:
     return TextLengths(1, most, most, most, known=False)
 
 
-def _get_model_shapes(rows: Rows, model: ModelInfo, inputs: ModelInputs) -> Shapes:
+def _get_model_shapes(rows: Rows, resumption: Resumption | None, inputs: ModelInputs) -> Shapes:
     """The shape of the model's own inputs: rows that a layer made of texts have as many tokens as these."""
-    if inputs is model.model_inputs or inputs.text is None:
+    if resumption is None or inputs.text is None:
         return get_row_shapes(rows)
     tokens = rows[inputs.text.ids].shape[1 + inputs.text.axis]
-    return tuple((tokens,) for _ in model.inputs)
+    return tuple((tokens,) for _ in resumption.inputs)

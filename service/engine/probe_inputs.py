@@ -8,6 +8,7 @@ from math import prod, sqrt
 import numpy as np
 from PIL import Image
 
+from layertap.models.inputs.examples import find_example
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import InputSpec
 from layertap.service.features import Array
@@ -55,7 +56,10 @@ def _make_arrays(inputs: ModelInputs) -> ArraysItem:
 
 
 def _make_array(spec: InputSpec) -> Array:
-    """Uniform numbers of variance 1, or whole ones that the model takes."""
+    """The example of an input, else uniform numbers of variance 1, or whole ones that the model takes."""
+    if (example := find_example(spec)) is not None:
+        found: Array = example[0].float().numpy() if example.is_floating_point() else example[0].numpy()
+        return found
     drawn = _draw(prod(spec.shape)).reshape(spec.shape)
     if spec.dtype.endswith(FLOATS):
         return ((drawn / 2.0 ** (BITS - 1) - 1) * sqrt(3)).astype(np.float32)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from layertap.models.errors import RequestError
 from layertap.models.lru_cache import LRUCache
 from layertap.models.selection.hook_points import Embedding, Selector
 from layertap.service.engine.admission import Admission
+from layertap.service.engine.catalog_choice import find_tower, get_tower
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.probe_inputs import make_probe_input
 from layertap.service.engine.request import ExtractRequest
@@ -48,9 +50,11 @@ class Prober:
         embedding: Embedding | None,
         admission: Admission,
         preprocessed: bool,
+        sent: Sequence[object] = (),
     ) -> Features:
         worker = await self._engine.get_worker(model, admission)
-        kind, item = make_probe_input(worker.model.model_inputs, preprocessed=preprocessed)
+        inputs = get_tower(worker.model, sent).model_inputs if sent else find_tower(worker.model, selectors)
+        kind, item = make_probe_input(inputs, preprocessed=preprocessed)
         request = ExtractRequest(
             model=model, items=((0, item),), selectors=selectors, embedding=embedding, isolated=True
         )
@@ -68,7 +72,8 @@ class Prober:
         if len(known) == len(keys):
             return _add_probes(features, known)
         preprocessed = any(receipt.preprocessed == "caller" for receipt in features.receipts.values())
-        probed = await self._probe(request.model, request.selectors, request.embedding, admission, preprocessed)
+        sent = [item for _, item in request.items]
+        probed = await self._probe(request.model, request.selectors, request.embedding, admission, preprocessed, sent)
         probes = {key: receipt.probe for key, receipt in probed.receipts.items() if receipt.probe is not None}
         for key, probe in probes.items():  # where rows of another shape were sent it has another fingerprint
             self._probes.put(keys[key], probe)

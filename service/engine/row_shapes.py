@@ -10,7 +10,7 @@ from layertap.models.devices.dtypes import DTYPES
 from layertap.models.errors import InputError
 from layertap.models.inputs.model_inputs import ModelInputs
 from layertap.models.spec import Preprocessed, Shapes
-from layertap.service.engine.array_rows import fits, get_batch_shape, name_arrays
+from layertap.service.engine.array_rows import choose_tower, fits, get_batch_shape, name_arrays
 from layertap.service.engine.pixel_rows import get_pictures, is_pixels
 from layertap.service.inputs.items import ArraysItem, TokensItem
 
@@ -31,6 +31,7 @@ class PredictedRows:
 
 def find_preprocessed_by(sent: Iterable[object], inputs: ModelInputs, shapes: Shapes) -> Preprocessed:
     """By whom rows of a shape were preprocessed, given what they were sent as; a model of tensors leaves no choice."""
+    inputs = inputs.for_shapes(shapes)
     if not inputs.preprocesses:
         return "caller" if is_reshaped(inputs, shapes) else ""
     kinds = {isinstance(item, (ArraysItem, TokensItem)) and not is_pixels(item, inputs) for item in sent}
@@ -39,7 +40,8 @@ def find_preprocessed_by(sent: Iterable[object], inputs: ModelInputs, shapes: Sh
 
 def is_reshaped(inputs: ModelInputs, shapes: Shapes) -> bool:
     """Whether rows have another shape than the configured one; how long a text is does not count."""
-    return any(shape != spec.shape for spec, shape in zip(inputs.specs, shapes, strict=True) if spec.longest is None)
+    specs = inputs.for_shapes(shapes).specs
+    return any(shape != spec.shape for spec, shape in zip(specs, shapes, strict=True) if spec.longest is None)
 
 
 def predict_rows(items: Iterable[object], inputs: ModelInputs) -> PredictedRows:
@@ -62,6 +64,7 @@ def count_numbers(shapes: Shapes) -> int:
 
 
 def _predict_item(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
+    inputs = choose_tower(item, inputs)
     configured = inputs.shapes, 1
     if not isinstance(item, ArraysItem):
         return configured
@@ -82,4 +85,5 @@ def _predict_item(item: object, inputs: ModelInputs) -> tuple[Shapes, int]:
 
 
 def _count_bytes(shapes: Shapes, inputs: ModelInputs) -> int:
-    return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(inputs.specs, shapes, strict=True))
+    specs = inputs.for_shapes(shapes).specs
+    return sum(prod(shape) * DTYPES[spec.dtype].itemsize for spec, shape in zip(specs, shapes, strict=True))

@@ -29,7 +29,7 @@ class DecodingExecutor(InProcessExecutor):
     ) -> None:
         """Start the workers; LoadError where they can't be started. ``on_restart`` as for ``ModelHost``."""
         super().__init__(model, settings, device)
-        pictures = replace(model.model_inputs, text=None, decoder=None)
+        pictures = replace(model.model_inputs.pictures, text=None, decoder=None)
         options = HostOptions(model.spec, settings, (), choose_worker_bytes(settings), plans=None, pictures=pictures)
         host = ModelHost(options, on_restart)
         host.load()
@@ -58,4 +58,4 @@ class DecodingExecutor(InProcessExecutor):
             row = decode_on_device(item, inputs, self._settings)
         except TooLargeError as error:
             return [error]
-        return None if row is None else [{inputs.specs[0].name: row}]
+        return None if row is None else [{inputs.pictures.specs[0].name: row}]

@@ -260,3 +260,42 @@ class _NoBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise RuntimeError("there is no backward")
+
+
+class Entries(nn.Module):
+    """Takes a dictionary of ids and a mask, and a scale beside it; one id must be there, as an image's token is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, batch: dict[str, Tensor], scale: Tensor) -> Tensor:
+        if not bool((batch["ids"] == IMAGE_TOKEN).sum(1).eq(2).all()):
+            raise ValueError("each row has two image tokens")
+        weights = batch["mask"][..., None] * scale[:, None, None]
+        out: Tensor = self.head((self.table(batch["ids"]) * weights).sum(1))
+        return out
+
+
+IMAGE_TOKEN = 49
+
+
+class Siamese(nn.Module):
+    """Puts two inputs of a row through one body, all first ones before all second ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        left, right = self.body(torch.cat([a, b])).chunk(2)
+        return torch.cosine_similarity(left, right)
+
+
+class Stacked(Siamese):
+    """The same, which returns what the body does."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = self.body(torch.cat([a, b]))
+        return out

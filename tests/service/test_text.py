@@ -276,7 +276,8 @@ def test_models_say_how_they_take_text(texts: Texts) -> None:
     said = {"max_tokens": POSITIONS, "vocabulary": VOCABULARY, "mask": "attention_mask"}
     assert body["bert"]["text"] == said | {"takes": ["text", "tokens"]}
     assert body["bare"]["text"] == said | {"takes": ["tokens"], "max_tokens": POSITIONS - 2}
-    assert not {"digits", "both"} & {name for name, model in body.items() if "text" in model}
+    assert body["both"]["text"] == body["bert"]["text"] | {"takes": ["tokens"]}
+    assert "text" not in body["digits"]
     assert {"name": "input_ids", "shape": [32], "dtype": "int64", "longest": POSITIONS} in body["bert"]["inputs"]
 
 
@@ -290,7 +291,8 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "outside of the vocabulary": ({"tokens": [CLS, VOCABULARY]}, "bert", f"from 0 to {VOCABULARY - 1}"),
     "a picture": ({"image": "AAAA"}, "bert", '{"text": "a cat"}'),
     "a picture without a tokenizer": ({"image": "AAAA"}, "bare", '{"tokens": ['),
-    "a text for both": ({"text": "a cat"}, "both", "pixel_values"),
+    "a text for both": ({"text": "a cat"}, "both", '{"tokens": ['),
+    "a picture for both": ({"image": "AAAA"}, "both", "send pixel_values"),
     "a tensor too long": (tensor(np.zeros(41, np.int64)), "bert", "from 1 to 40"),
     "an empty tensor": (tensor(np.zeros(0, np.int64)), "bert", "from 1 to 40"),
     "a tensor of floats": (tensor(np.zeros(8, np.float32)), "bert", "int64"),

@@ -341,11 +341,12 @@ def test_what_a_model_takes(tmp_path: Path, name: str, inputs: list[Any], prefix
 
 
 def test_text_and_pictures_at_once(tmp_path: Path) -> None:
-    """A model of both takes tensors of both by name."""
+    """A model of two towers takes tensors of both by name; without a tokenizer it takes tokens, and no pictures."""
     saved("clip", tmp_path)
     model = loaded(tmp_path)
     assert [spec.name for spec in model.inputs] == ["input_ids", "attention_mask", "pixel_values"]
-    assert (model.text, model.preprocess) == (None, None)
+    assert model.text is not None
+    assert (model.text.encode, model.preprocess) == (None, None)
 
 
 def test_tokenizer(tmp_path: Path) -> None:

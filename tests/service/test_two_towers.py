@@ -1,0 +1,218 @@
+"""Models of two towers: pictures and texts by one name, each as the library's own functions compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+from torch import Tensor, nn
+
+from layertap.models.spec import ModelSpec
+from tests.marks import slow_but
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, Json, arrays_of, configured, image, picture, problem, tensor, text64
+from tests.transformers_nets import net, tokenizer
+
+SENTENCES = ("a cat sat on the mat", "a dog", "the red dog and the cat saw the mat")
+OTHERS = ("siglip", "blip", "altclip", "chinese_clip", "clipseg")
+SHARED = ".[pooler_output]"
+PICTURE = picture(1, (80, 64))
+
+
+@dataclass(frozen=True)
+class Towers:
+    """A folder as people have it, and what the library makes of it."""
+
+    folder: Path
+    module: Any
+
+    def make_pixels(self, data: bytes) -> Tensor:
+        """A picture by the library's own processor."""
+        processor = transformers.AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        pixels: Tensor = processor(Image.open(BytesIO(data)), return_tensors="pt")["pixel_values"]
+        return pixels
+
+    def of_picture(self, data: bytes) -> Array:
+        """The library's embedding of a picture."""
+        return _to_array(self.module.get_image_features(pixel_values=self.make_pixels(data)))
+
+    def tokens(self, sentence: str) -> dict[str, Tensor]:
+        """A text by the library's own tokenizer."""
+        rows = transformers.AutoTokenizer.from_pretrained(self.folder)(sentence, return_tensors="pt")
+        return {name: rows[name] for name in ("input_ids", "attention_mask")}
+
+    def of_text(self, sentence: str) -> Array:
+        """The library's embedding of a text alone."""
+        return _to_array(self.module.get_text_features(**self.tokens(sentence)))
+
+
+def _to_array(output: Any) -> Array:
+    found: Array = output.pooler_output.numpy()
+    return found
+
+
+def save_towers(name: str, folder: Path) -> Towers:
+    module = net(name)
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            part.weight[part.padding_idx] = 0  # as training leaves it, and the library has it again
+    module.save_pretrained(folder)
+    tokenizer(folder)
+    processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=32)
+    processor.save_pretrained(folder)
+    return Towers(folder, module)
+
+
+def entry(towers: Towers, name: str, **fields: Any) -> ModelSpec:
+    return ModelSpec(name, f"transformers:{towers.folder}", device="cpu", **fields)
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Towers:
+    return save_towers("clip", tmp_path_factory.mktemp("models") / "clip")
+
+
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["here", "in a worker"])
+def live(serve: Serve, clip: Towers, request: pytest.FixtureRequest) -> Iterator[Live]:
+    with serve(configured(entry(clip, "clip")), workers=request.param) as live:
+        yield live
+
+
+def extract(live: Live, *inputs: Json, **fields: Any) -> dict[str, Array]:
+    body = {"model": "clip", "encoding": "base64", "inputs": list(inputs), **fields}
+    return arrays_of(live.client.post("/extract", json=body, headers={"accept": "application/x-npz"}))
+
+
+def embed(live: Live, values: list[str], **fields: Any) -> Array:
+    response = live.client.post("/v1/embeddings", json={"model": "clip", "input": values, **fields})
+    assert response.status_code == 200, response.text
+    return np.array([each["embedding"] for each in response.json()["data"]], np.float32)
+
+
+def unit(rows: Array) -> Array:
+    found: Array = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+    return found
+
+
+def close(found: Array, expected: Array) -> None:
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_pictures_and_texts(live: Live, clip: Towers) -> None:
+    """Alone, several, and beside each other: what the library's functions give, in one space."""
+    pictures = [PICTURE, picture(2, (64, 96))]
+    of_pictures = np.concatenate([clip.of_picture(data) for data in pictures])
+    of_texts = np.concatenate([clip.of_text(sentence) for sentence in SENTENCES])
+    for data, expected in zip(pictures, of_pictures, strict=True):
+        close(extract(live, image(data), layers=[SHARED])[SHARED], expected[None])
+    close(extract(live, *map(image, pictures), layers=[SHARED])[SHARED], of_pictures)
+    texts = [{"text": sentence} for sentence in SENTENCES]
+    close(extract(live, texts[0], layers=[SHARED])[SHARED], of_texts[:1])
+    close(extract(live, *texts, layers=[SHARED])[SHARED], of_texts)
+    mixed = [texts[0], image(pictures[0]), texts[1], image(pictures[1]), texts[2]]
+    both = np.stack([of_texts[0], of_pictures[0], of_texts[1], of_pictures[1], of_texts[2]])
+    close(extract(live, *mixed, layers=[SHARED])[SHARED], both)
+    close(extract(live, *mixed)[SHARED], both)
+
+
+def test_embeddings(live: Live, clip: Towers) -> None:
+    """The other protocol: strings are texts, data URLs and ``modality: image`` are pictures."""
+    of_texts = unit(np.concatenate([clip.of_text(sentence) for sentence in SENTENCES]))
+    of_picture, sent = unit(clip.of_picture(PICTURE)), text64(PICTURE)
+    close(embed(live, list(SENTENCES)), of_texts)
+    close(embed(live, [f"data:image/png;base64,{sent}"]), of_picture)
+    close(embed(live, [sent], modality="image"), of_picture)
+    close(embed(live, [SENTENCES[0], f"data:image/png;base64,{sent}"]), np.concatenate([of_texts[:1], of_picture]))
+
+
+def test_layers_of_either(live: Live, clip: Towers) -> None:
+    """A layer of a tower gives what a plain hook on it does; the other's inputs are refused by name."""
+    for tower, sent, rows, call in (
+        ("vision", image(PICTURE), {"pixel_values": clip.make_pixels(PICTURE)}, clip.module.get_image_features),
+        ("text", {"text": SENTENCES[0]}, clip.tokens(SENTENCES[0]), clip.module.get_text_features),
+    ):
+        name = f"{tower}_model.encoder.layers.1.mlp"
+        kept: list[Tensor] = []
+        handle = clip.module.get_submodule(name).register_forward_hook(lambda *args, kept=kept: kept.append(args[2]))
+        call(**rows)
+        handle.remove()
+        close(extract(live, sent, layers=[name])[name], kept[0].numpy())
+        other = {"text": "image", "vision": "text"}[tower]
+        inputs = [{"text": "a cat"}] if other == "text" else [image(PICTURE)]
+        body = {"model": "clip", "layers": [name], "inputs": inputs}
+        found = problem(live.client.post("/extract", json=body), 422)
+        assert f"layer '{name}' does not run for {other if other == 'text' else 'picture'}s" in found["detail"]
+        glob = {**body, "layers": [f"{tower}_model.*.mlp"]}
+        assert "none of which runs for" in problem(live.client.post("/extract", json=glob), 422)["detail"]
+
+
+def test_tensors(live: Live, clip: Towers) -> None:
+    """Tensors by name: of one tower, or of both, which are one forward of the whole."""
+    pixels, tokens = clip.make_pixels(PICTURE), clip.tokens(SENTENCES[0])
+    arrays = {name: value.numpy() for name, value in {**tokens, "pixel_values": pixels}.items()}
+
+    def send(*names: str, **fields: Any) -> dict[str, Array]:
+        stream = BytesIO()
+        np.savez(stream, **{name: arrays[name] for name in names})
+        headers = {"content-type": "application/x-npz", "accept": "application/x-npz"}
+        return arrays_of(live.client.post("/extract", content=stream.getvalue(), headers=headers, params=fields))
+
+    model = {"model": "clip"}
+    close(send("pixel_values", layers=SHARED, **model)[SHARED], clip.of_picture(PICTURE))
+    close(send("input_ids", "attention_mask", layers=SHARED, **model)[SHARED], clip.of_text(SENTENCES[0]))
+    close(send("input_ids", layers=SHARED, **model)[SHARED], clip.of_text(SENTENCES[0]))
+    whole = clip.module(**tokens, pixel_values=pixels)
+    found = send(*arrays, layers=".", **model)
+    for name in ("logits_per_image", "image_embeds", "text_embeds"):
+        close(found[f".[{name}]"], whole[name].numpy())
+
+
+def test_what_is_said(live: Live, clip: Towers) -> None:
+    """The model says what it takes and lists both towers; fingerprints of the towers differ."""
+    described = live.client.get("/models/clip").json()
+    assert [each["name"] for each in described["inputs"]] == ["input_ids", "attention_mask", "pixel_values"]
+    assert described["text"]["takes"] == ["text", "tokens"]
+    assert described["preprocess"]["crop"] == [32, 32]
+    assert described["embedding"] == SHARED
+    layers = {layer["name"]: layer for layer in live.client.get("/models/clip/layers").json()["layers"]}
+    assert all(layers[f"{tower}_model.encoder.layers.1"]["calls"] == 1 for tower in ("text", "vision"))
+    body = {"model": "clip", "layers": [SHARED]}
+    receipts = [
+        live.client.post("/extract", json={**body, "inputs": [sent]}).json()["receipts"][SHARED]["fingerprint"]
+        for sent in (image(PICTURE), {"text": SENTENCES[0]}, {"text": SENTENCES[1]})
+    ]
+    assert receipts[0] != receipts[1] == receipts[2]
+
+
+def test_explanations_and_changes(live: Live, clip: Towers) -> None:
+    """What is for pictures takes a tower's pictures; forwards go on from a layer of a tower."""
+    objective = {"layer": SHARED, "kind": "layer"}
+    body = {"model": "clip", "method": "saliency", "objective": objective, "inputs": [image(PICTURE)]}
+    found = arrays_of(live.client.post("/explain", json={**body, "encoding": "base64"}))["saliency"]
+    pixels = clip.make_pixels(PICTURE).requires_grad_()
+    clip.module.get_image_features(pixel_values=pixels).pooler_output.sum().backward()
+    assert pixels.grad is not None
+    expected = pixels.grad.abs().amax(1)
+    close(found / found.max(), (expected / expected.max()).numpy())
+    layer, after = "text_model.encoder.layers.1", "text_model.final_layer_norm"
+    kept = extract(live, {"text": SENTENCES[0]}, layers=[layer, after])
+    close(extract(live, tensor(kept[layer][0]), layers=[after], resume=layer)[after], kept[after])
+
+
+@pytest.mark.parametrize("name", slow_but(("siglip",), OTHERS))
+def test_other_classes(serve: Serve, tmp_path: Path, name: str) -> None:
+    """Other classes with the same two functions."""
+    towers = save_towers(name, tmp_path)
+    with serve(configured(entry(towers, "clip"))) as live:
+        close(extract(live, image(PICTURE))[SHARED], towers.of_picture(PICTURE))
+        close(extract(live, {"text": SENTENCES[0]})[SHARED], towers.of_text(SENTENCES[0]))
+        close(embed(live, [text64(PICTURE)], modality="image"), unit(towers.of_picture(PICTURE)))
