@@ -14,6 +14,10 @@ from torch import Tensor, nn
 PATIENCE_S = 60
 
 
+class Log(list[int]):
+    """A list that stays as forwards leave it: state that is put back is made of plain lists."""
+
+
 class Gated(nn.Module):
     """Runs only while its gate is open, and notes how many rows each forward had."""
 
@@ -23,7 +27,7 @@ class Gated(nn.Module):
         self.gate = Event()
         self.gate.set()
         self.entered = Event()
-        self.forwards: list[int] = []
+        self.forwards = Log()
 
     def forward(self, x: Tensor) -> Tensor:
         self.forwards.append(len(x))

@@ -495,10 +495,15 @@ class Larger(nn.Module):
         return x > 50
 
 
-@pytest.mark.parametrize("factory", ["Remembers", "Compares"])
-def test_what_hides_in_a_forward(factory: str) -> None:
-    """What a part kept of its last forward, or a comparison that was false, is of other rows: it is not offered."""
-    known = resumed(load_model(own(factory)), "first")
+def test_what_parts_keep() -> None:
+    """A model that goes on with what its parts kept of a forward is not resumed: that is of other rows."""
+    with pytest.raises(SelectorError, match="can't be resumed"):
+        resumed(load_model(own("Remembers")), "first")
+
+
+def test_what_hides_in_a_forward() -> None:
+    """What depends on a comparison that was false of other rows is not offered."""
+    known = resumed(load_model(own("Compares")), "first")
     assert {path for layer, _, path, _ in points(known) if layer == "."} == {("0",)}
     assert {layer for layer, *_ in points(known)} == {".", "first", "second"}
 
