@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.service.nets_http import Gated
+from tests.service.nets_http import Gated, Log
 
 
 def count_modes() -> int:
@@ -19,7 +19,7 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes: list[int] = []
+        self.modes = Log()
 
     def forward(self, x: Tensor) -> Tensor:
         self.modes.append(count_modes())
@@ -34,7 +34,7 @@ class Mixer(nn.Module):
         self.first = nn.Linear(4, 8)
         self.halves = Halves()
         self.last = nn.Linear(8, 3)
-        self.modes: list[int] = []
+        self.modes = Log()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -165,7 +165,7 @@ class GatedMixer(Gated):
 
     def __init__(self) -> None:
         super().__init__()
-        self.modes: list[int] = []
+        self.modes = Log()
 
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
 from tests.nets import Mean
-from tests.service.nets_http import Gated
+from tests.service.nets_http import Gated, Log
 
 SLOW_S = 0.02  # of a row of ``Slow``
 LIMIT = 1000  # the survey's noise is far below
@@ -55,7 +55,7 @@ class Stages(Gated):
     def __init__(self) -> None:
         super().__init__()
         self.early, self.middle, self.late = (nn.Linear(3, 3) for _ in range(3))
-        self.ran: list[tuple[str, int]] = []
+        self.ran = Log()
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -148,10 +148,10 @@ class Residual(ResNet):
 
     def __init__(self) -> None:
         super().__init__(BasicBlock, [2, 2, 2, 2], num_classes=7)
-        self.forwards = 0
+        self.forwards = Log()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
+        self.forwards.append(len(x))
         return super().forward(x)
 
 

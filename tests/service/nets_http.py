@@ -14,7 +14,7 @@ from torch import Tensor, nn
 PATIENCE_S = 60
 
 
-class Log(list[int]):
+class Log(list[Any]):
     """A list that stays as forwards leave it: state that is put back is made of plain lists."""
 
 

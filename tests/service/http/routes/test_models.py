@@ -71,6 +71,7 @@ def test_shown(live: Live) -> None:
         "labels": None,
         "layers": 22,
         "hooks": 0,
+        "deterministic": True,
         "memory_bytes": body["memory_bytes"],
         "total_memory_bytes": body["memory_bytes"],
     }
