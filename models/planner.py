@@ -218,7 +218,7 @@ def _check_pool(name: str, tensor: SelectorMatch, reduction: Reduction) -> None:
             f"the axes of {name}, shape {list(leaf.shape)}, are not known, so '{reduction.pool}' is not defined",
             hint="use pool 'flatten' or 'none'",
         )
-    if pooling.first_token and leaf.prefix == 0:
+    if pooling.first_token and leaf.prefix == 0 and not leaf.token_axes:
         raise SelectorError(f"{name} has no class token", hint="use pool 'mean'")
     if pooling.last_token and "T" not in (leaf.layout or ""):
         raise SelectorError(f"{name} has no tokens", hint="use pool 'mean'")

@@ -64,8 +64,11 @@ class TextSpec:
         return self.left_padding == "numbered" and self.has_left_padding(rows)
 
     def has_left_padding(self, rows: Mapping[str, Tensor]) -> bool:
-        """Whether the mask leaves out the first position of a row."""
-        return self.mask is not None and self.mask in rows and not bool(rows[self.mask][:, 0].all())
+        """Whether the mask leaves out the first position of a row that has any token."""
+        if self.mask is None or self.mask not in rows:
+            return False
+        mask = rows[self.mask].bool()
+        return bool((mask.any(1) & ~mask[:, 0]).any())
 
     def inputs(self) -> tuple[InputSpec, ...]:
         """The model's inputs, of a usual length; a row may be shorter, or as long as ``max_tokens``."""
