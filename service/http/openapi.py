@@ -178,6 +178,7 @@ PLAIN_PATHS = {
             ),
             _make_parameter("pool", {"type": "string"}),
             _make_parameter("normalize", {"type": "boolean"}),
+            _make_parameter("prompt", {"type": "string", "description": "for texts: a prompt of the model, by name"}),
             _make_parameter("dtype", {"type": "string"}),
             _make_parameter("verify", {"type": "boolean"}),
             _make_json_parameter(

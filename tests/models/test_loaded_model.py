@@ -200,7 +200,7 @@ def test_torchvision() -> None:
     assert one.digest != other.digest
     assert one.identity != other.identity
     assert one.inputs == (InputSpec("x", (3, 48, 48)),)
-    assert one.embedding == "."
+    assert one.embedding == "classifier.1:input"
     assert not one.module.training
     x = batch(one.inputs, 1)
     assert extract(one, x, "features.3")["features.3"].equal(extract(same, x, "features.3")["features.3"])

@@ -53,7 +53,7 @@ def test_foreign(warmed: Live, name: str) -> None:
     """What is none of the six formats reaches no decoder, whatever it is called."""
     for label in ("image/png", f"image/{name.split()[0]}"):
         found = problem(warmed.client.post("/extract", **raw(FOREIGN[name], label, layers="pool")), 422)
-        assert "JPEG, PNG, WebP, GIF, BMP or TIFF" in found["errors"][0]["hint"]
+        assert "JPEG, PNG, WebP, AVIF, GIF, BMP or TIFF" in found["errors"][0]["hint"]
 
 
 @pytest.mark.parametrize("label", LABELS)
