@@ -169,7 +169,7 @@ def test_two_reductions(live: Live, entry: Json) -> None:
         ("pool[0]", "leave the path out"),
         ("pool:grad_output", '"objective"'),
         ("pool:attention", "no layer of this model does"),
-        ("pool:outptu", "'attention' or 'attention_grad'"),
+        ("pool:outptu", "'attention_sink' or 'attention_grad'"),
         ("block2.relu#x", "#0"),
         ("pool[0", "[0]"),
         ("zzz*", "/layers"),
