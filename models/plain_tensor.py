@@ -6,9 +6,15 @@ import torch
 from torch import Tensor
 
 
+def is_of_export(value: Tensor) -> bool:
+    """Whether torch exports a forward with it: it stands for a dense tensor, and has no numbers."""
+    return type(value).__module__.startswith("torch._subclasses.")
+
+
 def to_plain(value: Tensor) -> Tensor:
     """The same numbers without a graph, a class of their own, or a conjugate or negative that is still to be taken."""
-    return value.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    plain = value.detach()
+    return (plain if is_of_export(plain) else plain.as_subclass(Tensor)).resolve_conj().resolve_neg()
 
 
 def view_bytes(value: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from layertap.models.errors import InputError, escape
+from layertap.models.plain_tensor import is_of_export
 
 Path = tuple[str, ...]
 
@@ -123,6 +124,8 @@ def _get_kind(tensor: torch.Tensor) -> str:
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether its numbers are in other tensors: within ``vmap`` and the like, or of a class that computes by itself."""
+    if is_of_export(tensor):
+        return False
     in_transform: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return in_transform or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
