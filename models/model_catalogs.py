@@ -36,6 +36,7 @@ from layertap.models.selection.hook_points import HookPoint
 from layertap.models.selection.plan import ResolvedObjective
 from layertap.models.spec import InputSpec, Shapes
 
+QUICK_S = 0.5  # CPU-seconds of a forward in which one thread is enough: others that wait for it only spin
 MAX_SURVEYS = 3  # each of which puts back what the one before it found to be state
 
 
@@ -73,11 +74,14 @@ def _survey_repeatedly(
     Where a survey shows such state there is another one: values that drift look as if rows affected each other.
     """
     state: tuple[StateKey, ...] = ()
+    row = make_noise_row(inputs.specs, device, inputs.dtype)
     for _ in range(MAX_SURVEYS):
-        run = RepeatedRun(module, partial(call_module, module=module, state=state), tolerance)
         with torch.no_grad():
-            catalog = survey(module, inputs.specs, run, device, prefix_tokens, inputs.dtype)
-            pads, left_padding = try_padding(run, inputs.text, device, tolerance) if inputs.text else (True, "as sent")
+            with name_input_errors(inputs.specs):
+                run = RepeatedRun(module, partial(call_module, module=module, state=state), tolerance, row)
+            with use_threads(1 if run.seconds < QUICK_S else torch.get_num_threads()):
+                catalog = survey(module, inputs.specs, run, device, prefix_tokens, inputs.dtype)
+                trial = try_padding(run, inputs.text, device, tolerance) if inputs.text else None
             run.repeat()
         found = set(run.put_back_state()) - set(state)
         if not found:
@@ -85,7 +89,9 @@ def _survey_repeatedly(
         state = (*state, *sorted(found))
     if not run.is_same:  # nothing tells what is a neighbour's doing: each row runs alone
         return replace(catalog, rowwise=False, traits=Traits(state, deterministic=False))
-    return replace(catalog, traits=Traits(state, pads=pads, left_padding=left_padding))
+    if trial is None:
+        return replace(catalog, traits=Traits(state))
+    return replace(catalog, traits=Traits(state, pads=trial[0], left_padding=trial[1]))
 
 
 @contextmanager

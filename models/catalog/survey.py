@@ -8,7 +8,6 @@ device raises, for want of memory or for good, says nothing of the model and goe
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,13 +20,11 @@ from layertap.models.catalog.call_recorder import CallRecorder
 from layertap.models.catalog.catalog import Catalog
 from layertap.models.catalog.catalog_builder import CatalogBuilder, LengthProbe
 from layertap.models.devices.memory import is_device_error
-from layertap.models.devices.threads import use_threads
 from layertap.models.errors import IN_THE_LOG, InputError
 from layertap.models.inputs.noise import copy_row, make_noise
 from layertap.models.spec import InputSpec
 
 MAX_TIMED, ENOUGH_S = 5, 0.1  # timed forwards: how many at most, and after how many seconds no further one
-QUICK_S = 0.5  # seconds of a recorded forward in which one thread is enough: others that wait for it only spin
 # What torch and models raise for a wrong shape.
 SHAPE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 
@@ -52,21 +49,17 @@ def survey(
     # Not inference mode: what a model keeps of its first forward (tables, caches) must be fit for gradients later.
     with torch.no_grad():
         alone = CallRecorder(module, functions=functions)
-        start = time.thread_time()
-        with use_threads(1), name_input_errors(inputs):
+        with name_input_errors(inputs):
             alone.watch(run, copy_row(rows))
-        is_quick = time.thread_time() - start < QUICK_S
-        with use_threads(1 if is_quick else torch.get_num_threads()):
-            with name_input_errors(inputs):
-                timer = _time_calls(module, run, copy_row(rows), device)
-            several = CallRecorder(module, alone=alone, functions=functions)
-            try:
-                several.watch(run, rows)
-            except Exception as error:  # whatever a model raises, it means the same: not several rows at once
-                if is_device_error(error):
-                    raise
-                several = alone
-            length_probe = _probe_length(CallRecorder(module, functions=functions), inputs, run, device, dtype)
+            timer = _time_calls(module, run, copy_row(rows), device)
+        several = CallRecorder(module, alone=alone, functions=functions)
+        try:
+            several.watch(run, rows)
+        except Exception as error:  # whatever a model raises, it means the same: not several rows at once
+            if is_device_error(error):
+                raise
+            several = alone
+        length_probe = _probe_length(CallRecorder(module, functions=functions), inputs, run, device, dtype)
     if several.summarize_calls() != alone.summarize_calls():
         several = alone
     return CatalogBuilder(module, alone, several, timer, prefix, length_probe).build()

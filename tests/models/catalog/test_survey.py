@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
-from layertap.models.devices.threads import use_threads
 from layertap.models.errors import InputError
 from layertap.models.loaded_model import LoadedModel
-from layertap.models.spec import InputSpec
+from layertap.models.spec import InputSpec, ModelSpec
 from tests.conftest import Loader
+from tests.loading import load_model
 from tests.marks import slow
 from tests.nets import INPUTS, BatchCentred, Recursive, batch, surveyed
 from tests.oracle import Key, record, seeded
@@ -309,16 +310,21 @@ def test_integer_inputs(load_net: Loader) -> None:
     assert model.catalog.layers["."].calls[0].input.tensors[1].shape == (1,)
 
 
+class Watched(nn.Linear):
+    """Notes how many threads its forwards have."""
+
+    threads: ClassVar[set[int]] = set()
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.add(torch.get_num_threads())
+        return super().forward(x)
+
+
 def test_a_quick_model_has_one_thread() -> None:
     """Where a forward takes next to nothing, other threads would only wait for it, and take a core each."""
-    threads = set()
-
-    class Watched(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            threads.add(torch.get_num_threads())
-            return super().forward(x)
-
-    with use_threads(2):
-        surveyed(Watched(4, 2), 4)
-        assert torch.get_num_threads() == 2
-    assert threads == {1}
+    source = f"python:{__name__}:Watched"
+    load_model(ModelSpec("m", source, "random:0", "cpu", inputs=(InputSpec("x", (4,)),)), threads=2)
+    assert Watched.threads == {1}
