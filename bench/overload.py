@@ -24,8 +24,8 @@ from bench.serving.server import Server, serving
 from bench.startup import HOST
 from layertap.service.load.options import Options
 from layertap.service.load.report import Report
-from layertap.service.load.request_kind import Body, RequestKind
 from layertap.service.load.run import run
+from layertap.service.load.scenario import Body, RequestKind
 
 NORMAL = 2.0  # times the latency before: an answer that took no longer is as before
 PROBES = 5

@@ -17,11 +17,9 @@ from bench.serving.metrics import get_rows_per_forward, read_batch_rows
 from bench.serving.pictures import written
 from bench.serving.server import TIMES, Server, read_stat, serving
 from bench.startup import HOST
-from layertap.service.load.inputs import Picture, draw_rows
 from layertap.service.load.options import Options
-from layertap.service.load.request_kind import RequestKind
-from layertap.service.load.routes import make_multipart, make_npy
 from layertap.service.load.run import run
+from layertap.service.load.scenario import Picture, RequestKind, make_multipart, make_npy
 
 MANY = 16
 SHAPE = (3, 224, 224)
@@ -52,11 +50,11 @@ def check(model: str, cores: int, connections: Sequence[int], rounds: int, secon
 def make_kinds(model: str, pictures: Sequence[Picture]) -> Mapping[str, RequestKind]:
     """Requests of one picture, of many, and of a row that need not be decoded."""
     path = f"/extract?model={model}&layers=avgpool&pool=flatten&format=npy"
-    singles = tuple(make_multipart([each]) for each in pictures)
+    singles = tuple(make_multipart((each,)) for each in pictures)
     return {
         "one": RequestKind("one", path, singles),
         "many": RequestKind("many", path, (make_multipart(tuple(pictures) * (MANY // 2)),), rows=MANY),
-        "row": RequestKind("row", path, (make_npy(draw_rows(1, SHAPE, 0)),)),
+        "row": RequestKind("row", path, (make_npy(1, SHAPE, 0),)),
     }
 
 

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -88,23 +87,22 @@ def load(
     for path in filter(None, (plot, out)):
         if not path.parent.is_dir():  # before the load, not after it
             raise LayertapError(f"there is no folder {path.parent}")
-    from layertap.service.load.document import make_document
     from layertap.service.load.plot import check_plot, write_plot
     from layertap.service.load.progress import show_progress
+    from layertap.service.load.report import make_document
     from layertap.service.load.run import run
 
     if plot is not None:
         check_plot(plot)
     _check_listening(options)
-    with show_progress(options, stderr) as watch:
+    with show_progress(stderr) as watch:
         figures = run(kinds, options, watch)
     _print(figures)
-    command = shlex.join(["layertap", *sys.argv[1:]])
-    document = make_document(command, scenario, options, budget, figures)
     if out is not None:
-        out.write_text(json.dumps(asdict(document), indent=2) + "\n", encoding="utf-8")
+        document = make_document(shlex.join(["layertap", *sys.argv[1:]]), scenario, options, budget, figures)
+        out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        write_plot(document, plot)
+        write_plot(figures, scenario, plot)
     _judge(budget.find_breaches(figures.total))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from layertap.service.load.options import Options
-from layertap.service.load.request_kind import RequestKind
 from layertap.service.load.sample import REFUSALS, NotSent, Sample
-from layertap.service.load.server_timing import parse
+from layertap.service.load.scenario import RequestKind
+
+# A step of ``Server-Timing`` that has a time (https://www.w3.org/TR/server-timing/); its name is a token of RFC 9110.
+STEP = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+);dur=(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Step:
-    """A step in ``Server-Timing``: in how many answers, and milliseconds where it has a time."""
+    """A step in ``Server-Timing``: in how many answers, and milliseconds."""
 
     answers: int
-    mean: float | None
-    median: float | None
-    p99: float | None
+    mean: float
+    median: float
+    p99: float
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,10 @@ class Judge(NamedTuple):
 def make_steps(headers: Iterable[str]) -> dict[str, Step]:
     """The steps of the server by their names, in the order in which they first occur."""
     times: dict[str, list[float]] = {}
-    answers: Counter[str] = Counter()
     for header in headers:
-        for entry in parse(header):
-            answers[entry.label] += 1
-            times.setdefault(entry.label, []).extend([] if entry.dur is None else [entry.dur])
-    return {name: _make_step(answers[name], sorted(times[name])) for name in times}
+        for name, milliseconds in STEP.findall(header):
+            times.setdefault(name, []).append(float(milliseconds))
+    return {name: _make_step(sorted(values)) for name, values in times.items()}
 
 
 def make_spread(seconds: Iterable[float]) -> Spread | None:
@@ -146,8 +147,6 @@ def get_percentile(ordered: Sequence[float], percent: int) -> float:
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
-def _make_step(answers: int, ordered: list[float]) -> Step:
-    if not ordered:
-        return Step(answers, None, None, None)
+def _make_step(ordered: list[float]) -> Step:
     mean = round(sum(ordered) / len(ordered), 3)
-    return Step(answers, mean, get_percentile(ordered, 50), get_percentile(ordered, 99))
+    return Step(len(ordered), mean, get_percentile(ordered, 50), get_percentile(ordered, 99))

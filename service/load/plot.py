@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from layertap.models.errors import LayertapError
-from layertap.service.load.document import Document
+from layertap.service.load.report import Report
 
 MISSING = 'plots need matplotlib: pip install "layertap[bench]"'
 
@@ -21,11 +21,11 @@ def check_plot(path: Path) -> None:
         raise LayertapError(f"--plot can't write {path.suffix or 'a file without an ending'}", hint=", ".join(formats))
 
 
-def write_plot(document: Document, path: Path) -> None:
+def write_plot(report: Report, title: str, path: Path) -> None:
     """Draw a run, in the format that the file's ending names."""
     from matplotlib.figure import Figure
 
-    timeline = document.results.timeline
+    timeline = report.timeline
     figure = Figure(figsize=(8, 6), layout="constrained")
     rates, latencies = figure.subplots(2, 1, sharex=True)
     middles = [each.begin_s + each.seconds / 2 for each in timeline]
@@ -39,5 +39,5 @@ def write_plot(document: Document, path: Path) -> None:
     for axes in (rates, latencies):
         axes.set_ylim(bottom=0)
         axes.legend()
-    figure.suptitle(document.scenario)
+    figure.suptitle(title)
     figure.savefig(path)

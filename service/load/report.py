@@ -1,16 +1,22 @@
-"""What a run gave."""
+"""What a run gave, as it is kept, and what it may have cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 
-from layertap.service.load.distribution import Bin, Interval
 from layertap.service.load.figures import Figures, Spread
+from layertap.service.load.options import Options
+from layertap.service.load.timeline import Interval
+from layertap.service.version import get_version
 
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of all requests and of each kind, over the run and by latency.
+    """Figures of all requests and of each kind, and over the run.
 
     ``client_cpu`` is CPU-seconds a second of the client's own process: near 1, it was the limit. ``late_ms``: in open
     loop, how long after their moments requests were sent.
@@ -23,7 +29,6 @@ class Report:
     late_ms: Spread | None
     interrupted: bool
     timeline: list[Interval]
-    histogram: list[Bin]
 
     @property
     def ok(self) -> bool:
@@ -59,3 +64,25 @@ class Budget:
                 told = "there is no answer to take a p99 of" if p99 is None else f"p99 is {p99:.1f} ms"
                 breaches.append(f"{told}; --max-p99 allows {self.max_p99_ms:g} ms")
         return breaches
+
+
+def make_document(
+    command: str, scenario: str, options: Options, budget: Budget, report: Report
+) -> Mapping[str, object]:
+    """A run that has just ended as plain data for JSON: what was asked, of whom, when, what came of it; no key."""
+    told = {name: value for name, value in asdict(options).items() if name != "headers"}  # these have the key
+    return {
+        "command": command,
+        "scenario": scenario,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": get_version(),
+        "client": {
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+        },
+        "options": told | {"allow": sorted(options.allow)},
+        "budget": asdict(budget),
+        "breaches": budget.find_breaches(report.total),
+        "results": asdict(report),
+    }

@@ -6,18 +6,18 @@ import asyncio
 import importlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from layertap.service.load.distribution import make_histogram, make_timeline
 from layertap.service.load.figures import Judge, Spread, make_spread
 from layertap.service.load.options import Options
 from layertap.service.load.report import Report
-from layertap.service.load.request_kind import RequestKind
 from layertap.service.load.sample import NotSent, Sample
+from layertap.service.load.scenario import RequestKind
 from layertap.service.load.schedule import Entry, make_schedule
-from layertap.service.load.sender import Sender, make_client
+from layertap.service.load.sender import Sender
+from layertap.service.load.timeline import make_timeline
 
 PAUSE_S = 0.1  # of a connection in closed loop after an error, so that a server that is gone isn't hammered
 TICK_S = 1.0  # between two looks at the figures, and so what "now" means
@@ -71,8 +71,7 @@ async def _run(
 ) -> None:
     weights = [each.weight for each in kinds]
     loop = _run_closed if options.rate is None else _run_open
-    async with make_client(options) as client:
-        sender = Sender(client, kinds, options.url)
+    async with aclosing(Sender(kinds, options)) as sender:
         if options.warmup:
             warmup = replace(options, requests=options.warmup, duration=None)
             await loop(sender, warmup, make_schedule(weights, warmup, "warm-up"), Record())
@@ -177,7 +176,6 @@ def _make_report(kinds: Sequence[RequestKind], options: Options, record: Record,
         late_ms=make_spread(each.late for each in record.samples) if options.rate is not None else None,
         interrupted=interrupted,
         timeline=make_timeline(judge, record.samples, record.not_sent),
-        histogram=make_histogram(record.samples),
     )
 
 

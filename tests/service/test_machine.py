@@ -29,7 +29,7 @@ CLOCKS = {"time.time", "time.time_ns", "time.localtime", "time.ctime", "datetime
 TOLD = {  # nothing is decided by it
     "service/statistics.py",  # Triton's clients read when a model was last asked
     "service/http/tracing.py",  # spans of several machines stand on one line of time
-    "service/load/document.py",  # a report has its day
+    "service/load/report.py",  # a report has its day
 }
 LATE_S = "0.2"
 FULL = 2**16  # bytes that a file may have: the log fits, nothing compiled does

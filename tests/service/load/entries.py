@@ -11,13 +11,20 @@ from tests.service.support import Json
 ROOT = Path(__file__).parents[3]
 NOWHERE = "http://127.0.0.1:1"
 OPTIONS = Options(NOWHERE, requests=100)
-PICTURE = {"picture": str(ROOT / "examples" / "digit.png")}
-VECTOR = {"name": "vector", "weight": 3, "input": PICTURE, "layers": "pool", "pool": "flatten"}
-BLOCKS = {"name": "blocks", "weight": 2, "input": PICTURE, "inputs": 3, "layers": ["block1", "block2"], "format": "npz"}
-ROWS = {"name": "rows", "input": {"random": [3, 32, 32]}, "inputs": 4, "layers": "pool"}
-BAD = {"name": "bad", "weight": 2, "input": {"bad": True}, "layers": "pool"}
-UNKNOWN = {"name": "unknown", "input": PICTURE, "layers": "nowhere"}
-GATED = {"name": "gated", "model": "gated", "input": {"random": [4]}, "layers": "linear"}
+DIGIT = ROOT / "examples" / "digit.png"
+PICTURE: Json = {"picture": str(DIGIT)}
+VECTOR: Json = {"name": "vector", "weight": 3, "path": "/extract?layers=pool&pool=flatten", **PICTURE}
+BLOCKS: Json = {
+    "name": "blocks",
+    "weight": 2,
+    "path": "/extract?layers=block1,block2&format=npz",
+    "inputs": 3,
+    **PICTURE,
+}
+ROWS: Json = {"name": "rows", "path": "/extract?layers=pool", "random": [3, 32, 32], "inputs": 4}
+BAD: Json = {"name": "bad", "weight": 2, "path": "/extract?layers=pool", "bad": True, "expect": 422}
+UNKNOWN: Json = {"name": "unknown", "path": "/extract?layers=nowhere", **PICTURE}
+GATED: Json = {"name": "gated", "path": "/extract?model=gated&layers=linear", "random": [4]}
 LOOPS: dict[str, Json] = {
     "closed": {"connections": 4},
     "open": {"rate": 200.0},

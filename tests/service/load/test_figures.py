@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from layertap.service.load.distribution import make_histogram, make_timeline
-from layertap.service.load.figures import Judge, get_percentile
+from layertap.service.load.figures import Judge, Step, get_percentile, make_steps
 from layertap.service.load.report import Budget
 from layertap.service.load.sample import NotSent, Sample, parse_retry_after
-from layertap.service.load.server_timing import Entry, parse
+from layertap.service.load.timeline import make_timeline
 from tests.service.load.entries import BLOCKS, OPTIONS, VECTOR, of
 
 
@@ -48,7 +47,6 @@ def test_figures() -> None:
     assert [(name, step.answers, step.mean, step.median, step.p99) for name, step in found.steps.items()] == [
         ("a", 5, 1.4, 1, 3),
         ("b", 4, 4, 4, 4),
-        ("cache: hit", 1, None, None, None),
     ]
 
 
@@ -57,25 +55,10 @@ def test_figures_of_nothing() -> None:
     assert (found.requests, found.per_second, found.latency_ms, found.refusal_ms, found.steps) == (0, 0, None, None, {})
 
 
-@pytest.mark.parametrize(
-    ("header", "entries"),
-    [
-        ("", []),
-        ("total;dur=1.5", [Entry("total", 1.5)]),
-        ("parse;dur=0.10, decode;dur=12", [Entry("parse", 0.1), Entry("decode", 12.0)]),
-        ("miss,\tdb ; dur = 53 ", [Entry("miss"), Entry("db", 53.0)]),
-        ('cache;desc="hit, \\"warm\\"; old";dur=3', [Entry("cache", 3.0, 'hit, "warm"; old')]),
-        ("cache;desc=hit", [Entry("cache", None, "hit")]),
-        ('a;dur="2.5", b;DUR=3', [Entry("a", 2.5), Entry("b", 3.0)]),
-        ("a;dur=1;dur=2", [Entry("a", 1.0)]),
-        ("a;dur=soon, b;dur=nan, c;dur", [Entry("a"), Entry("b"), Entry("c")]),
-        (", ,;dur=1,a", [Entry("a")]),
-        (";;;;, ;, a;;dur=1;", [Entry("a", 1.0)]),
-        ('a;desc="never ends, b', [Entry("a", None, "never ends, b")]),
-    ],
-)
-def test_server_timing(header: str, entries: list[Entry]) -> None:
-    assert parse(header) == entries
+def test_server_timing() -> None:
+    """Steps that have a time are taken from headers of whatever else."""
+    headers = ["parse;dur=0.10, forward;dur=12", 'parse;dur=0.3, cache;desc="hit"', ";;;;, ;, a;;dur=1;", ""]
+    assert make_steps(headers) == {"parse": Step(2, 0.2, 0.1, 0.3), "forward": Step(1, 12.0, 12.0, 12.0)}
 
 
 @pytest.mark.parametrize(
@@ -116,23 +99,6 @@ def test_timeline_is_bounded() -> None:
     assert len(timeline) <= 60
     assert sum(each.good for each in timeline) == 168
     assert make_timeline(JUDGE, [], []) == []
-
-
-def test_histogram() -> None:
-    """Bins follow one another, and each answer is in one, the longest in the last."""
-    seconds = np.random.default_rng(0).lognormal(-3, 1, 500)
-    bins = make_histogram([Sample(0, seconds=each, status=200) for each in seconds])
-    assert sum(each.count for each in bins) == 500
-    assert [each.to_ms for each in bins[:-1]] == [each.from_ms for each in bins[1:]]
-    assert bins[-1].count
-    for each in bins[3:30]:
-        inside = ((1000 * seconds >= each.from_ms) & (1000 * seconds < each.to_ms)).sum()
-        assert abs(inside - each.count) <= 1  # an edge is rounded
-
-
-@pytest.mark.parametrize("samples", [[], [Sample(0, 0.1, error="ReadError")], [Sample(0, 0.1, status=429)]])
-def test_histogram_of_nothing(samples: list[Sample]) -> None:
-    assert make_histogram(samples) == []
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from io import StringIO
 
-import pytest
 from rich.console import Console
 
 from layertap.service.load.figures import Spread
 from layertap.service.load.progress import show_progress
 from layertap.service.load.run import Now
-from tests.service.load.entries import OPTIONS
 
 LATENCY = Spread(10.0, 20.0, 30.0, 40.0)
 
@@ -24,7 +21,7 @@ def make_now(elapsed_s: float) -> Now:
 def test_lines() -> None:
     """Without a terminal there is a line at the first look, and then one every five seconds."""
     out = StringIO()
-    with show_progress(OPTIONS, Console(file=out, width=40)) as watch:
+    with show_progress(Console(file=out, width=40)) as watch:
         for second in range(1, 13):
             watch(make_now(second))
     assert out.getvalue().splitlines() == [
@@ -35,19 +32,15 @@ def test_lines() -> None:
 def test_nothing_yet() -> None:
     """Neither answers nor requests that were not sent are passed over."""
     out = StringIO()
-    with show_progress(OPTIONS, Console(file=out)) as watch:
+    with show_progress(Console(file=out)) as watch:
         watch(Now(1.0, 0, 7, 0, 0.0, None))
     assert out.getvalue() == "1 s: 0 done, 0.0/s, no answer, 0 failed, 7 not sent\n"
 
 
-@pytest.mark.parametrize(
-    ("changes", "shown"), [({"requests": 1000}, "300 requests"), ({"requests": 10**6, "duration": 60.0}, "3 s")]
-)
-def test_terminal(changes: dict[str, float], shown: str) -> None:
-    """On a terminal one line moves: how far the run is, by what bounds it, and its figures; it is gone in the end."""
+def test_terminal() -> None:
+    """On a terminal one line changes, and is gone in the end."""
     out = StringIO()
-    console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    with show_progress(replace(OPTIONS, **changes), console) as watch:  # type: ignore[arg-type]
+    with show_progress(Console(file=out, force_terminal=True, width=120, color_system=None)) as watch:
         watch(make_now(3))
-        assert f"{shown}  300 done, 100.0/s, p50 10.0 ms, p99 30.0 ms, 3 failed" in out.getvalue()
-    assert out.getvalue().endswith("\x1b[2K\x1b[?25h") or out.getvalue().rstrip().endswith("\x1b[2K")
+    assert "3 s: 300 done, 100.0/s, p50 10.0 ms, p99 30.0 ms, 3 failed" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("\x1b[2K")

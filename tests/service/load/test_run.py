@@ -20,7 +20,7 @@ from layertap.service.load.scenario import find_scenario
 from layertap.service.load.schedule import make_schedule
 from tests.server import Live, serving
 from tests.service.gated_server import admitted_rows, hold_model, wait_until
-from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, NOWHERE, PICTURE, ROWS, UNKNOWN, VECTOR, of, weights
+from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, NOWHERE, ROWS, UNKNOWN, VECTOR, of, weights
 from tests.service.support import Json, configured, net
 
 PAUSE_S = 0.3
@@ -124,7 +124,6 @@ def test_server_that_stalls(live: Live) -> None:
     assert found.total.statuses == {200: 20}
     assert found.total.latency_ms is not None
     assert found.total.latency_ms.p50 >= stalled_ms
-    assert found.histogram[0].from_ms >= stalled_ms - 0.001
     assert found.late_ms is not None
     assert sum(each.due for each in found.timeline) == 20
     assert found.timeline[0].due == 20  # one each millisecond
@@ -152,30 +151,10 @@ def test_retry_after(clean: None, respect: bool) -> None:
 
 
 def test_dialects(live: Live) -> None:
-    """Every route of the built-in scenario answers, inputs of each kind included, and bad pictures as they should."""
-    entries = [
-        {"name": "embeddings", "route": "embeddings", "model": "digits", "input": PICTURE, "inputs": 2},
-        {"name": "infer", "route": "infer", "model": "digits", "input": PICTURE, "inputs": 2, "layers": "block1"},
-        {"name": "rows", "route": "infer", "model": "digits", "input": {"random": [3, 32, 32], "name": "image"}},
-        {"name": "explain", "route": "explain", "input": PICTURE, "method": ["grad_cam", "saliency"], "format": "npz"},
-        *(
-            {"name": f"bad {route}", "route": route, "input": {"bad": True}, "model": "digits"}
-            for route in ("extract", "embeddings", "infer")
-        ),
-        {"name": "bad explain", "route": "explain", "input": {"bad": True}, "method": "grad_cam"},
-    ]
-    report = run(
-        (*of(*({"weight": 10} | each for each in entries)), *find_scenario("digits")),
-        Options(live.url, requests=200, connections=8),
-    )
+    """Every route of the built-in scenario answers."""
+    report = run(find_scenario("digits"), Options(live.url, requests=200, connections=8))
     assert report.total.failed == 0
     assert [name for name, each in report.kinds.items() if not each.requests] == []
-    assert {name: list(each.statuses) for name, each in report.kinds.items() if name.startswith("bad")} == {
-        "bad extract": [422],
-        "bad embeddings": [400],
-        "bad infer": [400],
-        "bad explain": [422],
-    }
 
 
 def test_nobody_listens() -> None:

@@ -7,10 +7,11 @@ from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-import httpx
 import pytest
 
-from layertap.service.load.connection_pool import ConnectionPool
+from layertap.service.load.options import Options
+from layertap.service.load.scenario import Body, RequestKind
+from layertap.service.load.sender import Sender
 
 STEPS = 80  # of the event loop; a request to a server on the same loop takes fewer than 40
 
@@ -35,9 +36,9 @@ async def answering() -> AsyncIterator[tuple[str, list[int]]]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", clients
 
 
-async def get(client: httpx.AsyncClient, url: str) -> bytes:
-    async with aclosing(await client.send(client.build_request("GET", url), stream=True)) as response:
-        return b"".join([part async for part in response.aiter_raw()])
+def make_sender(url: str) -> Sender:
+    """A sender of one kind of request."""
+    return Sender([RequestKind("get", "/", (Body(b"", {}),))], Options(url, timeout=10))
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["connecting", "connected"])
@@ -45,16 +46,16 @@ def test_cancelled_at_any_moment(opened: bool) -> None:
     """Some cancelled requests are held by httpcore for ever: their connections are not used again."""
 
     async def cancel_after(steps: int) -> bool:
-        async with answering() as (url, _), httpx.AsyncClient(transport=ConnectionPool(), timeout=10) as client:
+        async with answering() as (url, _), aclosing(make_sender(url)) as sender:
             if opened:
-                assert await get(client, url) == b"ok"
-            task = asyncio.create_task(get(client, url))
+                assert (await sender.send(0, 0.0, 0.0)).status == 200
+            task = asyncio.create_task(sender.send(0, 0.0, 0.0))
             for _ in range(steps):
                 await asyncio.sleep(0)
             whole = task.done()
             task.cancel()
             await asyncio.wait([task])
-            assert await get(client, url) == b"ok"
+            assert (await sender.send(0, 0.0, 0.0)).size == len("ok")
             return whole
 
     whole = [asyncio.run(cancel_after(steps)) for steps in range(STEPS)]
@@ -63,11 +64,13 @@ def test_cancelled_at_any_moment(opened: bool) -> None:
 
 
 def test_connections_are_used_again() -> None:
+    """As many are open as there are requests at once."""
+
     async def run() -> list[int]:
-        async with answering() as (url, clients), httpx.AsyncClient(transport=ConnectionPool()) as client:
+        async with answering() as (url, clients), aclosing(make_sender(url)) as sender:
             for _ in range(5):
-                await get(client, url)
-            await asyncio.gather(*(get(client, url) for _ in range(3)))
+                await sender.send(0, 0.0, 0.0)
+            await asyncio.gather(*(sender.send(0, 0.0, 0.0) for _ in range(3)))
             return clients
 
     assert len(asyncio.run(run())) == 3

@@ -1,4 +1,4 @@
-"""How figures move over a run, and how latencies are distributed: what a plot draws."""
+"""How figures move over a run: what a plot draws."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from layertap.service.load.sample import REFUSALS, NotSent, Sample
 
 MAX_INTERVALS = 60
 WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600)
-BINS = 40
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,6 @@ class Interval:
     failed: int
     not_sent: int
     latency_ms: Spread | None
-
-
-@dataclass(frozen=True)
-class Bin:
-    """How many latencies lie from ``from_ms`` to below ``to_ms`` (the last one: up to it)."""
-
-    from_ms: float
-    to_ms: float
-    count: int
 
 
 def make_timeline(judge: Judge, samples: Sequence[Sample], not_sent: Sequence[NotSent]) -> list[Interval]:
@@ -74,20 +64,6 @@ def make_timeline(judge: Judge, samples: Sequence[Sample], not_sent: Sequence[No
         )
         for place in range(number)
     ]
-
-
-def make_histogram(samples: Sequence[Sample]) -> list[Bin]:
-    """Latencies of all answers but refusals, in forty bins of equal width on a logarithmic scale, milliseconds."""
-    times = [1000 * each.seconds for each in samples if each.status is not None and each.status not in REFUSALS]
-    if not times:
-        return []
-    least, most = max(min(times), 1e-3), max(times)
-    if most <= least * 1.001:
-        return [Bin(round(least, 3), round(most, 3), len(times))]
-    ratio = (most / least) ** (1 / BINS)
-    counts = Counter(min(int(math.log(max(each, least) / least) / math.log(ratio)), BINS - 1) for each in times)
-    edges = [round(least * ratio**place, 3) for place in range(BINS + 1)]
-    return [Bin(edges[place], edges[place + 1], counts[place]) for place in range(BINS)]
 
 
 def _name_outcome(judge: Judge, sample: Sample) -> str:
