@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from layertap.models.registry import Registry
 from layertap.models.sources import python
@@ -95,6 +96,8 @@ def create_app(
         pages=explorer.PATHS | docs.PATHS,
         tracer=tracer,
     )
+    if settings.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(settings.trusted_proxies))
     return app
 
 

@@ -117,8 +117,8 @@ class Features:
     ``verified``: outputs, put back in a second forward, gave the model's own again. ``interventions`` names, for each
     that was asked for, what it changed. ``warnings`` say where an answer may mislead. ``files`` names
     those that the rows are of, where they came from files. ``place`` is that of the only input in a request that has
-    others, of other shapes; ``by_input`` are the keys of results of one such input. ``content`` is a digest of all that
-    decided them, where answers are kept. ``tokens`` counts those of all texts, special ones among them, padding not.
+    others, of other shapes; ``by_input`` are the keys of results of one such input. ``tokens`` counts
+    those of all texts, special ones among them, padding not.
     ``top_classes`` has each row's best classes, the best one first, where they were asked for.
     """
 
@@ -135,7 +135,6 @@ class Features:
     files: tuple[str, ...] = ()
     place: int | None = None
     by_input: frozenset[str] = frozenset()
-    content: str = ""
     tokens: int = 0
     top_classes: tuple[tuple[TopClass, ...], ...] = ()
 
@@ -181,7 +180,6 @@ def join_features(parts: Sequence[Features]) -> Features:
         errors=tuple(fault for part in parts for fault in part.errors),
         verified=all(part.verified for part in parts),
         warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
-        content="",
         tokens=sum(part.tokens for part in parts),
     )
 

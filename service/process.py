@@ -11,14 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from select import select
 from types import FrameType
 from typing import NoReturn
 
 import uvicorn
 from uvicorn.server import HANDLED_SIGNALS
 
-from layertap.service.http.sockets import format_url, stop_connecting
+from layertap.service.http.sockets import format_url, remove_path
 from layertap.service.signals import release_hangups
 
 log = logging.getLogger("layertap")
@@ -29,10 +28,6 @@ TICK_S = 0.1
 CLOSE_CONNECTIONS_S = (
     1.0  # of a delay at its end: connections in use move elsewhere, and none is closed under a request
 )
-ACCEPT_S = 0.5  # for connections that have begun: round trips to far clients
-ACCEPT_SOON_S = 0.1  # the same after Ctrl+C, when somebody waits
-LATE_WAIT_S = 0.01
-LATE_TRIES = 50  # at whether somebody still waits to be accepted
 CLOSE_HEADER = (b"connection", b"close")
 CHILD_END_S = 1.0  # for a compiler to remove its files
 
@@ -61,7 +56,6 @@ class Server(uvicorn.Server):
         self._on_drain = on_drain
         self._delay = delay
         self._drain_ended = not delay
-        self._accept_seconds = ACCEPT_S
 
     def run_until_stopped(self, listeners: Sequence[socket.socket] | None = None) -> NoReturn:
         """Serve until SIGTERM, SIGINT or a failure that lasts, then end the process."""
@@ -93,15 +87,13 @@ class Server(uvicorn.Server):
         log.info("stopping")
         await self._close_after_replies()
         for listener in sockets or ():
-            stop_connecting(listener)
-        await self._accept_last(sockets or ())
+            remove_path(listener)
+        await asyncio.sleep(TICK_S)  # whoever has connected comes in: a closed listener resets them
         self._on_end()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal: the first begins the delay, the next one ends it; all others are uvicorn's."""
-        if sig == signal.SIGINT:
-            self._accept_seconds = ACCEPT_SOON_S
         if self.should_exit and not self._drain_ended:
             self._drain_ended = True
         else:
@@ -124,17 +116,6 @@ class Server(uvicorn.Server):
         while not self._drain_ended and self._alive() and time.monotonic() < end:
             await self.on_tick(0)  # the date in replies
             await asyncio.sleep(TICK_S)
-
-    async def _accept_last(self, listeners: Sequence[socket.socket]) -> None:
-        """Let connections that have begun come in.
-
-        A loop may look at its timers first: after a stall it would end here with clients that wait for it.
-        """
-        await asyncio.sleep(self._accept_seconds)
-        for _ in range(LATE_TRIES):
-            if not (listeners and select(listeners, (), (), 0)[0]):
-                return
-            await asyncio.sleep(LATE_WAIT_S)
 
     async def _close_after_replies(self) -> None:
         """From now on whoever is answered is told that the connection ends with that."""

@@ -56,7 +56,6 @@ NO_DEFAULT = (
 CommaSeparated = Annotated[tuple[str, ...], NoDecode]
 UNIX = "unix"  # among proxies: whoever may open the Unix socket
 Network = IPv4Network | IPv6Network
-ForwardedHeaders = Literal["x-forwarded", "forwarded"]
 LogFormat = Literal["auto", "json", "text"]
 ReadyWhen = Literal["all", "required", "any"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -162,7 +161,7 @@ def _parse_size(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(_parse_size)]
 
 
-def parse_prefix(text: str) -> str:
+def _parse_prefix(text: str) -> str:
     """A path that is written in one way only, and is none of ours: nobody has to guess what a proxy made of it.
 
     ValueError where it is not.
@@ -222,7 +221,6 @@ class Settings(BaseSettings):
     api_keys: CommaSeparated = Field((), repr=False, validate_default=True)
     admin_keys: CommaSeparated = Field((), repr=False, validate_default=True)
     trusted_proxies: CommaSeparated = ()
-    forwarded_headers: ForwardedHeaders = "x-forwarded"
     key_rate: float | None = Field(None, gt=0, allow_inf_nan=False)
     key_burst: int | None = Field(None, gt=0)
     allow_urls: CommaSeparated = ()
@@ -299,7 +297,7 @@ class Settings(BaseSettings):
     @field_validator("root_path")
     @classmethod
     def _check_root_path(cls, value: str) -> str:
-        return parse_prefix(value)
+        return _parse_prefix(value)
 
     @field_validator("tls_key")
     @classmethod

@@ -96,7 +96,7 @@ class AnswerCache:
     async def _keep(self, key: Key, features: Features, computing: asyncio.Future[Outcome]) -> None:
         """Keep features that have a place here; where there is no memory for a copy they are not kept."""
         size = measure(features)
-        if size > self.max_bytes - self._copying_bytes or not features.content:
+        if size > self.max_bytes - self._copying_bytes:
             return
         self.used_bytes += size  # before there is a copy
         while self.used_bytes > self.max_bytes:

@@ -98,17 +98,13 @@ class Engine:
             return await compute()
         worker = await self.get_worker(request.model, admission)
         with self.metrics.get_statistics(worker.name).measure_lookup() as lookup:
-            content = await self._digest(request, worker, admission)
 
-            async def compute_named() -> Features:
+            async def compute_measured() -> Features:
                 with lookup.compute():
-                    features = await compute()
-                # Inputs that failed may not again; a model that was unloaded, and loaded again, may be another.
-                is_named = not features.errors and self.manager.workers.get(worker.name) is worker
-                return replace(features, content=content) if is_named else features
+                    return await compute()
 
-            key = (worker.generation, content)
-            features, result = await self.answers.get_or_compute(key, compute_named, admission.deadline)
+            key = (worker.generation, await self._digest(request, admission))
+            features, result = await self.answers.get_or_compute(key, compute_measured, admission.deadline)
             if result != "miss":
                 admission.reserve_bytes(features.nbytes)
         self.metrics.count_cached(result)
@@ -233,8 +229,8 @@ class Engine:
             rows=timings.facts.rows + len(request.items),
         )
 
-    async def _digest(self, request: ExtractRequest, worker: ModelWorker, admission: Admission) -> str:
-        digest = partial(digest_request, request, worker.content)
+    async def _digest(self, request: ExtractRequest, admission: Admission) -> str:
+        digest = partial(digest_request, request)
         short = admission.nbytes <= SHORT_BODY
         return digest() if short else await self.run_in_thread(digest, admission.deadline)
 

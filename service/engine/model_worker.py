@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from layertap.models.catalog.catalog import Catalog, TensorInfo
@@ -29,7 +29,6 @@ from layertap.service.engine.batch_queues import BatchQueues
 from layertap.service.engine.deadline import wait_until
 from layertap.service.engine.executor import Executor, ModelFunction
 from layertap.service.engine.plan_cache import PlanCache
-from layertap.service.engine.request_digest import digest_model
 from layertap.service.engine.scheduler import Scheduler
 from layertap.service.engine.threads import publish_name
 from layertap.service.engine.unavailable import unloading_error
@@ -100,11 +99,6 @@ class ModelWorker:
     def model(self) -> ModelInfo:
         """The model; raises what its loading did, waits for its end."""
         return self.executor.model
-
-    @cached_property
-    def content(self) -> str:
-        """A digest of what its model's answers depend on."""
-        return digest_model(self.model)
 
     @property
     def is_active(self) -> bool:

@@ -12,27 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from layertap.models.model_info import ModelInfo
 from layertap.service.engine.request import ExtractRequest
 from layertap.service.formats.reply_format import ReplyFormat
-from layertap.service.version import get_version
 
-# Of a request: the name that its model's own digest stands for, and what is measured of it.
+# Of a request: the name of its model, which a key has beside this digest, and what is measured of it.
 LEFT_OUT = frozenset({"model", "timings"})
 Buffer = bytes | memoryview
 
 
-def digest_model(model: ModelInfo) -> str:
-    """Of what a loaded model's answers depend on, beside the request: what it was made of, its weights, this code."""
-    return _digest((get_version(), model.spec, model.identity))
-
-
-def digest_request(request: ExtractRequest, of_model: str) -> str:
-    """Of all that decides the answer to a request, the bytes of its inputs too; ``of_model`` is ``digest_model``'s.
+def digest_request(request: ExtractRequest) -> str:
+    """Of all that decides the answer to a request, the bytes of its inputs too, beside the loaded model.
 
     Computes, so it belongs in a thread where the request is long. TypeError for a field of an unknown type.
     """
-    return _digest((of_model, *((name, getattr(request, name)) for name in _list_fields(ExtractRequest, LEFT_OUT))))
+    buffers: list[Buffer] = []
+    _encode(tuple((name, getattr(request, name)) for name in _list_fields(ExtractRequest, LEFT_OUT)), buffers)
+    digest = sha256()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.hexdigest()
 
 
 def digest_layers(request: ExtractRequest) -> str:
@@ -44,15 +42,6 @@ def digest_layers(request: ExtractRequest) -> str:
         texts += request.explanation.methods
         texts += [request.explanation.selector.text] if request.explanation.selector is not None else []
     return blake2b("\n".join(texts).encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
-
-
-def _digest(value: object) -> str:
-    buffers: list[Buffer] = []
-    _encode(value, buffers)
-    digest = sha256()
-    for buffer in buffers:
-        digest.update(buffer)
-    return digest.hexdigest()
 
 
 def _encode(value: Any, buffers: list[Buffer]) -> None:

@@ -18,7 +18,6 @@ from layertap.service.errors import ForbiddenError, ForwardError, KeyMissingErro
 from layertap.service.http.auth import Caller, Keyring
 from layertap.service.http.compression import RunInThread, compress_replies
 from layertap.service.http.exchange import Exchange
-from layertap.service.http.forwarded import TrustedProxies
 from layertap.service.http.plain_route import METHOD, PlainRoute
 from layertap.service.http.problems import ProblemEncoder, find_encoder
 from layertap.service.http.tracing import RequestTrace, RequestTracer
@@ -32,9 +31,7 @@ ID_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0
 
 
 class RequestContextMiddleware:
-    """Gives each request its ``state``: ``request_id``, ``admin`` and ``prefix``; ``timings`` for its road to fill.
-
-    ``prefix`` is the path that the client finds this server beneath.
+    """Gives each request its ``state``: ``request_id`` and ``admin``; ``timings`` for its road to fill.
 
     ``encoders`` has how problems are told below the first parts of paths that have a way of their own;
     ``run_in_thread`` runs what compresses replies; ``pages`` are paths that a browser may get without a key. With a
@@ -57,7 +54,6 @@ class RequestContextMiddleware:
         self.app = app
         self.encoders = encoders
         self.root_path = settings.root_path
-        self.proxies = TrustedProxies(settings)
         self.keyring = Keyring(settings, pages)
         self.metrics = metrics
         self.tracer = tracer
@@ -70,7 +66,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope = _strip_root_path(self.root_path, self.proxies.resolve(scope))
+        scope = _strip_root_path(self.root_path, scope)
         headers = Headers(scope=scope)
         timings, caller = Timings(), Caller(admin=False)
         # A server gives each request a dictionary of its own here, and may tell of the connection in it.
@@ -78,7 +74,6 @@ class RequestContextMiddleware:
         state |= {
             "request_id": _choose_request_id(headers),
             "admin": False,
-            "prefix": scope.get("forwarded_prefix") or self.root_path,
             "encode_problem": find_encoder(scope["path"], self.encoders),
             "timings": timings,
             "until_sent": (until_sent := ExitStack()),

@@ -78,10 +78,8 @@ COMMON = [
     _make_parameter("order", {"enum": list(get_args(Order))}),
     _make_json_parameter("picture", {"$ref": TEMPLATE.format(model="PictureBody")}),
     _make_parameter("X-Request-Timeout", {"type": "number"}, "header"),
-    _make_parameter("If-None-Match", {"type": "string", "description": "the ETag of a reply that you have"}, "header"),
 ]
 SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer"}}
-ETAG = {"ETag": {"description": "of this answer, where answers are kept", "schema": {"type": "string"}}}
 
 
 def _make_operation(
@@ -109,10 +107,8 @@ def _make_operation(
                         "description": "the places of the inputs that were left out, where some were: 1,4",
                         "schema": {"type": "string"},
                     },
-                    **ETAG,
                 },
             },
-            "304": {"description": "You have this answer, by If-None-Match; no body", "headers": ETAG},
             "400": describe_problem("Not JSON, or broken multipart"),
             "401": describe_problem("A key is missing or not known"),
             "404": describe_problem("Unknown model"),
@@ -240,9 +236,7 @@ def install(app: FastAPI) -> None:
         return app.openapi_schema
 
     async def show_document(request: Request) -> Response:
-        prefix = request.scope["state"]["prefix"]
-        servers = {"servers": [{"url": prefix}]} if prefix else {}
-        return JSONResponse({**app.openapi(), **servers})
+        return JSONResponse(app.openapi())
 
     app.openapi = document  # type: ignore[method-assign]
     app.add_route("/openapi.json", show_document, include_in_schema=False)

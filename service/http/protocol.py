@@ -23,7 +23,7 @@ from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem
 from layertap.service.http.write_timer import WriteTimer
 from layertap.service.metrics import ConnectionReason, Metrics
-from layertap.service.settings import Settings
+from layertap.service.settings import UNIX, Settings
 
 log = logging.getLogger("layertap.access")
 TOO_MANY = 503
@@ -60,6 +60,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request, but not for ever; where there are too many connections, refuse it."""
         super().connection_made(transport)
+        if self._settings.uds is not None:
+            self.client = (UNIX, 0)  # as ``TRUSTED_PROXIES`` names such a peer, which has no address
         self._metrics.add_connections(1)
         self._write_timer = WriteTimer(transport, self._settings.send_timeout_s, self.logger)
         self._cycle_transport = CycleTransport(transport, self.loop, self._end_after_reply)

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,9 +21,8 @@ from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.http.body import read_body
 from layertap.service.http.buffers_response import make_response
-from layertap.service.http.content_coding import find_unpack, unpack_body
+from layertap.service.http.content_coding import is_packed, unpack_body
 from layertap.service.http.disconnect import cancel_on_disconnect
-from layertap.service.http.entity_tag import is_known, make_etag
 from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
 from layertap.service.http.timeout import HEADER, Timeout
@@ -67,7 +65,7 @@ async def receive(
     query = Query.parse(request.scope["query_string"])
     reply_format = negotiate(request.headers.get("accept"), query.get_one("format"), formats)
     reply_format.check()
-    unpack = find_unpack(request.headers)
+    packed = is_packed(request.headers)
     timeout = Timeout.parse(request.headers, engine.settings, timeout_header)
     admission = state["until_sent"].enter_context(engine.admission.admit(timeout.deadline))
     data = await read_body(request, engine.settings, admission.reserve_bytes)
@@ -75,11 +73,11 @@ async def receive(
     model = None
     async with cancel_on_disconnect(request):
         try:
-            if unpack is not None and data:
+            if packed and data:
                 run_in_thread = partial(engine.run_in_thread, deadline=timeout.deadline)
                 with timings.step("unpack"):
                     limit = engine.settings.max_body_bytes
-                    data = await unpack_body(data, unpack, limit, admission.reserve_bytes, run_in_thread)
+                    data = await unpack_body(data, limit, admission.reserve_bytes, run_in_thread)
             raw = RawRequest(request.headers, query, data, reply_format, timings)
             parsed = await _parse(raw, parse, engine, timeout.deadline)
             model = parsed.model
@@ -97,12 +95,9 @@ async def receive(
 
 
 async def encode_response(
-    features: Features, request: ExtractRequest, engine: Engine, admission: Admission, sent: Headers
+    features: Features, request: ExtractRequest, engine: Engine, admission: Admission
 ) -> Response:
-    """Features as a reply: 304 where the client says that it has them, in the headers that it ``sent``."""
-    headers = describe_features(features)
-    if is_known(sent, features.content):
-        return Response(status_code=304, headers=headers)
+    """Features as a reply, in the format that was asked for."""
     reply = request.reply
     with request.timings.step("encode"):
         pictures = engine.list_pictures(request, features, admission) if reply.format.is_picture else ()
@@ -111,12 +106,12 @@ async def encode_response(
             buffers = encode()
         else:
             buffers = await engine.run_in_thread(encode, admission.deadline)
-    return make_response(buffers, headers, reply.format.media_type)
+    return make_response(buffers, describe_features(features), reply.format.media_type)
 
 
 def describe_features(features: Features) -> dict[str, str]:
     """What the head of a reply says of its features."""
-    headers = make_headers(features.fingerprint, features.errors) | make_etag(features.content)
+    headers = make_headers(features.fingerprint, features.errors)
     if features.verified:
         headers["X-Layertap-Verified"] = "true"
     if features.warnings:

@@ -37,7 +37,7 @@ def make_server_config(
             "log_config": None,
             "access_log": False,
             "server_header": False,
-            "proxy_headers": False,  # ours, in ``forwarded``, know Unix sockets, RFC 7239 and prefixes too
+            "proxy_headers": False,  # the application has uvicorn's middleware for them
             "timeout_graceful_shutdown": math.ceil(SHUTDOWN_SHARE * settings.deadline_s),
             "timeout_keep_alive": KEEP_ALIVE_S,
             "h11_max_incomplete_event_size": settings.max_head_bytes,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import logging
 import socket
-import struct
-import sys
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,7 +11,6 @@ from typing import Any
 
 from layertap.models.errors import LayertapError, escape
 
-log = logging.getLogger("layertap")
 BIND_TRIES = 8  # a port that is free for one address of a host may be taken for the next
 BACKLOG = 2048  # connections that wait to be served, as uvicorn has it
 ABSENT = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # a name may have an address of a family that is off
@@ -24,15 +19,6 @@ REFUSALS = {  # why nobody listens there, and what to type instead
     errno.EADDRNOTAVAIL: ("is no address of this machine", "use --host 127.0.0.1, or 0.0.0.0 for all addresses"),
     errno.EACCES: ("is not for everybody", "use --port with a number from 1024 on"),
 }
-SO_ATTACH_FILTER = 26  # of Linux; see socket(7)
-FLAGS, SYN, ACK = 13, 0x02, 0x10  # where a TCP header has its flags, and the first two of a connection
-NO_SYN = (  # a program of Berkeley packet filters: code, steps to go where true and where not, operand
-    (0x30, 0, 0, FLAGS),  # load that byte
-    (0x54, 0, 0, SYN | ACK),  # of it these
-    (0x15, 0, 1, SYN),  # a packet that begins a connection?
-    (0x06, 0, 0, 0),  # is dropped
-    (0x06, 0, 0, 0xFFFFFFFF),  # all others are let through
-)
 UNIX_MODE = (
     0o660  # for the server's user and group; where there is no key either, whoever may open it may do everything
 )
@@ -122,32 +108,13 @@ def _bind_all(
     return listeners
 
 
-def stop_connecting(listener: socket.socket) -> None:
-    """Let no connection begin any more, so that those which have begun can be accepted before the socket is closed.
-
-    A closed one resets whoever it has not accepted yet, though that client has begun to send. Who comes later tries
-    again, and then is refused. For TCP Linux alone can do this; elsewhere nothing happens.
-    """
-    if listener.family == getattr(socket, "AF_UNIX", None):
-        _remove_path(listener)
-        return
-    if not sys.platform.startswith("linux"):
-        return
-    steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in NO_SYN))
-    program = struct.pack("HP", len(NO_SYN), ctypes.addressof(steps))
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
-    except OSError as error:  # of a sandbox that has no filters
-        reason = {"address": format_url(listener.getsockname()), "reason": error.strerror}
-        log.warning("a connection that begins now may be reset", extra={"fields": reason})
-
-
-def _remove_path(listener: socket.socket) -> None:
-    """Let nobody find a Unix socket any more; what another process has put in its place stays."""
-    path = Path(listener.getsockname())
-    with suppress(OSError):  # what is no longer there nobody finds
-        if isinstance(listener, UnixListener) and listener.file == _identify(path):
-            path.unlink()
+def remove_path(listener: socket.socket) -> None:
+    """Let nobody find a Unix socket any more; what another process has put in its place stays, and so do ports."""
+    if isinstance(listener, UnixListener):
+        path = Path(listener.getsockname())
+        with suppress(OSError):  # what is no longer there nobody finds
+            if listener.file == _identify(path):
+                path.unlink()
 
 
 def _identify(path: Path) -> tuple[int, int]:

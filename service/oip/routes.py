@@ -6,7 +6,6 @@ They are left out of the OpenAPI document: the protocol has one of its own, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,6 @@ from layertap.service.errors import UnavailableError
 from layertap.service.http.auth import require_admin
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.dependencies import EngineDependency
-from layertap.service.http.entity_tag import digest_form, is_known
 from layertap.service.http.json_document import read_document
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
@@ -47,11 +45,7 @@ async def infer(request: Request) -> Response:
             features = await engine.extract(extract, admission)
         except LayertapError as error:
             raise parsed.locate(error) from None
-        form = (parsed.id, parsed.binary_default, tuple(parsed.binary.items()))
-        features = replace(features, content=digest_form([features.content], *form))
         headers = describe_features(features)
-        if is_known(request.headers, features.content):
-            return Response(status_code=304, headers=headers)
         with parsed.extract.timings.step("encode"):
             encode = partial(encode_reply, features, parsed.id, parsed.binary, parsed.binary_default)
             is_short = sum(array.size for array in features.arrays.values()) <= FEW_NUMBERS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +17,6 @@ from layertap.service.features import Features, join_features
 from layertap.service.formats.table import FORMATS
 from layertap.service.http import timeout
 from layertap.service.http.dependencies import EngineDependency
-from layertap.service.http.entity_tag import digest_form, is_known
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import describe_features, receive
@@ -46,11 +44,7 @@ async def create_embeddings(request: Request) -> Response:
         with parsed.extract.timings.step("encode"):
             encode = partial(_encode, features, parsed)
             joined, data = await engine.run_in_thread(encode, admission.deadline)
-        content = digest_form((part.content for part in features), parsed.model_id, parsed.dimensions)
-        headers = describe_features(replace(joined, content=content))
-        if is_known(request.headers, content):
-            return Response(status_code=304, headers=headers)
-        return Response(data, media_type="application/json", headers=headers)
+        return Response(data, media_type="application/json", headers=describe_features(joined))
 
 
 ROUTE = PlainRoute("/v1/embeddings", create_embeddings)

@@ -97,7 +97,6 @@ PARAMETERS: Json = {
     "functions": True,
     "preprocessed": "caller",
     "X-Request-Timeout": 10,
-    "If-None-Match": 'W/"5d41402abc4b2a76b9719d911017c592"',
 }
 
 FINGERPRINT = "f2a0fb7d9df1f0de4ae71cd9fb4d7184"

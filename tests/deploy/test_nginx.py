@@ -214,7 +214,7 @@ def test_compression(site: Site) -> None:
 
 def test_address(site: Site) -> None:
     """Both servers log who asked nginx, whatever that client writes of itself."""
-    written = {"x-forwarded-for": "6.6.6.6", "forwarded": "for=6.6.6.6", "x-forwarded-prefix": "/evil"}
+    written = {"x-forwarded-for": "6.6.6.6"}
     names = [f"address-{number}" for number in range(8)]  # nginx has both servers take their turns
     with site.client("127.0.0.2") as client:
         for name in names:

@@ -27,7 +27,7 @@ async def explain(request: Request) -> Response:
     async with receive(request, engine, parse) as (parsed, admission):
         prepared = await explanations.prepare(engine, parsed, admission)
         features = await explanations.explain(engine, prepared, admission)
-        return await encode_response(features, prepared, engine, admission, request.headers)
+        return await encode_response(features, prepared, engine, admission)
 
 
 ROUTE = PlainRoute("/explain", explain)

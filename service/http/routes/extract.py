@@ -42,7 +42,7 @@ async def extract(request: Request) -> Response:
         if parsed.probe:
             prober: Prober = request.app.state.prober
             features = await prober.add_probes(features, parsed, admission)
-        return await encode_response(features, parsed, engine, admission, request.headers)
+        return await encode_response(features, parsed, engine, admission)
 
 
 ROUTE = PlainRoute("/extract", extract)

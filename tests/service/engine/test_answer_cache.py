@@ -47,7 +47,7 @@ def answer(number: int, size: int = 1000, results: int = 1, **changes: Any) -> F
     names = [f"layer{number}.{place}" for place in range(results)]
     receipts = {name: receipt(name, tuple(f"{number}{row:031}" for row in range(20))) for name in names}
     arrays = {name: np.full(size, number, np.float32) for name in names}
-    return Features("m", f"{number:032}", 1, arrays, receipts, **{"content": f"{number}", **changes})
+    return Features("m", f"{number:032}", 1, arrays, receipts, **changes)
 
 
 def receipt(name: str, fingerprints: tuple[str, ...]) -> Receipt:
@@ -136,9 +136,9 @@ def test_oldest_goes_first(pool: ThreadPoolExecutor) -> None:
     run(ask())
 
 
-@pytest.mark.parametrize("features", [answer(1, MIB), answer(1, content=""), answer(1, errors=(Fault("broken"),))])
+@pytest.mark.parametrize("features", [answer(1, MIB), answer(1, errors=(Fault("broken"),))])
 def test_not_kept(pool: ThreadPoolExecutor, features: Features) -> None:
-    """An answer that is larger than the cache, of a model that has gone, or to some inputs only is given, not kept."""
+    """An answer that is larger than the cache, or to some inputs only is given, not kept."""
     cache, calls = AnswerCache(MIB, pool), list[int]()
 
     async def ask() -> None:

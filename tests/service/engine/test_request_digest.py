@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layertap.models.digits import spec as digits
 from layertap.models.errors import Fault
 from layertap.models.selection.hook_points import (
     Embedding,
@@ -25,14 +24,12 @@ from layertap.models.selection.hook_points import (
     TensorData,
     TensorSource,
 )
-from layertap.models.spec import ModelSpec, WarmSpec
 from layertap.service.engine.request import ExtractRequest, ReplyOptions
-from layertap.service.engine.request_digest import digest_model, digest_request
+from layertap.service.engine.request_digest import digest_request
 from layertap.service.formats.reply_format import ReplyFormat
 from layertap.service.formats.table import FORMATS
 from layertap.service.inputs.items import ArraysItem, ImageItem, TextItem, TokensItem
 from layertap.service.timings import Timings
-from tests.conftest import Loader
 
 PARTS = dict.fromkeys(("channels", "tokens", "heads", "queries", "keys"), (0, 2))
 SELECTOR = Selector(
@@ -122,18 +119,17 @@ LEAVES: dict[type[Any], Any] = {
 
 def test_every_difference_counts() -> None:
     """Requests that differ in one place only, whichever it is, have digests of their own; new fields do as well."""
-    seen = {digest_request(REQUEST, "model")}
+    seen = {digest_request(REQUEST)}
     for field in fields(ExtractRequest):
         if field.name in NOT_ASKED:
             continue
         variants = list(change(getattr(REQUEST, field.name)))
         assert variants
-        digests = [digest_request(replace(REQUEST, **{field.name: each}), "model") for each in variants]
+        digests = [digest_request(replace(REQUEST, **{field.name: each})) for each in variants]
         assert not seen & set(digests), field.name
         assert len(set(digests)) == len(digests), field.name
         seen |= set(digests)
     assert len(seen) > 1000
-    assert digest_request(REQUEST, "another model") not in seen
 
 
 def test_what_does_not_count() -> None:
@@ -146,29 +142,17 @@ def test_what_does_not_count() -> None:
         replace(REQUEST, timings=Timings({"parse": 1.0})),
         replace(REQUEST, items=items),
     ):
-        assert digest_request(same, "model") == digest_request(REQUEST, "model")
+        assert digest_request(same) == digest_request(REQUEST)
 
 
 def test_pieces_do_not_run_together() -> None:
     """Where one text ends and the next begins is told."""
     pairs = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("a3:b", "c")]
     requests = [replace(REQUEST, items=tuple((0, TextItem(text)) for text in pair)) for pair in pairs]
-    assert len({digest_request(request, "model") for request in requests}) == len(pairs)
+    assert len({digest_request(request) for request in requests}) == len(pairs)
 
 
 def test_unknown_types_are_refused() -> None:
     """What has no digest is no part of a key that leaves it out."""
     with pytest.raises(TypeError, match="a set has no digest"):
-        digest_request(replace(REQUEST, selectors={"a"}), "model")  # type: ignore[arg-type]
-
-
-def test_models(load_net: Loader) -> None:
-    """A model's digest tells what it was configured to be and its weights."""
-    first, same, other = load_net("Chain"), load_net("Chain"), load_net("Chain", weights="random:1")
-    assert digest_model(first) == digest_model(same) != digest_model(other)
-    specs = (
-        digits(),
-        ModelSpec("a", "python:b:c", args={"d": [1, 2.5, None, {"e": True}]}, labels=("x", "y")),
-        ModelSpec("a", "python:b:c", warm=(WarmSpec(("a",), compile="always", cuda_graphs=(1, 2)),)),
-    )
-    assert len({digest_model(replace(first, spec=spec)) for spec in specs}) == len(specs)
+        digest_request(replace(REQUEST, selectors={"a"}))  # type: ignore[arg-type]

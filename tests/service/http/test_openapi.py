@@ -90,9 +90,9 @@ def test_extract(document: Json) -> None:
         *("application/x-npy", "application/x-npz", "application/x-safetensors"),
     }
     assert set(operation["responses"]["200"]["content"]) == {each.media_type for each in FORMATS.values()}
-    statuses = {"200", "304", "400", "401", "404", "406", "408", "413", "415", "422", "429", "503", "504"}
+    statuses = {"200", "400", "401", "404", "406", "408", "413", "415", "422", "429", "503", "504"}
     assert set(operation["responses"]) == statuses | {"default"}
-    assert statuses <= {"200", "304", *map(str, TITLES)}
+    assert statuses <= {"200", *map(str, TITLES)}
     body = document["components"]["schemas"]["ExtractBody"]
     assert {"model", "inputs", "layers", "pool", "normalize", "dtype", "encoding", "on_error"} <= set(
         body["properties"]
@@ -101,16 +101,6 @@ def test_extract(document: Json) -> None:
     assert "default" not in body["properties"]["layers"]
     layer = document["components"]["schemas"]["LayerBody"]["properties"]
     assert {"layer", "type", "call", "path", "site", "pool", "channels", "tokens", "as"} <= set(layer)
-
-
-def test_answers_that_are_kept(document: Json) -> None:
-    """What computes says that it tells a tag, takes one, and may answer that nothing else than that is there."""
-    for name, operation in operations(document).items():
-        parameters = {(each["in"], each["name"]) for each in operation.get("parameters", [])}
-        tells = name in {"post /extract", "post /explain"}
-        assert (("header", "If-None-Match") in parameters) == ("304" in operation["responses"]) == tells
-        for status in ("200", "304") if tells else ():
-            assert operation["responses"][status]["headers"]["ETag"]["schema"] == {"type": "string"}
 
 
 def test_models(live: Live, document: Json) -> None:
@@ -147,9 +137,7 @@ def test_errors(document: Json) -> None:
     for operation in operations(document).values():
         assert "default" in operation["responses"]
         for status, answer in operation["responses"].items():
-            if status == "304":
-                assert "content" not in answer
-            elif status not in ("200", "202"):
+            if status not in ("200", "202"):
                 assert set(answer["content"]) == {"application/problem+json"}
                 schema = answer["content"]["application/problem+json"]["schema"]
                 assert schema == {"$ref": "#/components/schemas/Problem"}

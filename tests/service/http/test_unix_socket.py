@@ -22,7 +22,7 @@ from rich.console import Console
 
 from layertap.models.errors import LayertapError
 from layertap.service.cli.startup import StartupSummary
-from layertap.service.http.sockets import bind_unix, stop_connecting
+from layertap.service.http.sockets import bind_unix, remove_path
 from tests.service.gated_server import encode_request, read_response, wait_until
 from tests.service.load_server import END_S, ROOT, Process, process
 from tests.service.support import Json, image, picture
@@ -115,7 +115,7 @@ def test_left_behind(path: Path) -> None:
     assert path.is_socket()
     with closing(bind_unix(path)) as listener, closing(socket.socket(socket.AF_UNIX)) as client:
         client.connect(str(path))
-        stop_connecting(listener)
+        remove_path(listener)
         listener.accept()[0].close()  # it was let in
     assert not path.exists()
 
@@ -125,9 +125,9 @@ def test_path_of_another(path: Path) -> None:
     with closing(bind_unix(path)) as listener:
         path.unlink()
         with closing(bind_unix(path)) as other:
-            stop_connecting(listener)
+            remove_path(listener)
             assert path.is_socket()
-            stop_connecting(other)
+            remove_path(other)
             assert not path.exists()
 
 
