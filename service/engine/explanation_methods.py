@@ -93,6 +93,15 @@ def guide_gradients(catalog: Catalog, objective: ResolvedObjective) -> tuple[Int
     return tuple(interventions)
 
 
+def find_unguided(catalog: Catalog) -> list[str]:
+    """The layers in whose own forwards a ReLU is a function, which guided backpropagation passes by."""
+    return [
+        name
+        for name, layer in catalog.layers.items()
+        if any(tensor.path[0] == "relu" for call in layer.calls if call.functions for tensor in call.functions.tensors)
+    ]
+
+
 def _find_layer(explanation: Explanation, model: ModelInfo) -> list[PointInfo]:
     """The layer asked for."""
     if explanation.selector is None:

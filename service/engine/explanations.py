@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from layertap.models import fingerprint
+from layertap.models.catalog.catalog import Catalog
 from layertap.models.errors import RequestError, escape
 from layertap.models.explanations import maps
 from layertap.models.explanations.sensitivity import PointInfo, make_trial_objective
@@ -24,6 +25,7 @@ from layertap.service.engine.explanation_methods import (
     VALUES,
     Captured,
     MethodSpec,
+    find_unguided,
     guide_gradients,
 )
 from layertap.service.engine.joined_inputs import join_inputs
@@ -126,13 +128,15 @@ async def _make_maps(
     else:
         find = partial(method.find_points, asked.explanation, model)  # a glob may take long
         points = await engine.run_in_thread(find, admission.deadline)
-    perturbed = None
+    perturbed: PerturbedMethod | None = None
+    warnings: tuple[str, ...] = ()
     interventions = request.interventions
     if objective is not None and (method.guided or method.perturbation is not None):
         resolved = await _resolve(engine, objective, model, admission.deadline)
         if method.guided:
             guide = partial(guide_gradients, model.catalog, resolved)
             interventions = await engine.run_in_thread(guide, admission.deadline)
+            warnings = _warn_of_unguided(await _survey_functions(worker, model, admission.deadline))
         if method.perturbation is not None:
             perturbed = PerturbedMethod(asked, method.perturbation, points[0], resolved, model)
     selectors = _make_selectors(points, method)
@@ -148,7 +152,8 @@ async def _make_maps(
         made = [await perturb(engine, perturbed, admission, part, changed) for part in parts]
         return await engine.run_in_thread(partial(_join_features, made, asked, points), admission.deadline)
     make = partial(_make_all, parts, asked, points, model.prefix_tokens)
-    return await engine.run_in_thread(make, admission.deadline)
+    features = await engine.run_in_thread(make, admission.deadline)
+    return replace(features, warnings=(*features.warnings, *warnings))
 
 
 async def _resolve(engine: Engine, objective: Objective, model: ModelInfo, deadline: float) -> ResolvedObjective:
@@ -157,6 +162,15 @@ async def _resolve(engine: Engine, objective: Objective, model: ModelInfo, deadl
         return await engine.run_in_thread(partial(resolve_objective, objective, model.catalog), deadline)
     except RequestError as error:
         raise RequestError.from_faults([error.to_fault("/objective")]) from None
+
+
+async def _survey_functions(worker: ModelWorker, model: ModelInfo, deadline: float) -> Catalog:
+    """The model's catalogue with what functions take and return."""
+    shapes = model.model_inputs.shapes
+    cached = worker.model.catalogs.get_catalog(shapes)
+    if cached is not None and cached.has_functions:
+        return cached
+    return await worker.survey(shapes, deadline, functions=True)
 
 
 async def _find_default_layer(
@@ -227,6 +241,15 @@ def _warn(rows: Sequence[int], key: str, asked: MapRequest, points: Sequence[Poi
         several = len(asked.explanation.methods) > 1 or asked.explanation.classes
         of_key = f"{key}: " if several else ""
         yield f"{of_key}{which} all zeros: at no position {where} speak for the objective"
+
+
+def _warn_of_unguided(catalog: Catalog) -> tuple[str, ...]:
+    """That ReLUs that are functions let gradients below 0 through, with the layers that call them."""
+    names = [escape(name) for name in find_unguided(catalog)]
+    if not names:
+        return ()
+    shown = ", ".join(names[:MAX_SHOWN]) + (f" and {len(names) - MAX_SHOWN} more" if names[MAX_SHOWN:] else "")
+    return (f"ReLUs that are functions were not guided, in the forward of: {shown}",)
 
 
 def _make_selectors(points: Sequence[PointInfo], method: MethodSpec) -> tuple[Selector, ...]:

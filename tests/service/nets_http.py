@@ -242,6 +242,33 @@ class FunctionalRelu(nn.Module):
         return out
 
 
+class PartlyGuided(nn.Module):
+    """One ReLU is a part; another is made in the forward of a part, a third is a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.relu = nn.ReLU()
+        self.block = InlineRelu()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(nn.functional.relu(self.block(self.relu(self.conv(x)))).mean((2, 3)))
+        return scores
+
+
+class InlineRelu(nn.Module):
+    """Makes a ReLU in each forward, which is no part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = nn.ReLU()(self.conv(x))
+        return out
+
+
 class Undifferentiable(nn.Module):
     """Scores of pictures whose backward raises."""
 

@@ -27,6 +27,7 @@ MODELS = {
     "resnet": "torchvision:resnet18",
     "vit": "python:tests.nets:vit",
     "functional": "python:tests.service.nets_http:FunctionalRelu",
+    "partly": "python:tests.service.nets_http:PartlyGuided",
 }
 
 
@@ -89,6 +90,17 @@ def test_guided_backpropagation(served: Live, name: str) -> None:
     assert_close(explained(served, x, "guided_backpropagation", model=name, objective={"class": 2}), wanted)
     plain = Saliency(module_of(served, name)).attribute(torch.from_numpy(x).requires_grad_(), target=2, abs=False)
     assert not np.allclose(plain.detach().numpy(), wanted.detach().numpy(), rtol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Setting backward hooks on ReLU")
+def test_unguided_functions_are_named(served: Live) -> None:
+    """Captum guides a ReLU that is a part and no other; here the reply says whose forward has others."""
+    x = random_images(2, 4)
+    reply = ask(served, x, method="guided_backpropagation", model="partly", objective={"class": 1})
+    wanted = GuidedBackprop(module_of(served, "partly")).attribute(torch.from_numpy(x).requires_grad_(), target=1)
+    assert_close(arrays_of(reply)["guided_backpropagation"], wanted)
+    assert reply.json()["warnings"] == ["ReLUs that are functions were not guided, in the forward of: '.', 'block'"]
+    assert "warnings" not in ask(served, x, method="guided_backpropagation", model="resnet").json()
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet", "vit"])
