@@ -42,6 +42,7 @@ class CallRecorder(CallObserver):
         self._running: list[tuple[nn.Module, int]] = []
         self._histories: dict[int, TensorHistory] = {}
         self._recent: dict[int, TensorObservation] = {}  # by number of axes, what was returned last
+        self._recent_known: dict[int, TensorObservation] = {}  # the last of which the layout was known then
 
     def summarize_calls(self) -> dict[nn.Module, list[tuple[set[Path], set[Path], int]]]:
         """Which modules were called, how often, and with and for what kind of value; how often they attended."""
@@ -166,7 +167,7 @@ class CallRecorder(CallObserver):
             observation.layout = layout.get_plain_layout(shape, observation.row_axis)
             return
         history = self._get_history(tensor)
-        history.settle(layout.infer_argument_layout(module, shape))
+        history.settle(layout.infer_argument_layout(module, shape, self._get_nearest(shape)))
         guess = (
             layout.infer_input_layout(shape) if whole else layout.infer_from_evidence(shape, self._get_nearest(shape))
         )
@@ -183,6 +184,8 @@ class CallRecorder(CallObserver):
         history.settle(layout.infer_result_layout(module, shape, before))
         history.add(observation, self._guess_layout(module, shape, before))
         self._recent[len(shape)] = observation
+        if observation.layout is not None:
+            self._recent_known[len(shape)] = observation
 
     def _guess_layout(self, module: nn.Module, shape: tuple[int, ...], before: layout.Evidence) -> str | None:
         if next(module.parameters(), None) is None and next(module.children(), None) is None:
@@ -191,9 +194,9 @@ class CallRecorder(CallObserver):
         return layout.infer_from_evidence(shape, [before, *inside] if before[0] == shape else [*inside, before])
 
     def _get_nearest(self, shape: tuple[int, ...]) -> list[layout.Evidence]:
-        """What a module returned last with as many axes: within a module, one of its parts."""
-        last = self._recent.get(len(shape))
-        return [(last.shape, last.layout)] if last else []
+        """What modules returned last with as many axes, within a module one of its parts; and last of a known layout."""
+        nearest = [each[len(shape)] for each in (self._recent, self._recent_known) if len(shape) in each]
+        return [(each.shape, each.layout) for each in nearest]
 
     def _get_history(self, tensor: Tensor) -> TensorHistory:
         history = self._histories.get(id(tensor))

@@ -13,6 +13,7 @@ Shape = tuple[int, ...]
 Evidence = tuple[Shape, str | None]  # another tensor's shape and layout
 FIRST = {2: "NC", 3: "NCL", 4: "NCHW", 5: "NCTHW"}
 ATTENTION = "NAQK"
+UNKNOWN = "?"  # what a module mixes are no channels, whatever its type says
 LAST = {2: "NC", 3: "NTC", 4: "NHWC", 5: "NTHWC"}
 
 
@@ -33,7 +34,10 @@ def infer_result_layout(module: nn.Module, shape: Shape, before: Evidence) -> st
     axes = _find_permutation(module)
     if axes is not None and before[1] is not None and len(before[1]) == len(axes):
         return "".join(before[1][axis] for axis in axes)
-    return infer_argument_layout(module, shape)
+    demanded = _find_demanded_layout(module, shape)
+    if demanded is None or len(before[0]) != len(shape) or before[1] == demanded:
+        return demanded
+    return before[1] if before[1] is not None and before[0] == shape else UNKNOWN
 
 
 def _find_permutation(module: nn.Module) -> list[int] | None:
@@ -43,8 +47,23 @@ def _find_permutation(module: nn.Module) -> list[int] | None:
     return list(vars(module)["dims"]) if ("torchvision.ops.misc", "Permute") in names else None
 
 
-def infer_argument_layout(module: nn.Module, shape: Shape) -> str | None:
-    """The layout that a module's type demands of what it takes, or None."""
+def infer_argument_layout(module: nn.Module, shape: Shape, evidence: Iterable[Evidence]) -> str | None:
+    """The layout that a module's type demands of what it takes, or None.
+
+    UNKNOWN where the nearest other tensor of ``evidence`` speaks against it: a Linear over turned tokens (MLP-Mixer).
+    """
+    demanded = _find_demanded_layout(module, shape)
+    if demanded is None:
+        return None
+    others = list(evidence)
+    for other, layout in others:
+        if layout is not None and sorted(other) == sorted(shape):
+            same = other == shape or shape[demanded.index("C")] == other[layout.index("C")]
+            return demanded if same else UNKNOWN
+    return UNKNOWN if (shape, None) in others else demanded
+
+
+def _find_demanded_layout(module: nn.Module, shape: Shape) -> str | None:
     rank = len(shape)
     if isinstance(module, nn.LayerNorm):
         if type(module).__name__.endswith("2d"):
@@ -64,8 +83,8 @@ def infer_from_evidence(shape: Shape, evidence: Iterable[Evidence]) -> str | Non
     """
     same_rank = [(other, layout) for other, layout in evidence if len(other) == len(shape)]
     for other, layout in same_rank:
-        if layout is not None and (other == shape or sorted(other) != sorted(shape)):
-            return layout
+        if other == shape or (layout is not None and sorted(other) != sorted(shape)):
+            return layout or infer_from_shape(shape)
     return infer_from_shape(shape) or ("NTC" if len(shape) == 3 and not same_rank else None)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from layertap.models.catalog.layout import UNKNOWN
 from layertap.models.catalog.sketch import Sketch
 from layertap.models.hooks.attention import Sinks
 from layertap.models.hooks.tensor_tree import Path
@@ -78,12 +79,12 @@ class TensorHistory:
     observations: list[TensorObservation] = field(default_factory=list)
 
     def settle(self, layout: str | None) -> None:
-        """A module's type tells the layout, or nothing; the first that does is believed."""
-        if layout is None or self.certain:
+        """A module's type tells the layout, that it is unknown, or nothing; the first layout is believed."""
+        if layout is None or (self.certain and self.layout is not None):
             return
-        self.certain, self.layout = True, layout
+        self.certain, self.layout = True, None if layout == UNKNOWN else layout
         for observation in self.observations:
-            observation.layout = layout
+            observation.layout = self.layout
 
     def add(self, observation: TensorObservation, guess: str | None) -> None:
         """The tensor is observed again; only the first guess counts, where nothing is certain."""

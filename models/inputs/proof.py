@@ -19,6 +19,7 @@ from layertap.models.spec import Color, PreprocessSpec
 
 TOLERANCE = 0.02  # of an 8-bit step: the rounding of float32, and no other pixel
 SIDE = 224  # of pictures for a processor that resizes to no side that is known
+CHANNELS = (1, 3)  # gray levels or colours
 WHITE: Color = (255, 255, 255)
 
 
@@ -33,7 +34,7 @@ def choose_preprocessing(processor: LibraryProcessor) -> Preprocessing | str:
         row = processor.run(pictures[0])
     except Exception as error:  # a third party's code raises anything
         return f"raises {type(error).__name__} for a plain picture: {escape(str(error))}"
-    if row.ndim != 3 or row.dtype != torch.float32:
+    if row.ndim != 3 or len(row) not in CHANNELS or row.dtype != torch.float32:
         return f"makes {row.dtype} of shape {list(row.shape)} of a picture, not float32 (channels, height, width)"
     processor = replace(processor, background=_find_background(processor))
     spec = processor.nearest and replace(processor.nearest, background=processor.background)

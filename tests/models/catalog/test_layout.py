@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
@@ -168,6 +169,23 @@ def test_a_later_module_tells_about_an_earlier_tensor() -> None:
     assert outputs(catalog)["0#0"] == "NCL"
     tokens = nn.Sequential(Apply(lambda x: x.flatten(2).mT), nn.Sequential(nn.Identity(), nn.Linear(4, 4)))
     assert set(inputs(surveyed(tokens, 4, 3, 5)).values()) == {"NCHW", "NTC"}
+
+
+@pytest.mark.parametrize(("name", "mixed"), [("mixer_s32_224", "mlp_tokens"), ("resmlp_12_224", "linear_tokens")])
+def test_linears_over_tokens(name: str, mixed: str) -> None:
+    """What a Linear takes that mixes tokens has axes of its own, which nobody names; all else stays (N, tokens, C)."""
+    catalog = surveyed(timm.create_model(name, num_classes=5), 3, 224, 224)
+    layouts = inputs(catalog) | outputs(catalog)
+    blocks = {key: layouts[key] for key in layouts if key.startswith("blocks.")}
+    assert {layout for key, layout in blocks.items() if mixed in key} == {None}
+    assert {layout for key, layout in blocks.items() if mixed not in key} == {"NTC"}
+
+
+def test_convolutions_over_tokens() -> None:
+    """A Conv1d whose channels are the tokens that a LayerNorm gave it."""
+    mixer = nn.Sequential(nn.LayerNorm(8), nn.Conv1d(5, 7, 1), nn.GELU(), nn.Conv1d(7, 5, 1), nn.LayerNorm(8))
+    found = outputs(surveyed(mixer, 5, 8))
+    assert found == {"0#0": "NTC", "1#0": None, "2#0": None, "3#0": "NTC", "4#0": "NTC", ".#0": "NTC"}
 
 
 def test_pictures_with_channels_last() -> None:
