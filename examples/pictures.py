@@ -26,7 +26,7 @@ Picture = tuple[str, bytes]  # its name, and its file
 
 
 def make_digits() -> tuple[list[Picture], list[Picture]]:
-    """The 1,797 digits as PNG, 8 x 8 pixels; the second part is what ``models/digits/train.py`` held out."""
+    """The 1,797 digits as PNG, 8 x 8 pixels; the second part is what ``bench/digits.py`` held out."""
     data = load_digits()
     pixels = np.rint(data.images * (255 / 16)).astype(np.uint8)
     return split([encode(each, "PNG") for each in pixels], [str(label) for label in data.target], ".png")

@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits, load_sample_image
 from sklearn.model_selection import train_test_split
 
 FOUR = (3, 0, 6, 4)  # from left to right, from top to bottom
-HELD_OUT, SEED = 0.25, 0  # as models/digits/train.py has them
+HELD_OUT, SEED = 0.25, 0  # as bench/digits.py has them
 MANY = 100
 LEFT, TOP, SIDE = 130, 20, 400  # of the flower
 

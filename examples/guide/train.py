@@ -1,4 +1,4 @@
-"""Trains the guide's two networks: ``python examples/guide/train.py``, about three minutes; needs scikit-learn.
+"""Trains the guide's two networks: ``PYTHONPATH=. python examples/guide/train.py``, three minutes; needs scikit-learn.
 
 Epochs are fixed in advance and the last one's weights are kept; held-out digits are looked at once, after training.
 ``plain`` has no normalisation and a rate of learning that is too high for it: channels die, which is what it is for.
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from layertap.models.digits.train import Split, augment, count_correct, load_splits
+from bench.digits import Split, augment, count_correct, load_splits
 
 SEED = 0
 BATCH = 64

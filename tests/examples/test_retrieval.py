@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import average_precision_score
 
-from layertap.models.digits.train import load_splits
+from bench.digits import load_splits
 from tests.examples.printed import ROOT, environment, lay_out
 from tests.server import serving
 

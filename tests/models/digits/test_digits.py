@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.digits import CARD, augment, count_correct, load_splits, train
 from layertap.models.digits import INPUTS, PREPROCESS, WEIGHTS, spec
-from layertap.models.digits.train import CARD, augment, count_correct, load_splits, train
 from layertap.models.sources.build import BuiltModel, build_model
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Trains the digits model: ``python -m layertap.models.digits.train``.
+"""Trains the digits model: ``python -m bench.digits``.
 
 The number of epochs is fixed in advance and the last epoch's weights are kept: the held-out pictures are looked at
 once, after training. Needs scikit-learn.
@@ -10,7 +10,6 @@ import math
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,14 +22,14 @@ from torch.nn import functional
 from layertap.models.digits import PREPROCESS, WEIGHTS
 from layertap.models.digits.architecture import digits
 from layertap.models.inputs.preprocess import preprocess
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 
 SEED = 0
 EPOCHS = 30
 BATCH = 64
 LEARNING_RATE = 5e-3
 HELD_OUT = 0.25
-CARD = Path(__file__).with_name("CARD.md")
+CARD = WEIGHTS.with_name("CARD.md")
 
 
 @dataclass(frozen=True)
