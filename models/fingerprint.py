@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from layertap.models.catalog.traits import UNREPEATABLE
+from layertap.models.catalog.catalog import UNREPEATABLE
 from layertap.models.inputs.library_processor import Preprocessing
 from layertap.models.selection.hook_points import HookPoint, Objective, Operation, Reduction, Selector
 from layertap.models.selection.plan import ResolvedIntervention, ResolvedObjective

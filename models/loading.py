@@ -39,11 +39,11 @@ from layertap.models.module_state import StateKey
 from layertap.models.replica import Replica, call_module, copy_module, create_replica
 from layertap.models.selection.embedding import EmbeddingChoice, ModelEmbedding, choose_embedding, find_choice
 from layertap.models.sources import build
+from layertap.models.sources.build import keep_dense
 from layertap.models.sources.embeddings import KnownEmbedding, find_known_embedding
-from layertap.models.sources.torch_encoders import keep_dense
 from layertap.models.spec import EmbeddingSpec, ModelSpec
 from layertap.models.turns import build_beside, take_turn
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 
 NO_MEMORY_HINT = "load fewer models on this device, or give this one a smaller dtype or input"
 RunSurvey = Callable[[Callable[[], Any]], Any]

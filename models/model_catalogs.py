@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from layertap.models.capture.extractor import FeatureExtractor
-from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo
-from layertap.models.catalog.padding_trial import try_padding
-from layertap.models.catalog.repeated_run import RepeatedRun
+from layertap.models.catalog.catalog import Catalog, Costs, TensorInfo, Traits
 from layertap.models.catalog.resized_catalog import AnotherCourseError, SizeRecorder, resize_catalog
 from layertap.models.catalog.survey import name_input_errors, survey
-from layertap.models.catalog.traits import Traits
+from layertap.models.catalog.trials import RepeatedRun, try_padding
 from layertap.models.catalog_cache import CatalogCache
 from layertap.models.devices import memory
 from layertap.models.devices.cost_history import CostHistory

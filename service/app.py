@@ -25,9 +25,9 @@ from layertap.service.http.middleware import RequestContextMiddleware
 from layertap.service.http.routes import docs, explain, explorer, extract, health, metrics, models, probe
 from layertap.service.http.tracing import RequestTracer
 from layertap.service.metrics import Metrics
-from layertap.service.oip import errors as oip_errors
+from layertap.service.oip import encoding as oip_encoding
 from layertap.service.oip import routes as oip_routes
-from layertap.service.openai import errors as openai_errors
+from layertap.service.openai import encoding as openai_encoding
 from layertap.service.openai import routes as openai_routes
 from layertap.service.settings import Settings, read_settings
 from layertap.service.version import get_version
@@ -35,7 +35,10 @@ from layertap.service.workers import executors
 
 PLAIN_ROUTES = (extract.ROUTE, explain.ROUTE, openai_routes.ROUTE, *oip_routes.INFER_ROUTES)
 ROUTERS = (models.router, probe.router, health.router, metrics.router, openai_routes.router, oip_routes.router)
-PROBLEM_ENCODERS = {"v1": openai_errors.encode_error, "v2": oip_errors.encode_error}  # by the first part of the path
+PROBLEM_ENCODERS = {
+    "v1": openai_encoding.encode_error,
+    "v2": oip_encoding.encode_error,
+}  # by the first part of the path
 
 
 def create_app(

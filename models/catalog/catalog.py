@@ -5,10 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
-from layertap.models.catalog.traits import DEFAULT_TRAITS, Traits
 from layertap.models.errors import find_nearest
 from layertap.models.hooks.sites import SITES, Site
+
+UNREPEATABLE = "unrepeatable-"  # begins what stands for a fingerprint where a model gives another answer each time
+LeftPadding = Literal["as sent", "numbered", "refused"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """``state`` names the buffers and attributes (module, name) that forwards change, which are put back after each.
+
+    ``deterministic``: whether the same row gives the same answer again. Of texts: ``pads``, whether one stays the same
+    with padding behind it, beside a longer one; ``left_padding``, whether it does with padding in front: as it is sent,
+    with its tokens numbered by the mask, or neither way.
+    """
+
+    state: tuple[tuple[str, str], ...] = ()
+    deterministic: bool = True
+    pads: bool = True
+    left_padding: LeftPadding = "as sent"
+
+
+DEFAULT_TRAITS = Traits()
+
 
 MAX_SUGGESTED = 3
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})

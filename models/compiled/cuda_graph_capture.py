@@ -13,8 +13,7 @@ from torch import Tensor
 
 from layertap.models.compiled.check import check_against_hooks
 from layertap.models.compiled.compile import WarmError, open_graph
-from layertap.models.compiled.cuda_graphs import CudaGraph, CudaGraphs
-from layertap.models.compiled.plan_graphs import Graph, PlanGraphs
+from layertap.models.compiled.plan_graphs import CudaGraph, CudaGraphs, Graph, PlanGraphs
 from layertap.models.devices import devices, transfer
 from layertap.models.errors import LayertapError
 from layertap.models.inputs.noise import make_noise

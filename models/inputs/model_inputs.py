@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from layertap.models.catalog.traits import Traits
+from layertap.models.catalog.catalog import Traits
 from layertap.models.devices.dtypes import DTYPES
 from layertap.models.inputs.device_decoder import DeviceDecoder
 from layertap.models.inputs.library_processor import Preprocessing

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from layertap.models.catalog.traits import LeftPadding
+from layertap.models.catalog.catalog import LeftPadding
 from layertap.models.spec import InputSpec
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-from layertap.models.catalog.traits import UNREPEATABLE
+from layertap.models.catalog.catalog import UNREPEATABLE
 from layertap.models.errors import LayertapError
 from layertap.service.bulk.arrow import import_parquet
 from layertap.service.bulk.entries import BatchLimits

@@ -16,8 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from layertap.models.errors import LayertapError
 from layertap.models.selection.poolings import POOLINGS
-from layertap.service.cli.console import show_status, stderr
-from layertap.service.cli.options import ConfigOption, ModelOption
+from layertap.service.cli.console import ConfigOption, ModelOption, show_status, stderr
 from layertap.service.cli.setup import create_configured_engine
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from layertap.models.errors import LayertapError
-from layertap.service.cli.console import format_error, format_list, show_loading, stdout
-from layertap.service.cli.options import ConfigOption
+from layertap.service.cli.console import ConfigOption, format_error, format_list, show_loading, stdout
 from layertap.service.cli.setup import check_setup, create_configured_engine
 
 if TYPE_CHECKING:

@@ -1,12 +1,15 @@
-"""What all commands write with: results on stdout, everything else on stderr."""
+"""What all commands have in common: where they write, results on stdout and everything else on stderr."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from traceback import print_exception
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from layertap.models.errors import IN_THE_LOG, LayertapError, LoadError
@@ -53,3 +56,7 @@ def show_loading(name: str, action: str = "loading") -> Iterator[None]:
         if error.kind in OWN_CODE and error.__cause__ is not None:
             print_exception(error.__cause__)
         raise
+
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML or JSON file that lists the models.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Model name; the configuration's default without it.")]

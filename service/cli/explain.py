@@ -12,8 +12,7 @@ import typer
 
 from layertap.models.errors import LayertapError, RequestError
 from layertap.models.selection.hook_points import Method
-from layertap.service.cli.console import stderr
-from layertap.service.cli.options import ConfigOption, ModelOption
+from layertap.service.cli.console import ConfigOption, ModelOption, stderr
 from layertap.service.cli.output import FormatOption, OutOption, choose_output, choose_picture
 from layertap.service.cli.setup import create_configured_engine
 

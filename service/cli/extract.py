@@ -13,8 +13,7 @@ from rich.table import Table
 from layertap.models.errors import LayertapError
 from layertap.models.selection.hook_points import Reduction, Selector
 from layertap.models.selection.poolings import POOLINGS
-from layertap.service.cli.console import stderr, stdout
-from layertap.service.cli.options import ConfigOption, ModelOption
+from layertap.service.cli.console import ConfigOption, ModelOption, stderr, stdout
 from layertap.service.cli.output import FormatOption, OutOption, choose_output
 from layertap.service.cli.setup import create_configured_engine
 

@@ -88,9 +88,9 @@ def load(
         if not path.parent.is_dir():  # before the load, not after it
             raise LayertapError(f"there is no folder {path.parent}")
     from layertap.service.load.plot import check_plot, write_plot
-    from layertap.service.load.progress import show_progress
     from layertap.service.load.report import make_document
     from layertap.service.load.run import run
+    from layertap.service.load.tables import show_progress
 
     if plot is not None:
         check_plot(plot)

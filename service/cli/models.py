@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from layertap.service.cli.console import show_loading, stderr, stdout
-from layertap.service.cli.options import ConfigOption
+from layertap.service.cli.console import ConfigOption, show_loading, stderr, stdout
 from layertap.service.cli.setup import create_configured_engine
 
 if TYPE_CHECKING:

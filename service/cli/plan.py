@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from layertap.service.cli.console import show_loading, stdout
-from layertap.service.cli.options import ConfigOption
+from layertap.service.cli.console import ConfigOption, show_loading, stdout
 from layertap.service.cli.setup import create_configured_engine
 
 if TYPE_CHECKING:

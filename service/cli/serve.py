@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from layertap.service.cli.console import is_interactive, stderr
-from layertap.service.cli.options import ConfigOption
+from layertap.service.cli.console import ConfigOption, is_interactive, stderr
 from layertap.service.cli.setup import check_setup
 
 if TYPE_CHECKING:

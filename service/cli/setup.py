@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from layertap.service.engine.engine import Engine
     from layertap.service.fetch.fetcher import Fetcher
     from layertap.service.settings import Settings
+
+NO_PASSWORD = ""  # where a key asks for one, loading fails: nobody is there to type it
 
 
 def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher]:
@@ -28,7 +31,7 @@ def check_setup(**options: Any) -> tuple[Settings, Configuration | None, Fetcher
             f"refusing to listen on {settings.host} without an API key", hint="set LAYERTAP_API_KEYS, or use 127.0.0.1"
         )
     if settings.tls_cert is not None:
-        _check_certificate(str(settings.tls_cert), str(settings.tls_key))
+        check_certificate(str(settings.tls_cert), str(settings.tls_key))
     if settings.otlp_endpoint:
         from layertap.service.http.tracing import check_installed
 
@@ -50,12 +53,11 @@ def create_configured_engine(config: Path | None, *, warm: bool = False, workers
     return create_engine(read_settings(config=config, workers=workers), warm=warm)
 
 
-def _check_certificate(cert: str, key: str) -> None:
-    from layertap.service.http.tls import check_certificate
-
+def check_certificate(cert: str, key: str) -> None:
+    """LayertapError where these files are no certificate with its key."""
     try:
-        check_certificate(cert, key)
-    except OSError as error:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, NO_PASSWORD)
+    except OSError as error:  # of which ssl.SSLError is one
         reason = f"LAYERTAP_TLS_CERT and LAYERTAP_TLS_KEY: {error.strerror or error}"
         hint = "a chain of certificates, the server's own first, and its key without a password, both as PEM"
         raise LayertapError(reason, hint=hint) from None

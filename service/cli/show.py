@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from layertap.models.selection.hook_points import Reduction
-from layertap.service.cli.console import stderr, stdout
+from layertap.service.cli.console import ConfigOption, ModelOption, stderr, stdout
 from layertap.service.cli.extract import parse_selectors
-from layertap.service.cli.options import ConfigOption, ModelOption
 from layertap.service.cli.output import STDOUT, choose_picture
 from layertap.service.cli.setup import create_configured_engine
 from layertap.service.pictures.options import MAX_TILES, Order

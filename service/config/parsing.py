@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from layertap.models.errors import Fault, RequestError
+from layertap.models.errors import Fault, RequestError, find_nearest
+from layertap.models.sources.check import Place
 from layertap.models.sources.grammar import is_checkpoint
 from layertap.models.sources.table import SOURCES
 from layertap.models.spec import ModelSpec
 from layertap.service.config.allowed import Allowed
 from layertap.service.config.checks import check_aliases, check_specs
 from layertap.service.config.document import Document, Mistake
-from layertap.service.config.schema import SPEC_ADAPTER, Allow, ConfigFile
-from layertap.service.config.validation_errors import describe_errors
+from layertap.service.config.schema import FIELDS, SPEC_ADAPTER, Allow, ConfigFile
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,48 @@ def _resolve_weights(weights: str, folder: Path) -> str:
 def _resolve(path: str, folder: Path) -> str:
     """A path from a folder, unless it is absolute; a slash at its end stays."""
     return f"{(folder / path).absolute()}{'/' if path.endswith('/') else ''}"
+
+
+UNION_MEMBERS = (
+    "literal[",
+    "PreprocessSpec",
+    "EmbeddingSpec",
+    "tuple[",
+)  # what pydantic calls members of a union in a place
+UNKNOWN_FIELD = frozenset({"unexpected_keyword_argument", "extra_forbidden"})
+MESSAGES = {
+    "model_type": "this is no mapping of names to values",
+    "dataclass_type": "this is no mapping of names to values",
+}
+
+
+def describe_errors(error: ValidationError) -> Iterator[Mistake]:
+    """Pydantic's errors, each place once: of those of a union's members the one that goes deepest."""
+    messages: dict[Place, str] = {}
+    for each in error.errors(include_url=False, include_input=False):
+        place = tuple(part for part in each["loc"] if not _is_member(part))
+        if place not in messages or _get_reason(each):
+            messages[place] = _describe_error(each, place)
+    for place, text in messages.items():
+        if not any(other[: len(place)] == place for other in messages if other != place):
+            yield place, text
+
+
+def _is_member(part: str | int) -> bool:
+    return part in ("int", "str") or str(part).startswith(UNION_MEMBERS)
+
+
+def _describe_error(error: ErrorDetails, place: Place) -> str:
+    if error["type"] in UNKNOWN_FIELD:
+        return f"there is no such field; the nearest is {_find_nearest(str(place[-1]), place[:-1])!r}"
+    return _get_reason(error) or MESSAGES.get(error["type"], error["msg"])
+
+
+def _find_nearest(name: str, parent: Place) -> str:
+    known = FIELDS[tuple("*" if isinstance(part, int) else part for part in parent)]
+    return find_nearest(name, known, cutoff=0.0)[0]
+
+
+def _get_reason(error: ErrorDetails) -> str:
+    """What a dataclass of ours says, without pydantic's words."""
+    return str(error["ctx"]["error"]) if error["type"] == "value_error" else ""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import ip_address
 
 import httpcore
@@ -13,10 +16,25 @@ import httpcore
 from layertap.models.errors import InputError
 from layertap.service.fetch.addresses import Address, is_allowed
 from layertap.service.fetch.download_budget import DownloadBudget
-from layertap.service.fetch.resolver import Resolver, ThreadedResolver
 from layertap.service.fetch.transport import ByteLimiter, PinnedTransport
 from layertap.service.fetch.urls import AllowedHosts, FetchTarget
 from layertap.service.settings import Settings
+
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+class ThreadedResolver:
+    """The system's resolver, in threads of its own: a look-up can't be ended, and an event loop has few for that."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "resolve")
+
+    async def __call__(self, host: str, port: int) -> list[str]:
+        """The addresses of a host, best first; OSError."""
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        entries = await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
+        return [str(address[0]) for *_, address in entries]
+
 
 log = logging.getLogger("layertap")
 HEADERS = (

@@ -11,8 +11,7 @@ import numpy as np
 from layertap.models.errors import escape
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.formats.arrays import name_arrays, to_little_endian
-from layertap.service.formats.buffers import BufferFile, Buffers
+from layertap.service.formats.buffers import BufferFile, Buffers, name_arrays, to_little_endian
 from layertap.service.formats.plain_data import describe_as_text
 from layertap.service.formats.reply_format import EncodeOptions
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from layertap.service.features import Array
+from layertap.models.errors import escape
+from layertap.service.errors import NotAcceptableError
+from layertap.service.features import Array, Features
 
 Buffer = bytes | memoryview
 Buffers = list[Buffer]
@@ -55,3 +57,17 @@ class BufferFile:
 
     def close(self) -> None:
         """Nothing is to be closed."""
+
+
+def to_little_endian(array: Array) -> Array:
+    """The array in the byte order and memory order of every format; itself where it is so already."""
+    return np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+
+
+def name_arrays(features: Features) -> dict[str, Array]:
+    """Results and scales together, as ``KEY`` and ``KEY.scale``; NotAcceptableError where two have the same name."""
+    scales = {f"{key}.scale": scale for key, scale in features.scales.items()}
+    for name in scales.keys() & features.arrays.keys():
+        hint = "give one of them another name with `as`, or use application/json"
+        raise NotAcceptableError(f"{escape(name)} is a result's name and also that of another's scale", hint=hint)
+    return {**features.arrays, **scales}

@@ -12,8 +12,7 @@ from typing import Any
 import orjson
 
 from layertap.service.features import Array, Features
-from layertap.service.formats.arrays import to_little_endian
-from layertap.service.formats.buffers import Buffers
+from layertap.service.formats.buffers import Buffers, to_little_endian
 from layertap.service.formats.plain_data import describe_errors, describe_receipts, describe_top_classes
 from layertap.service.formats.reply_format import EncodeOptions, Encoding
 

@@ -9,8 +9,7 @@ from numpy.lib import format as npy_format
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.formats.arrays import to_little_endian
-from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.buffers import Buffers, to_little_endian, view_bytes
 from layertap.service.formats.reply_format import EncodeOptions
 
 _HINT = "use application/x-npz (format=npz), which holds any number of arrays"

@@ -9,8 +9,7 @@ import numpy as np
 import orjson
 
 from layertap.service.features import Array, Features
-from layertap.service.formats.arrays import name_arrays
-from layertap.service.formats.buffers import BufferFile, Buffers
+from layertap.service.formats.buffers import BufferFile, Buffers, name_arrays
 from layertap.service.formats.npy import write_npy
 from layertap.service.formats.plain_data import describe_receipts
 from layertap.service.formats.reply_format import EncodeOptions

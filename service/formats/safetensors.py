@@ -10,8 +10,7 @@ import orjson
 
 from layertap.service.errors import NotAcceptableError
 from layertap.service.features import Array, Features
-from layertap.service.formats.arrays import name_arrays, to_little_endian
-from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
 from layertap.service.formats.plain_data import describe_as_text
 from layertap.service.formats.reply_format import EncodeOptions
 

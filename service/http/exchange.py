@@ -9,9 +9,18 @@ from starlette.types import Message, Receive, Scope, Send
 from layertap.service.access_log import AccessRecord
 from layertap.service.http.buffers_response import LARGE
 from layertap.service.http.problems import describe_error
-from layertap.service.http.security_headers import SECURITY_HEADERS
 from layertap.service.http.tracing import RequestTrace
 from layertap.service.timings import Timings
+
+SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),  # features of somebody's pictures
+    (b"content-security-policy", b"frame-ancestors 'none'"),  # pages add what they need: a browser obeys both
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+]
+
 
 CLIENT_LEFT = 499  # the status of a reply that nobody waits for, as nginx has it
 

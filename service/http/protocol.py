@@ -9,21 +9,47 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from asyncio import TimerHandle
+from asyncio import BaseTransport, TimerHandle
 from collections import deque
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from layertap.service.http.connection_limit import ConnectionRefusal, find_connection_refusal
 from layertap.service.http.cycle_transport import CycleTransport
 from layertap.service.http.exchange import make_context_headers
 from layertap.service.http.problems import Problem, encode_problem
 from layertap.service.http.write_timer import WriteTimer
 from layertap.service.metrics import ConnectionReason, Metrics
-from layertap.service.settings import UNIX, Settings
+from layertap.service.settings import UNIX, Settings, count_allowed_files
+
+MAX_REFUSED = 64  # connections that are told that they are too many: until their clients have read it they are open
+SPARE_FILES, LAST_FILES = 32, 8  # kept for the server itself; for those that are just refused, too
+
+
+@dataclass(frozen=True)
+class ConnectionRefusal:
+    """Why a connection is not taken; ``says_why`` to its client, which keeps it open for a moment."""
+
+    reason: ConnectionReason
+    says_why: bool
+
+
+def find_connection_refusal(transport: BaseTransport, count: int, limit: int) -> ConnectionRefusal | None:
+    """Why a connection, with which ``count`` are open, is not taken; None where it is.
+
+    Of files a system gives the lowest number that is free, so that of a new connection tells how many are open. Without
+    this the event loop would close who comes then without a word to anybody (libuv does).
+    """
+    if count > limit:
+        return ConnectionRefusal("limit", says_why=count <= limit + MAX_REFUSED)
+    files = count_allowed_files()
+    connection = transport.get_extra_info("socket")
+    free = files - connection.fileno() if files is not None and connection is not None else SPARE_FILES
+    return ConnectionRefusal("descriptors", says_why=free >= LAST_FILES) if free < SPARE_FILES else None
+
 
 log = logging.getLogger("layertap.access")
 TOO_MANY = 503

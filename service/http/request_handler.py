@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from layertap.models.errors import Fault
 from layertap.service.engine.admission import Admission
 from layertap.service.engine.engine import Engine
 from layertap.service.engine.request import ExtractRequest
-from layertap.service.errors import DeadlineError, QueueTooLongError
+from layertap.service.errors import ClientGoneError, DeadlineError, QueueTooLongError
 from layertap.service.features import Features, list_skipped
 from layertap.service.formats.negotiation import negotiate
 from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
@@ -22,7 +23,6 @@ from layertap.service.formats.table import FORMATS
 from layertap.service.http.body import read_body
 from layertap.service.http.buffers_response import make_response
 from layertap.service.http.content_coding import is_packed, unpack_body
-from layertap.service.http.disconnect import cancel_on_disconnect
 from layertap.service.http.parsing import RawRequest
 from layertap.service.http.query import Query
 from layertap.service.http.timeout import HEADER, Timeout
@@ -138,3 +138,35 @@ def _is_short(raw: RawRequest) -> bool:
     media_type = raw.media_type
     short = media_type.startswith("image/") or (len(raw.data) <= SHORT and media_type != "multipart/form-data")
     return short and len(raw.query.text) <= SHORT
+
+
+@asynccontextmanager
+async def cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
+    """Cancel the block as soon as the client is gone: ClientGoneError then.
+
+    The body must have been read: all that is received after it is the end of the connection.
+    """
+    task, disconnected = asyncio.current_task(), False
+    assert task is not None  # noqa: S101  (a coroutine that runs is some task's)
+
+    async def watch() -> None:
+        nonlocal disconnected
+        await _wait_for_disconnect(request)
+        disconnected = True
+        task.cancel()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        # As asyncio.timeout does it: whoever else cancelled the task is heard.
+        if disconnected and not task.uncancel():
+            raise ClientGoneError("the client closed the connection") from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

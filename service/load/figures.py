@@ -1,7 +1,8 @@
-"""From samples to figures."""
+"""What became of requests, and figures of that."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,44 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from layertap.service.load.options import Options
-from layertap.service.load.sample import REFUSALS, NotSent, Sample
 from layertap.service.load.scenario import RequestKind
+
+REFUSALS = frozenset({429, 503})
+
+
+class Sample(NamedTuple):
+    """A ``status``, or an ``error``, or neither where the client left.
+
+    ``at`` is the moment the request was due, in seconds after the run's start; ``seconds`` counts from there, ``late``
+    is how much of that passed before it was sent. ``retry_after``: seconds that a refusal asks for, where it does.
+    """
+
+    kind: int
+    seconds: float
+    late: float = 0.0
+    at: float = 0.0
+    status: int | None = None
+    error: str | None = None
+    size: int = 0
+    retry_after: float | None = None
+    timing: str = ""
+
+
+class NotSent(NamedTuple):
+    """A request of an open loop that was due while too many were under way."""
+
+    kind: int
+    at: float
+
+
+def parse_retry_after(header: str | None) -> float | None:
+    """Seconds; None without the header, and where it is no number that one could wait for."""
+    try:
+        seconds = float(header or "")
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
 
 # A step of ``Server-Timing`` that has a time (https://www.w3.org/TR/server-timing/); its name is a token of RFC 9110.
 STEP = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+);dur=(\d+(?:\.\d+)?)")

@@ -1,4 +1,4 @@
-"""Sends requests, in closed or open loop."""
+"""Sends requests, in closed or open loop, by a schedule that the same options give again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,54 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, count, islice, repeat, takewhile
+from random import Random
 from typing import NamedTuple
 
-from layertap.service.load.figures import Judge, Spread, make_spread
+from layertap.service.load.figures import Judge, NotSent, Sample, Spread, make_spread
 from layertap.service.load.options import Options
 from layertap.service.load.report import Report
-from layertap.service.load.sample import NotSent, Sample
 from layertap.service.load.scenario import RequestKind
-from layertap.service.load.schedule import Entry, make_schedule
 from layertap.service.load.sender import Sender
 from layertap.service.load.timeline import make_timeline
+
+Entry = tuple[float, int]
+
+
+def make_schedule(weights: Sequence[float], options: Options, phase: str = "") -> Iterator[Entry]:
+    """Entries of a moment, in seconds after the start, and the number of a kind of request.
+
+    In closed loop every moment is 0: a request is due once a connection is free. ``phase`` gives another schedule.
+    """
+    numbers = draw_numbers(weights, f"{options.seed} kinds {phase}")
+    moments = repeat(0.0) if options.rate is None else ARRIVALS[options.arrivals](options, f"{options.seed} {phase}")
+    entries = islice(zip(moments, numbers, strict=False), options.requests)
+    if options.duration is None:
+        return entries
+    limit = options.duration
+    return takewhile(lambda entry: entry[0] < limit, entries)
+
+
+def draw_numbers(weights: Sequence[float], seed: str) -> Iterator[int]:
+    """Numbers of kinds of requests without end, each as often as its weight says."""
+    random = Random(seed)  # noqa: S311 - a schedule is no secret
+    cumulated = list(accumulate(weights))
+    numbers = range(len(weights))
+    while True:
+        yield random.choices(numbers, cum_weights=cumulated)[0]
+
+
+def _poisson(options: Options, seed: str) -> Iterator[float]:
+    random = Random(seed)  # noqa: S311 - a schedule is no secret
+    return accumulate(random.expovariate(options.rate or 1) for _ in count())
+
+
+def _constant(options: Options, _: str) -> Iterator[float]:
+    return (number / (options.rate or 1) for number in count())
+
+
+ARRIVALS = {"poisson": _poisson, "constant": _constant}
+
 
 PAUSE_S = 0.1  # of a connection in closed loop after an error, so that a server that is gone isn't hammered
 TICK_S = 1.0  # between two looks at the figures, and so what "now" means

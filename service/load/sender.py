@@ -9,8 +9,8 @@ from itertools import cycle
 
 import httpx
 
+from layertap.service.load.figures import Sample, parse_retry_after
 from layertap.service.load.options import Options
-from layertap.service.load.sample import Sample, parse_retry_after
 from layertap.service.load.scenario import RequestKind
 
 KEEP_S = 2.0  # less than servers keep an idle connection (uvicorn 5 s), so that none is used while it is closed

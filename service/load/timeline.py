@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from layertap.service.load.figures import Judge, Spread, make_spread
-from layertap.service.load.sample import REFUSALS, NotSent, Sample
+from layertap.service.load.figures import REFUSALS, Judge, NotSent, Sample, Spread, make_spread
 
 MAX_INTERVALS = 60
 WIDTHS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
+from fastapi import Response
 
+from layertap.models.errors import Fault
 from layertap.service.features import Array, Features
-from layertap.service.formats.arrays import name_arrays, to_little_endian
-from layertap.service.formats.buffers import Buffers, view_bytes
+from layertap.service.formats.buffers import Buffers, name_arrays, to_little_endian, view_bytes
 from layertap.service.formats.json import estimate_bytes
 from layertap.service.formats.reply_format import EncodeOptions, ReplyFormat
+from layertap.service.http.problems import MAX_DETAIL, Problem
 from layertap.service.oip.datatypes import DATATYPES
 
 HEADER = "Inference-Header-Content-Length"
@@ -67,3 +69,17 @@ def _encode_json(features: Features, options: EncodeOptions) -> Buffers:
 JSON = ReplyFormat("json", "application/json", _encode_json, estimate_bytes, binary=False)
 BINARY = ReplyFormat("binary", "application/octet-stream", _encode_bytes)
 FORMATS = {each.name: each for each in (JSON, BINARY)}
+
+
+STATUS = {406: 400, 415: 400, 422: 400}  # all others are the same
+
+
+def encode_error(problem: Problem) -> Response:
+    """A problem as ``{"error": text}``: of several reasons the first, and how many others there are."""
+    fault = problem.faults[0] if problem.faults else Fault(problem.detail, problem.hint)
+    row = f"row {fault.input}: " if fault.input is not None else ""
+    more = f" (and {len(problem.faults) - 1} more)" if len(problem.faults) > 1 else ""
+    hint = f"; {fault.hint[:MAX_DETAIL]}" if fault.hint else ""
+    text = f"{row}{fault.detail[:MAX_DETAIL]}{hint}{more}"
+    status = STATUS.get(problem.status, problem.status)
+    return Response(orjson.dumps({"error": text}), status, problem.headers, "application/json")

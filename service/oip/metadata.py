@@ -17,6 +17,7 @@ from layertap.service.oip.datatypes import BYTES, DATATYPES
 from layertap.service.oip.encoding import VERSION
 from layertap.service.oip.inputs import IMAGE, TEXT
 from layertap.service.oip.parsing import EMBEDDING
+from layertap.service.statistics import Duration, ModelStatistics
 from layertap.service.version import get_version
 
 PLATFORM = "pytorch"
@@ -118,3 +119,42 @@ def _describe_input(spec: InputSpec, optional: bool) -> TensorMetadata:
         -1 if spec.longest is not None and axis == spec.long_axis else size for axis, size in enumerate(spec.shape)
     ]
     return TensorMetadata(spec.name, DATATYPES[spec.dtype], (-1, *sizes), optional)
+
+
+STEPS = {"queue": "queue", "compute_input": "decode", "compute_infer": "forward", "compute_output": "copy"}
+UNKNOWN = Duration()  # what nobody measures is 0
+
+
+def describe_statistics(name: str, statistics: ModelStatistics) -> Json:
+    """Counts, and durations in nanoseconds; of batches only the forward itself is measured.
+
+    As the protocol says, hits are successes and count in the queue, but are no inferences and no part of what computes.
+    """
+    batches = sorted(dict(statistics.batches).items())
+    return {
+        "name": name,
+        "version": VERSION,
+        "last_inference": round(statistics.last_request * 1000),
+        "inference_count": statistics.rows,
+        "execution_count": sum(duration.count for _, duration in batches),
+        "inference_stats": {
+            "success": _describe(statistics.answered),
+            "fail": _describe(statistics.failed),
+            **{theirs: _describe(statistics.steps[ours]) for theirs, ours in STEPS.items()},
+            "cache_hit": _describe(statistics.hits),
+            "cache_miss": _describe(statistics.misses),
+        },
+        "batch_stats": [
+            {
+                "batch_size": rows,
+                "compute_input": _describe(UNKNOWN),
+                "compute_infer": _describe(duration),
+                "compute_output": _describe(UNKNOWN),
+            }
+            for rows, duration in batches
+        ],
+    }
+
+
+def _describe(duration: Duration) -> Json:
+    return {"count": duration.count, "ns": round(duration.seconds * 1e9)}

@@ -26,8 +26,8 @@ from layertap.service.http.routes import health, models
 from layertap.service.http.timeout import Timeout
 from layertap.service.oip import metadata
 from layertap.service.oip.encoding import BINARY, FORMATS, HEADER, JSON, VERSION, encode_reply
+from layertap.service.oip.metadata import describe_statistics
 from layertap.service.oip.parsing import InferRequest, parse_infer
-from layertap.service.oip.statistics import describe_statistics
 
 LOADING_RETRY_S = 1.0
 Endpoint = Callable[..., Any]

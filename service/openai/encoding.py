@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from binascii import b2a_base64
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import orjson
+from fastapi import Response
 from numpy.typing import NDArray
 
+from layertap.models.errors import Fault, RequestError
+from layertap.models.fingerprint import digest_dimensions
 from layertap.service.features import Features
 from layertap.service.formats.reply_format import Encoding
+from layertap.service.http.problems import MAX_DETAIL, Problem
 
 Vector = NDArray[np.float32]
 
@@ -41,3 +46,53 @@ def _write_base64(vector: Vector) -> str:
 
 
 WRITERS: dict[Encoding, Callable[[Vector], Any]] = {"list": np.ascontiguousarray, "base64": _write_base64}
+
+
+STATUS = {422: 400}  # all others are the same
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def encode_error(problem: Problem) -> Response:
+    """A problem in OpenAI's envelope: of several reasons the first."""
+    fault = problem.faults[0] if problem.faults else Fault(problem.detail, problem.hint)
+    hint = fault.hint or problem.hint
+    message = f"{fault.detail[:MAX_DETAIL]}; {hint[:MAX_DETAIL]}" if hint else fault.detail[:MAX_DETAIL]
+    status = STATUS.get(problem.status, problem.status)
+    error: dict[str, Any] = {
+        "message": message,
+        "type": TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+        "param": _name_parameter(fault),
+        "code": problem.kind,
+    }
+    return Response(orjson.dumps({"error": error}), status, problem.headers, "application/json")
+
+
+def _name_parameter(fault: Fault) -> str | None:
+    """The field of the body that a fault is about, as OpenAI writes it."""
+    if fault.input is not None:
+        return f"input[{fault.input}]"
+    field, *rest = (fault.pointer or "/").split("/")[1:]
+    return ("model" if rest and field == "layers" else field[:64]) or None  # layers are named behind the model's name
+
+
+def check_dimensions(dimensions: int, columns: int) -> None:
+    """RequestError where vectors have fewer numbers."""
+    if dimensions > columns:
+        raise RequestError(
+            f"'dimensions' is {dimensions}, and the embedding has {columns}",
+            hint=f"leave it out, or ask for at most {columns}",
+        )
+
+
+def shorten(features: Features, dimensions: int) -> Features:
+    """Features whose only result is (N, dimensions) float32, each row of length 1, or all zeros.
+
+    A fingerprint of its own where that is fewer than the result had.
+    """
+    ((key, vectors),) = features.arrays.items()
+    if dimensions == vectors.shape[1]:
+        return features
+    shorter = vectors[:, :dimensions]
+    lengths = np.linalg.norm(shorter, axis=1, keepdims=True)
+    shorter = shorter / np.where(lengths == 0, np.float32(1), lengths)
+    return replace(features, arrays={key: shorter}, fingerprint=digest_dimensions(features.fingerprint, dimensions))

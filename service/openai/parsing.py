@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, PlainValidator, StrictInt, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from layertap.models.errors import Fault, InputError, RequestError, SelectorError, escape
 from layertap.models.model_info import ModelInfo
@@ -19,10 +21,75 @@ from layertap.service.http.json_document import load_json
 from layertap.service.http.parsing import RawRequest
 from layertap.service.inputs.arrays import decode_base64
 from layertap.service.inputs.items import ImageItem, InputItem, TextItem, UrlItem
-from layertap.service.openai.schemas import EmbeddingsBody, InputEntry, Kind
+from layertap.service.schemas.base import StrictBody
 from layertap.service.schemas.faults import read_field
 from layertap.service.schemas.validation_errors import convert_errors
 from layertap.service.settings import Settings
+
+MAX_INPUTS = 2048  # as OpenAI has it
+Kind = Literal["text", "image"]
+ENTRY_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "description": "a text; a data: URI or a URL of a picture, for a model of pictures"},
+        {"type": "object", "properties": {"image": {"type": "string"}}, "required": ["image"]},
+        {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    ]
+}
+INPUT_SCHEMA = {
+    "anyOf": [
+        *ENTRY_SCHEMA["anyOf"],
+        {"type": "array", "items": ENTRY_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
+    ]
+}
+
+
+@dataclass(frozen=True)
+class InputEntry:
+    """One input as it stands in a body; ``kind`` None: by what it looks like, and by what the model takes."""
+
+    value: str
+    kind: Kind | None = None
+
+
+def _parse_input(value: object) -> tuple[InputEntry, ...]:
+    entries = value if isinstance(value, list) else [value]
+    if not entries or len(entries) > MAX_INPUTS:
+        raise PydanticCustomError("input", f"Input should be an input, or a list of 1 to {MAX_INPUTS} of them")
+    if any(isinstance(entry, (int, list)) for entry in entries):
+        raise PydanticCustomError(
+            "tokens", "token ids are those of one tokenizer, and not of this model's: send texts as strings"
+        )
+    return tuple(map(_parse_entry, entries))
+
+
+def _parse_entry(entry: object) -> InputEntry:
+    if isinstance(entry, str):
+        return InputEntry(entry)
+    if isinstance(entry, dict) and len(entry) == 1:
+        if isinstance(image := entry.get("image"), str):
+            return InputEntry(image, "image")
+        if isinstance(text := entry.get("text"), str):
+            return InputEntry(text, "text")
+    raise PydanticCustomError(
+        "entry", 'an input is a string, {"image": "<base64, data: URI or URL>"} or {"text": "a cat"}'
+    )
+
+
+class EmbeddingsBody(StrictBody):
+    """The body of ``POST /v1/embeddings``.
+
+    ``model`` is ``NAME``, ``NAME:LAYER`` or one of them with ``?pool=POOL`` behind it. ``modality`` says what strings
+    are, ``prompt`` names one of the model's folder; ``user`` means nothing here.
+    """
+
+    model: str = Field(max_length=512)
+    input: Annotated[tuple[InputEntry, ...], PlainValidator(_parse_input), WithJsonSchema(INPUT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: StrictInt | None = Field(None, ge=1)
+    modality: Kind | None = None
+    user: str | None = Field(None, max_length=512)
+    prompt: str | None = Field(None, max_length=512)
+
 
 VECTOR_POOLS = tuple(name for name in POOLINGS if name != "none")
 ENCODINGS: dict[str, Encoding] = {"float": "list", "base64": "base64"}

@@ -20,8 +20,7 @@ from layertap.service.http.dependencies import EngineDependency
 from layertap.service.http.model_descriptions import Json
 from layertap.service.http.plain_route import PlainRoute
 from layertap.service.http.request_handler import describe_features, receive
-from layertap.service.openai.dimensions import check_dimensions, shorten
-from layertap.service.openai.encoding import encode_embeddings
+from layertap.service.openai.encoding import check_dimensions, encode_embeddings, shorten
 from layertap.service.openai.parsing import EmbeddingsRequest, parse_embeddings, parse_model_id
 
 TIMEOUT_HEADER = "X-Stainless-Read-Timeout"  # how long the client waits, in seconds

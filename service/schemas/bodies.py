@@ -23,14 +23,25 @@ from layertap.models.selection.hook_points import (
 )
 from layertap.models.selection.poolings import Pool
 from layertap.models.selection.selectors import MAX_TEXT, parse_selector
+from layertap.service.pictures.options import MAX_TILES, Order, PictureOptions
 from layertap.service.schemas.base import StrictBody
 from layertap.service.schemas.faults import read_entries, read_field
 from layertap.service.schemas.inputs import InputBody, read_input_options
 from layertap.service.schemas.interventions import MAX_INTERVENTIONS, InterventionBody
 from layertap.service.schemas.layers import LayerEntry
 from layertap.service.schemas.objective import ObjectiveBody
-from layertap.service.schemas.picture import PictureBody
 from layertap.service.types import Priority
+
+
+class PictureBody(StrictBody):
+    """What a picture shows of each result."""
+
+    tiles: Annotated[int, Field(ge=1, le=MAX_TILES)] = 16
+    order: Order = "first"
+
+    def to_options(self) -> PictureOptions:
+        """The options of a picture."""
+        return PictureOptions(self.tiles, self.order)
 
 
 @dataclass(frozen=True)

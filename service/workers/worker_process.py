@@ -33,7 +33,7 @@ from layertap.service.workers.messages import (
     WaitForProcess,
 )
 from layertap.service.workers.progress import Progress, create_progress
-from layertap.service.workers.spec_table import SpecTable
+from layertap.service.workers.sent_batch import SpecTable
 
 START_TRIES = 3
 START_SECONDS = 60.0  # for a copy of a process to say that it is ready, on a machine that does much else

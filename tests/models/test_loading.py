@@ -13,7 +13,7 @@ from layertap.models import fingerprint
 from layertap.models.errors import LoadError
 from layertap.models.registry import Registry
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 from tests.loading import load_model
 
 ROW = (InputSpec("x", (4,)),)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from layertap.models.sources.construction import isolate_construction
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 from tests.marks import slow
 
 DRAWS: dict[str, Callable[[], Tensor]] = {

@@ -18,7 +18,7 @@ from layertap.models.inputs.preprocess import from_torchvision
 from layertap.models.sources.build import BuiltModel, build_model, list_default_architectures
 from layertap.models.sources.torchvision import list_classifiers
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 from tests.marks import slow
 
 VECTOR = (InputSpec("x", (4,)),)

@@ -29,7 +29,7 @@ from layertap.models.selection.hook_points import HookPoint, Intervention, Objec
 from layertap.models.selection.plan import Capture
 from layertap.models.selection.selectors import parse_selector
 from layertap.models.spec import InputSpec, ModelSpec, PreprocessSpec
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 from tests.conftest import net_spec
 from tests.loading import load_model
 from tests.marks import slow_but

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from layertap.models.errors import LoadError
 from layertap.models.sources.build import build_model
 from layertap.models.spec import InputSpec, ModelSpec
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 from tests import nets, transformers_nets
 from tests.oracle import seeded
 

@@ -21,8 +21,7 @@ from torchvision.models import mnasnet0_5
 from layertap.models.errors import LoadError
 from layertap.models.sources.grammar import parse_weights
 from layertap.models.weights.checkpoints import read_checkpoint
-from layertap.models.weights.digest import digest_weights
-from layertap.models.weights.state_dict import load_state_dict
+from layertap.models.weights.state_dict import digest_weights, load_state_dict
 
 
 class Mixed(nn.Module):

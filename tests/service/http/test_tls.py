@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from layertap.service.http.tls import check_certificate
+from layertap.models.errors import LayertapError
+from layertap.service.cli.setup import check_certificate
 from tests.service.certificates import Certificate, make_certificate
 from tests.service.gated_server import TRIES, TRY_S, parse_response, wait_until
 from tests.service.load_server import Process, process
@@ -132,5 +133,5 @@ def test_bad_files(tmp_path: Path, damage: Callable[[Certificate], object]) -> N
     made = make_certificate(tmp_path)
     check_certificate(str(made.cert), str(made.key))
     damage(made)
-    with pytest.raises(OSError):  # noqa: PT011  (ssl's own errors are among these)
+    with pytest.raises(LayertapError, match="LAYERTAP_TLS_CERT"):
         check_certificate(str(made.cert), str(made.key))

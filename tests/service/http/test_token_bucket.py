@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layertap.service.http.token_bucket import TokenBucket
+from layertap.service.http.auth import TokenBucket
 
 PAUSES = st.lists(st.floats(0, 30), min_size=1, max_size=60)
 

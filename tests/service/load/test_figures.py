@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from layertap.service.load.figures import Judge, Step, get_percentile, make_steps
+from layertap.service.load.figures import Judge, NotSent, Sample, Step, get_percentile, make_steps, parse_retry_after
 from layertap.service.load.report import Budget
-from layertap.service.load.sample import NotSent, Sample, parse_retry_after
 from layertap.service.load.timeline import make_timeline
 from tests.service.load.entries import BLOCKS, OPTIONS, VECTOR, of
 

@@ -7,8 +7,8 @@ from io import StringIO
 from rich.console import Console
 
 from layertap.service.load.figures import Spread
-from layertap.service.load.progress import show_progress
 from layertap.service.load.run import Now
+from layertap.service.load.tables import show_progress
 
 LATENCY = Spread(10.0, 20.0, 30.0, 40.0)
 

@@ -15,9 +15,8 @@ import pytest
 
 from layertap.service.load.options import Options
 from layertap.service.load.report import Report
-from layertap.service.load.run import Now, run
+from layertap.service.load.run import Now, make_schedule, run
 from layertap.service.load.scenario import find_scenario
-from layertap.service.load.schedule import make_schedule
 from tests.server import Live, serving
 from tests.service.gated_server import admitted_rows, hold_model, wait_until
 from tests.service.load.entries import BAD, BLOCKS, GATED, LOOPS, NOWHERE, ROWS, UNKNOWN, VECTOR, of, weights

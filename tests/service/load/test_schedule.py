@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layertap.service.load.options import Arrivals, Options
-from layertap.service.load.schedule import draw_numbers, make_schedule
+from layertap.service.load.run import draw_numbers, make_schedule
 from tests.service.load.entries import LOOPS, NOWHERE, OPTIONS
 from tests.service.support import Json
 

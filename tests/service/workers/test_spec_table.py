@@ -6,7 +6,7 @@ from layertap.models.planner import make_plan
 from layertap.models.selection.selectors import parse_selector
 from layertap.service.engine.forward_batch import ForwardSpec
 from layertap.service.workers.messages import SentSpec
-from layertap.service.workers.spec_table import MAX_SPECS, SpecTable
+from layertap.service.workers.sent_batch import MAX_SPECS, SpecTable
 from tests.conftest import net_spec
 from tests.loading import load_model
 

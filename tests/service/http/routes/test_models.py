@@ -10,7 +10,7 @@ import pytest
 
 from layertap.models.digits import WEIGHTS
 from layertap.models.digits import spec as digits
-from layertap.models.weights.digest import digest_weights
+from layertap.models.weights.state_dict import digest_weights
 from layertap.service.config.configuration import Configuration
 from tests.server import Live, serving
 from tests.service.gated_server import post_rows

@@ -1,0 +1,142 @@
+"""Trials when a model is loaded: the same row again, and a text with padding on either side or beside a longer one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from layertap.models.catalog.call_observer import Run
+from layertap.models.catalog.catalog import LeftPadding
+from layertap.models.devices.memory import is_device_error
+from layertap.models.devices.threads import use_threads
+from layertap.models.hooks.tensor_tree import TensorsByPath, iterate_tensors
+from layertap.models.inputs.noise import make_noise
+from layertap.models.inputs.text import POSITIONS, TextSpec, number_tokens
+from layertap.models.module_state import ModuleState, StateKey
+from layertap.models.spec import InputSpec
+
+Rows = Mapping[str, Tensor]
+
+
+class RepeatedRun:
+    """Runs forwards of a module between two of the same row, which are compared.
+
+    Both run on one thread and without hooks: kernels that differ only round otherwise. ``is_same``: whether both
+    returned the same, within ``tolerance`` of a tensor's largest number. ``seconds``: CPU time of the first.
+    """
+
+    def __init__(self, module: nn.Module, run: Run, tolerance: float, row: Rows) -> None:
+        self.is_same = True
+        self._module = module
+        self._run = run
+        self._tolerance = tolerance
+        self._loaded = ModuleState(module)
+        self._row = row
+        start = time.thread_time()
+        self._output = self._run_alone()
+        self.seconds = time.thread_time() - start
+        self._settled = ModuleState(module)
+
+    def __call__(self, rows: Rows) -> object:
+        """Run one forward."""
+        return self._run(rows)
+
+    def repeat(self) -> None:
+        """Run the first row again, and compare."""
+        self.is_same = has_same_values(self._output, self._run_alone(), self._tolerance)
+
+    def _run_alone(self) -> TensorsByPath:
+        with use_threads(1):
+            return _copy_tensors(self._run(_clone(self._row)))  # a model may write to its input
+
+    def put_back_state(self) -> tuple[StateKey, ...]:
+        """Give what changed after the first forward the values that it had before; its names.
+
+        The first one may fill a cache, which need not be put back where answers are the same.
+        """
+        earlier = self._settled if self.is_same else self._loaded
+        changed = earlier.find_changes()
+        self._loaded.put_back(changed)
+        return changed
+
+
+def _clone(rows: Rows) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in rows.items()}
+
+
+def _copy_tensors(value: object) -> TensorsByPath:
+    return TensorsByPath((path, tensor.clone()) for path, tensor in iterate_tensors(value))
+
+
+SHORT, LONG, IN_FRONT = 5, 64, 3  # tokens of a text, at most of its neighbour, of padding in front
+
+
+def try_padding(run: Run, text: TextSpec, device: torch.device, tolerance: float) -> tuple[bool, LeftPadding]:
+    """Whether texts may be padded to share forwards, and how padding in front of one is given to the model.
+
+    Values are the same within ``tolerance`` of a tensor's largest number. What a device raises goes through: it says
+    nothing of the model.
+    """
+    if text.mask is None or text.max_tokens < SHORT + IN_FRONT:
+        return text.pads, "as sent"
+    long = InputSpec(text.ids, (min(text.max_tokens, LONG),), "int64", values=(0, text.vocabulary))
+    drawn = make_noise([long], device, torch.float32)[text.ids]
+    short, padding = drawn[:1, :SHORT], torch.full_like(drawn[:1], text.pad)
+
+    def forward(ids: Tensor, mask: Tensor, numbers: Tensor | None = None) -> object:
+        rows = {text.ids: ids.clone(), text.mask or "": mask}
+        return _try(run, rows if numbers is None else rows | {POSITIONS: numbers})
+
+    alone = forward(short, torch.ones_like(short))
+    if alone is None:  # so short a text is not taken: nothing can be compared
+        return text.pads, "as sent"
+    behind = torch.cat([torch.cat([short, padding[:, SHORT:]], 1), drawn[1:2]])
+    mask = torch.ones_like(behind)
+    mask[0, SHORT:] = 0
+    pads = text.pads and has_same_values(alone, forward(behind, mask), tolerance)
+    in_front = torch.cat([padding[:, :IN_FRONT], short], 1)
+    mask = torch.ones_like(in_front)
+    mask[:, :IN_FRONT] = 0
+    if has_same_values(alone, forward(in_front, mask), tolerance, IN_FRONT):
+        return pads, "as sent"
+    is_numbered = has_same_values(alone, forward(in_front, mask, number_tokens(mask)), tolerance, IN_FRONT)
+    return pads, "numbered" if is_numbered else "refused"
+
+
+def _try(run: Run, rows: dict[str, Tensor]) -> object:
+    """What a model returns; None where it raises, whatever that is."""
+    try:
+        return run(rows)
+    except Exception as error:
+        if is_device_error(error):
+            raise
+        return None
+
+
+def has_same_values(one: object, other: object, tolerance: float, start: int = 0) -> bool:
+    """Whether all floating tensors of a value are in another, within a share of their largest number.
+
+    Along an axis that is longer in the other they begin at ``start``: there are further tokens, or rows.
+    """
+    others = dict(iterate_tensors(other))
+    return all(
+        _is_part(tensor, others.get(path), tolerance, start)
+        for path, tensor in iterate_tensors(one)
+        if tensor.is_floating_point()
+    )
+
+
+def _is_part(one: Tensor, other: Tensor | None, tolerance: float, start: int) -> bool:
+    if other is None or other.ndim != one.ndim:
+        return False
+    for axis, size in enumerate(one.shape):
+        if other.shape[axis] != size:
+            if other.shape[axis] < start + size:
+                return False
+            other = other.narrow(axis, start, size)
+    one, other = one.float(), other.float()
+    largest = torch.where(one.isfinite(), one.abs(), 0.0).amax() if one.numel() else 0.0
+    return torch.allclose(other, one, rtol=0.0, atol=tolerance * max(float(largest), 1e-6), equal_nan=True)
