@@ -39,7 +39,8 @@ def _find_in_timm(module: Any) -> KnownEmbedding:
         return KnownEmbedding((EmbeddingChoice(".", NO_HEAD),))
     first, reason = (head[0], FIRST_HEAD) if isinstance(head, (tuple, list, nn.ModuleList)) else (head, PRE_LOGITS)
     names = [name for name, part in module.named_modules() if part is first]
-    return KnownEmbedding(tuple(EmbeddingChoice(f"{name}:input", reason) for name in names), classifier=True)
+    choices = tuple(EmbeddingChoice(f"{name}:input", reason, guessed=reason is FIRST_HEAD) for name in names)
+    return KnownEmbedding(choices, classifier=True)
 
 
 def _find_in_transformers(module: Any) -> KnownEmbedding:
