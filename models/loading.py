@@ -112,7 +112,9 @@ def load_model(
             catalogs = ModelCatalogs(module, inputs, device, built.prefix_tokens, threads, configured)
         if run_survey is not None:
             _run_once(module, inputs, device, configured.traits.state)
-    embedding = _find_embedding(spec, built.embedding or find_known_embedding(built.module), catalogs)
+    row = next(iter(make_noise_row(inputs.specs, device, inputs.dtype).values()))
+    known = built.embedding or find_known_embedding(built.module, row)
+    embedding = _find_embedding(spec, known, catalogs)
     labels = choose_labels(spec.labels, built.labels, count_classes(catalogs.configured))
     return LoadedModel(
         spec=spec,

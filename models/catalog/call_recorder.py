@@ -194,7 +194,7 @@ class CallRecorder(CallObserver):
         return layout.infer_from_evidence(shape, [before, *inside] if before[0] == shape else [*inside, before])
 
     def _get_nearest(self, shape: tuple[int, ...]) -> list[layout.Evidence]:
-        """What modules returned last with as many axes, within a module one of its parts; and last of a known layout."""
+        """What was returned last with as many axes, within a module by one of its parts; and last of a known layout."""
         nearest = [each[len(shape)] for each in (self._recent, self._recent_known) if len(shape) in each]
         return [(each.shape, each.layout) for each in nearest]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from layertap.models.devices.threads import use_threads
 from layertap.models.selection.embedding import EmbeddingChoice
 
 PRE_LOGITS = "what forward_head(pre_logits=True) returns"
-FIRST_HEAD = "what the first of its heads takes: forward_head(pre_logits=True) joins what several take"
+FIRST_HEAD = "what the first of its heads takes: no layer takes what forward_head(pre_logits=True) returns"
 RETURNED = "{} returns it as {}"
 MEAN = "mean over a text's tokens: nothing that was saved with the model names an embedding"
 NO_HEAD = "no head over classes: the output is what forward_head(pre_logits=True) returns"
@@ -24,26 +29,55 @@ class KnownEmbedding:
     classifier: bool = False
 
 
-def find_known_embedding(module: nn.Module) -> KnownEmbedding:
-    """What the library that a module's class is from, or derived from, says of its embedding; nothing of others."""
+def find_known_embedding(module: nn.Module, row: Tensor) -> KnownEmbedding:
+    """What the library that a module's class is from, or derived from, says of its embedding; nothing of others.
+
+    ``row`` is a batch of one; forwards run on one thread.
+    """
     for base in type(module).__mro__:
         find = FINDERS.get(base.__module__.partition(".")[0])
         if find is not None:
-            return find(module)
+            return find(module, row)
     return KnownEmbedding()
 
 
-def _find_in_timm(module: Any) -> KnownEmbedding:
+def _find_in_timm(module: Any, row: Tensor) -> KnownEmbedding:
     head = module.get_classifier() if hasattr(module, "forward_head") else None
     if isinstance(head, nn.Identity):
         return KnownEmbedding((EmbeddingChoice(".", NO_HEAD),))
-    first, reason = (head[0], FIRST_HEAD) if isinstance(head, (tuple, list, nn.ModuleList)) else (head, PRE_LOGITS)
-    names = [name for name, part in module.named_modules() if part is first]
-    choices = tuple(EmbeddingChoice(f"{name}:input", reason, guessed=reason is FIRST_HEAD) for name in names)
-    return KnownEmbedding(choices, classifier=True)
+    first = head[0] if isinstance(head, (tuple, list, nn.ModuleList)) else head
+    classifier = [name for name, part in module.named_modules() if part is first]
+    try:
+        takers = _find_takers(module, row)
+    except Exception:  # a class of somebody's own may have made its forward another
+        takers = []
+    if not takers:
+        choices = [EmbeddingChoice(f"{name}:input", FIRST_HEAD, guessed=True) for name in classifier]
+    else:
+        names = [name for name in classifier if name in takers] or takers[:1]
+        choices = [EmbeddingChoice(f"{name}:input", PRE_LOGITS) for name in names]
+    return KnownEmbedding(tuple(choices), classifier=True)
 
 
-def _find_in_transformers(module: Any) -> KnownEmbedding:
+def _find_takers(module: Any, row: Tensor) -> list[str]:
+    """The layers that take what forward_head(pre_logits=True) returns, in the order in which they run."""
+    takers: list[str] = []
+
+    def note(name: str, _: nn.Module, args: tuple[object, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and torch.equal(args[0], wanted):
+            takers.append(name)
+
+    with torch.no_grad(), use_threads(1), ExitStack() as stack:
+        features = module.forward_features(row)
+        wanted = module.forward_head(features, pre_logits=True)
+        for name, part in module.named_modules():
+            stack.callback(part.register_forward_pre_hook(partial(note, name)).remove)
+        module.forward_head(features)
+    return takers
+
+
+def _find_in_transformers(module: Any, row: Tensor) -> KnownEmbedding:
+    del row
     name = type(module).__name__
     if "Classification" in name:
         return KnownEmbedding(classifier=True)
@@ -60,8 +94,8 @@ def _find_in_transformers(module: Any) -> KnownEmbedding:
     return KnownEmbedding(tuple(choices))
 
 
-FINDERS = {
-    "torchvision": lambda module: KnownEmbedding(classifier=True),
+FINDERS: dict[str, Callable[[Any, Tensor], KnownEmbedding]] = {
+    "torchvision": lambda module, row: KnownEmbedding(classifier=True),
     "timm": _find_in_timm,
     "transformers": _find_in_transformers,
 }

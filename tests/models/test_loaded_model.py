@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -252,6 +253,24 @@ def test_embedding(load_net: Loader, name: str, embedding: str) -> None:
     assert model.embedding == embedding
     assert extract(model, batch(model.inputs, 2), embedding).keys() == {embedding}
     assert load_net(name, embedding=".").embedding == "."
+
+
+@pytest.mark.parametrize(
+    "name", ["test_vit", "levit_128s", slow("efficientvit_m0"), slow("repvit_m0_9"), slow("crossvit_tiny_240")]
+)
+def test_embedding_of_timm(name: str) -> None:
+    """What timm's own forward_head returns before the scores, or a warning where no layer takes that."""
+    model = load_model(ModelSpec("model", f"timm:{name}", weights="random:5"))
+    assert model.model_embedding is not None
+    rows = batch(model.inputs, 2)
+    module: Any = model.module
+    with torch.no_grad():
+        wanted = module.forward_head(module.forward_features(rows["x"]), pre_logits=True)
+    found = extract(model, rows, model.embedding)[model.embedding]
+    if name == "crossvit_tiny_240":  # joins what two heads take
+        assert "the first of its heads" in model.model_embedding.warnings[0]
+        wanted = wanted[:, : found.shape[1]]
+    torch.testing.assert_close(found, wanted)
 
 
 def test_other_shape(load_fresh_net: Loader) -> None:
