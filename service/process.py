@@ -28,6 +28,7 @@ TICK_S = 0.1
 CLOSE_CONNECTIONS_S = (
     1.0  # of a delay at its end: connections in use move elsewhere, and none is closed under a request
 )
+ACCEPT_S = 0.5  # for whoever has connected to come in, and connections in use to be told that they end
 CLOSE_HEADER = (b"connection", b"close")
 CHILD_END_S = 1.0  # for a compiler to remove its files
 
@@ -88,7 +89,7 @@ class Server(uvicorn.Server):
         await self._close_after_replies()
         for listener in sockets or ():
             remove_path(listener)
-        await asyncio.sleep(TICK_S)  # whoever has connected comes in: a closed listener resets them
+        await asyncio.sleep(ACCEPT_S)
         self._on_end()
         await super().shutdown(sockets)
 
