@@ -30,6 +30,9 @@ REFUSED: dict[str, Json] = {
     "an absolute path": {"weights": "/tmp/a.safetensors"},
     "a link that leads out": {"weights": "weights/link.safetensors"},
     "what is no path": {"weights": "weights/\0.safetensors"},
+    "an adapter elsewhere": {"adapter": "adapter"},
+    "an adapter of a folder above": {"adapter": "weights/../adapter"},
+    "an adapter by a link that leads out": {"adapter": "weights/adapter"},
     "labels that are no path": {"labels": "weights/\0"},
     "released weights": {"weights": "DEFAULT"},
     "another factory": {"source": "python:tests.service.nets_http:Touchy"},
@@ -48,6 +51,7 @@ def test_not_allowed(serve: Serve, versions: Versions, what: str) -> None:
     """What the configuration does not name is refused, and no path, import or argument of it is looked at."""
     save_file(make_state("b"), versions.folder / "a.safetensors")
     (versions.folder / "weights" / "link.safetensors").symlink_to(versions.folder / "a.safetensors")
+    (versions.folder / "weights" / "adapter").symlink_to(versions.folder / "adapter")
     write_names(versions, "names.txt", "weights/names.txt", "labels/names.txt")
     (versions.folder / "labels" / "link.txt").symlink_to(versions.folder / "names.txt")
     allow = ALLOW | {"labels": ["labels/"]}
