@@ -19,9 +19,10 @@ class CallObserver:
     """Calls ``enter`` and ``leave`` around every call of every module while ``watch`` runs one forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        # A scripted part takes no hooks: it is catalogued as one that is never called.
-        scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
-        self.modules = [part for part in module.modules() if not isinstance(part, scripted)]
+        # Hooks in a scripted part never run: what is in it is catalogued as never called.
+        scripted = [part for part in module.modules() if isinstance(part, torch.jit.ScriptModule)]
+        inside = {id(part) for whole in scripted for part in whole.modules() if part is not whole}
+        self.modules = [part for part in module.modules() if id(part) not in inside]
 
     def watch(self, run: Run, inputs: Mapping[str, Tensor]) -> None:
         """Run one forward."""

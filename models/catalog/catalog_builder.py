@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -146,6 +147,6 @@ def _find_hazards(module: nn.Module, is_called: bool) -> Iterator[str]:
     if getattr(module, "inplace", False) is True:
         yield "inplace"
     if not is_called:
-        yield "never_called"
+        yield "scripted" if isinstance(module, torch.jit.ScriptModule) else "never_called"
     if isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower():
         yield "attention"

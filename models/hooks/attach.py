@@ -3,7 +3,7 @@
 What a callback gets must be read or copied at once: in-place operations later in the forward write to the same memory.
 A hook of ours returns None (anything else replaces the value), unless the callback gives back what to put in its place,
 path by path. Calls of a module are numbered in the order in which they begin, so that a call has the same number on
-each side.
+each side. Scripted modules refuse hooks by their own methods, and run those that nn.Module's add; their parts run none.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ def _attach_output(stack: ExitStack, module: nn.Module, on_call: OnCall) -> None
             output = replace_tensor(output, path, tensor)
         return output
 
-    stack.callback(module.register_forward_pre_hook(begin).remove)
+    stack.callback(nn.Module.register_forward_pre_hook(module, begin).remove)
     # Also after a call that raised, in a model that catches it: the call around it would get its number otherwise.
-    stack.callback(module.register_forward_hook(end, always_call=True, prepend=_has_collector(module)).remove)
+    stack.callback(
+        nn.Module.register_forward_hook(module, end, always_call=True, prepend=_has_collector(module)).remove
+    )
 
 
 def _has_collector(module: nn.Module) -> bool:
@@ -87,8 +89,8 @@ def _attach_input(stack: ExitStack, module: nn.Module, on_call: OnCall) -> None:
             if _get_version(each.replacement) != each.version:
                 each.original.copy_(each.replacement)
 
-    stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
-    stack.callback(module.register_forward_hook(end, always_call=True).remove)
+    stack.callback(nn.Module.register_forward_pre_hook(module, begin, with_kwargs=True).remove)
+    stack.callback(nn.Module.register_forward_hook(module, end, always_call=True).remove)
 
 
 @dataclass(frozen=True)

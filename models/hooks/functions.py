@@ -54,9 +54,8 @@ def get_function_name(function: object) -> str | None:
 
 def may_call_functions(module: nn.Module) -> bool:
     """Whether functions in a module's forward count: a layer of torch's own is one with its output."""
-    scripted = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
     kind = type_before_parametrizations(module)
-    return not isinstance(module, scripted) and not kind.__module__.startswith("torch.nn.")
+    return not isinstance(module, torch.jit.ScriptModule) and not kind.__module__.startswith("torch.nn.")
 
 
 class FunctionMode(TorchFunctionMode):
@@ -163,7 +162,7 @@ def attach_functions(stack: ExitStack, module: nn.Module, on_call: OnCall) -> No
 def _list_parts(module: nn.Module) -> Iterator[nn.Module]:
     """What a module may call: all within it, but nothing within a layer of torch's own."""
     for part in module.children():
-        if not isinstance(part, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]
+        if not isinstance(part, torch.jit.ScriptModule):
             yield part
         if may_call_functions(part) or isinstance(part, CONTAINERS):
             yield from _list_parts(part)

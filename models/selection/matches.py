@@ -11,6 +11,7 @@ from layertap.models.hooks.sites import ATTENTION, OF_FUNCTIONS, SITES, split_fu
 from layertap.models.selection.hook_points import HookPoint, Selector, format_path
 
 MAX_SHOWN = 5  # names in a hint
+SCRIPTED = "scripted: hooks on its parts never run"
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _find_layers(selector: Selector, catalog: Catalog) -> tuple[list[Layer], lis
     ]
     running = [layer for layer in matches if layer.calls]
     if not running:
-        raise _no_match_error(selector, catalog, len(matches))
+        raise _no_match_error(selector, catalog, matches)
     return running, [layer.name for layer in matches if not layer.calls]
 
 
@@ -113,8 +114,9 @@ def _get_layer(name: str, catalog: Catalog) -> Layer:
     if not layer.calls and catalog.tower:
         raise UnknownLayerError(f"layer {escape(name)} does not run for {catalog.tower}", hint=_list_running(catalog))
     if not layer.calls:
+        why = SCRIPTED if "scripted" in layer.hazards else "its parent uses it without calling it"
         raise UnknownLayerError(
-            f"layer {escape(name)} never runs in a forward of this model (its parent uses it without calling it)",
+            f"layer {escape(name)} never runs in a forward of this model ({why})",
             hint=f"ask for its parent {escape(name.rpartition('.')[0] or '.')}",
         )
     return layer
@@ -140,11 +142,12 @@ def _describe_pattern(selector: Selector) -> str:
     return f"the pattern {escape(selector.pattern)}{kind}"
 
 
-def _no_match_error(selector: Selector, catalog: Catalog, not_run: int) -> UnknownLayerError:
+def _no_match_error(selector: Selector, catalog: Catalog, not_run: Sequence[Layer]) -> UnknownLayerError:
     pattern = _describe_pattern(selector)
     if not_run:
         which = f"for {catalog.tower}" if catalog.tower else "in a forward"
-        return UnknownLayerError(f"{pattern} matches {not_run} layers, none of which runs {which}")
+        which += f" ({SCRIPTED})" if all("scripted" in layer.hazards for layer in not_run) else ""
+        return UnknownLayerError(f"{pattern} matches {len(not_run)} layers, none of which runs {which}")
     hint = suggest_type(selector.type, catalog) or "GET /models/{model}/layers lists every layer"
     return UnknownLayerError(f"{pattern} matches no layer", hint=hint)
 

@@ -295,11 +295,11 @@ def test_near_names(load_net: Loader) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_scripted_part() -> None:
-    """A part that takes no hooks is one that is never called; everything around it is there."""
+    """A scripted part is called, what is in it never; everything around it is there."""
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     catalog = surveyed(nn.Sequential(nn.Linear(4, 4), scripted, nn.Linear(4, 2)), 4)
-    assert [name for name, layer in catalog.layers.items() if layer.calls] == [".", "0", "2"]
-    assert catalog.layers["1"].hazards == ("never_called",)
+    assert [name for name, layer in catalog.layers.items() if layer.calls] == [".", "0", "1", "2"]
+    assert catalog.layers["1.0"].hazards == ("scripted",)
     assert catalog.rowwise
 
 
