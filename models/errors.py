@@ -14,14 +14,14 @@ LayertapError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from sysconfig import get_path
 from traceback import extract_tb
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 Failure = Literal["", "source", "code", "weights", "device", "forward", "embedding", "labels", "warm", "lost", "other"]
 
@@ -97,18 +97,21 @@ class Fault:
 
 
 class LayertapError(Exception):
-    """The root of the tree; ``detail`` is fit to be shown to whoever asked."""
+    """The root of the tree; ``detail`` is fit to be shown; globs may leave its ``points`` out, and say why."""
 
-    def __init__(self, detail: str, *, hint: str = "", faults: tuple[Fault, ...] = ()) -> None:
+    def __init__(
+        self, detail: str, *, hint: str = "", faults: tuple[Fault, ...] = (), points: Mapping[Any, str] | None = None
+    ) -> None:
         super().__init__(detail)
         self.detail = detail
         self.hint = hint
         self.faults = faults
+        self.points = points or {}
 
     @classmethod
-    def from_faults(cls, faults: Sequence[Fault]) -> Self:
+    def from_faults(cls, faults: Sequence[Fault], points: Mapping[Any, str] | None = None) -> Self:
         """An error for several reasons, at least one: it says the first, and carries all."""
-        return cls(faults[0].detail, hint=faults[0].hint, faults=tuple(faults))
+        return cls(faults[0].detail, hint=faults[0].hint, faults=tuple(faults), points=points)
 
     def to_fault(self, pointer: str | None = None, input: int | None = None) -> Fault:  # noqa: A002
         """The error as one reason of another: with where in the request it stands, and the input's place."""
@@ -117,7 +120,7 @@ class LayertapError(Exception):
     def of_input(self, place: int) -> Self:
         """The error as one of the input at a place in the request."""
         faults = self.faults or (self.to_fault(f"/inputs/{place}"),)
-        return self.from_faults([replace(fault, input=place) for fault in faults])
+        return self.from_faults([replace(fault, input=place) for fault in faults], self.points)
 
 
 class UnknownModelError(LayertapError):

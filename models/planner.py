@@ -100,10 +100,10 @@ def _match_selector(
 
 def _leave_out(selector: Selector, tensors: Sequence[SelectorMatch]) -> tuple[list[SelectorMatch], list[str]]:
     """What a glob keeps of what it matches, and why it leaves out the others; SelectorError where none is left."""
-    kept, errors = [], list[SelectorError]()
+    kept, errors, excluded = [], list[SelectorError](), dict(selector.excluded)
     for tensor in tensors:
         try:
-            _check_is_given(tensor, selector.reduction)
+            _check_is_given(tensor, selector.reduction, excluded.get(tensor.point, ""))
         except SelectorError as error:
             errors.append(error)
         else:
@@ -177,9 +177,11 @@ def _get_boundary(catalog: Catalog, point: HookPoint) -> CallBoundary:
     return catalog.layers[point.layer].calls[point.call].get_boundary(point.site)
 
 
-def _check_is_given(tensor: SelectorMatch, reduction: Reduction) -> None:
-    """SelectorError where a tensor is of a kind that can't be given like that, whatever the option's values."""
+def _check_is_given(tensor: SelectorMatch, reduction: Reduction, excluded: str) -> None:
+    """SelectorError where a tensor is ``excluded``, or of a kind that can't be given like that, whatever the values."""
     name, leaf = escape(tensor.point.format_name()), tensor.tensor
+    if excluded:
+        raise SelectorError(f"{name} {excluded}")
     if leaf.dtype not in CARRIED and not leaf.is_floating:
         raise SelectorError(f"{name} is of dtype {leaf.dtype}, which no reply format carries")
     if reduction.is_by_row and (leaf.row_axis is None or leaf.mixed):

@@ -17,7 +17,7 @@ from layertap.models.capture.reduction import ReducedTensor, reduce
 from layertap.models.catalog.catalog import TensorInfo
 from layertap.models.catalog.row_view import Span
 from layertap.models.devices.dtypes import dtype_name
-from layertap.models.errors import InputError, LayerNotReachedError
+from layertap.models.errors import InputError, LayerNotReachedError, LayertapError
 from layertap.models.gradients.tape import Key, Tape, compute_objective
 from layertap.models.hooks.attach import Changes, OnCall, StopForward
 from layertap.models.hooks.functions import run_unseen
@@ -110,6 +110,7 @@ class Collector:
         self._real = real
         self._tape = Tape()
         self._error: InputError | None = None
+        self._misfits: list[LayertapError] = []
         self._actions = group_actions(slices, spans, modules)
         self._calls_run: dict[tuple[nn.Module, Side], set[int]] = defaultdict(set)
 
@@ -140,8 +141,10 @@ class Collector:
         if self._error is not None:
             raise self._error
         points = [capture.point for capture in self._pending]
-        for point in [*points, *(objective.point for objective in self._objectives.values())]:
-            raise LayerNotReachedError(f"this input's forward never reached {point.escaped_text}")
+        points += [objective.point for objective in self._objectives.values()]
+        if errors := [*self._misfits, *map(_make_unreached_error, points)]:
+            errors[0].points = {point: reason for error in errors for point, reason in error.points.items()}
+            raise errors[0]
 
     def backward(self) -> None:
         """Differentiate the objectives, and reduce the gradients that are wanted."""
@@ -151,7 +154,7 @@ class Collector:
         for capture, spans in self._gradients.items():
             gradient = gradients.get(self._get_key(capture.point))
             if gradient is None:
-                raise LayerNotReachedError(f"this input's forward never reached {capture.point.escaped_text}")
+                raise _make_unreached_error(capture.point)
             for span in spans:
                 self._reduce(capture, span, gradient)
 
@@ -238,8 +241,11 @@ class Collector:
         tensor = tensors.get(capture.point.path)
         if tensor is None or capture not in self._pending:
             return
-        self._check_tensor(tensor, capture.tensor, capture.point)
-        for span in self._pending.pop(capture):
+        spans = self._pending.pop(capture)
+        if misfit := self._find_misfit(tensor, capture.tensor, capture.point):
+            self._misfits.append(misfit)
+            return
+        for span in spans:
             self._reduce(capture, span, tensor.detach())
 
     def _reduce(self, capture: Capture, span: Span, tensor: Tensor) -> None:
@@ -260,13 +266,20 @@ class Collector:
 
     def _check_tensor(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> None:
         """Leave the forward where a tensor can't be cut by what its catalogue says: rows would be cut elsewhere."""
+        if misfit := self._find_misfit(tensor, leaf, point):
+            self._error = misfit
+            raise StopForward from misfit
+
+    def _find_misfit(self, tensor: Tensor, leaf: TensorInfo, point: HookPoint) -> InputError | None:
+        """What is wrong with a tensor that is not what its catalogue says."""
         shape, expected = tuple(tensor.shape), leaf.shape_for(self._rows)
         if shape == expected and dtype_name(tensor.dtype) == leaf.dtype:
-            return
-        difference = f"{dtype_name(tensor.dtype)} {list(shape)}, not {leaf.dtype} {list(expected)}"
+            return None
+        difference = f"is {dtype_name(tensor.dtype)} {list(shape)}, not {leaf.dtype} {list(expected)}"
         one_row = "its size depends on the input's values: ask for another layer"
         hint = "send one input at a time" if self._rows > 1 else one_row
-        self._stop(f"with this input {point.escaped_text} is {difference}", hint)
+        detail = f"with this input {point.escaped_text} {difference}"
+        return InputError(detail, hint=hint, points={point: difference})
 
     def _check_differentiable(self, point: HookPoint) -> None:
         """Leave the forward where the model itself keeps no graph: zero would be no answer."""
@@ -289,6 +302,11 @@ class Collector:
         """Leave the forward; ``check`` then raises the InputError, which a model might catch here."""
         self._error = InputError(detail, hint=hint)
         raise StopForward
+
+
+def _make_unreached_error(point: HookPoint) -> LayerNotReachedError:
+    detail = f"this input's forward never reached {point.escaped_text}"
+    return LayerNotReachedError(detail, points={point: "is not reached by every input"})
 
 
 # Not a method: a graph whose hooks held the collector, which holds tensors of that graph, would never be freed.

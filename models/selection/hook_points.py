@@ -113,7 +113,7 @@ class Selector:
 
     ``text`` is the request's own spelling; ``call`` None means the last one, "*" every one; ``path`` None means every
     tensor; ``alias`` is the key asked for by ``as``. Of an intervention's selector ``call`` None means every call.
-    ``function`` None means the layer itself.
+    ``function`` None means the layer itself. A glob leaves the ``excluded`` points out, each for the reason beside it.
     """
 
     text: str
@@ -125,6 +125,7 @@ class Selector:
     reduction: Reduction = Reduction()
     alias: str | None = None
     function: FunctionCall | None = None
+    excluded: tuple[tuple[HookPoint, str], ...] = ()
 
     @property
     def is_glob(self) -> bool:

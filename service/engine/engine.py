@@ -39,6 +39,7 @@ from layertap.service.pictures.sent import SentPicture
 from layertap.service.settings import Settings
 
 T = TypeVar("T")
+MAX_LEFT_OUT = 16  # times that a request is asked again without some tensors
 SHORT_BODY = 2**16  # bytes that are digested in about the time that a way to another thread and back takes
 Answer = tuple[Job, Results]  # with what its forwards gave
 
@@ -148,6 +149,9 @@ class Engine:
     async def dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         """A request up to its forwards, and no further; any error of the tree."""
         self._describe(request)
+        return await _ask_again(request, lambda asked: self._dry_run(asked, admission))
+
+    async def _dry_run(self, request: ExtractRequest, admission: Admission) -> list[Job]:
         worker = await self.get_worker(request.model, admission)
         planned = await self.planner.plan(request, worker, admission.deadline)
         items = await fetch_inputs(planned, self.fetcher, admission)
@@ -235,7 +239,7 @@ class Engine:
         return digest() if short else await self.run_in_thread(digest, admission.deadline)
 
     async def _extract(self, request: ExtractRequest, admission: Admission) -> Features:
-        parts = await self.extract_parts(request, admission)
+        parts = await _ask_again(request, lambda asked: self.extract_parts(asked, admission))
         if len(parts) == 1:
             return parts[0]
         return await self.run_in_thread(partial(join_inputs, parts), admission.deadline)
@@ -282,6 +286,16 @@ class Engine:
         if len(answers) == 1:
             return collect()
         return await self.run_in_thread(collect, deadline)
+
+
+async def _ask_again(request: ExtractRequest, ask: Callable[[ExtractRequest], Awaitable[T]]) -> T:
+    """What ``ask`` gives for a request, or for what its globs leave of it once an error has named tensors."""
+    for _ in range(MAX_LEFT_OUT):
+        try:
+            return await ask(request)
+        except LayertapError as error:
+            request = request.leave_out(error)
+    return await ask(request)
 
 
 def _warn_of_embedding(request: ExtractRequest, model: ModelInfo) -> tuple[str, ...]:

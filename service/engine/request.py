@@ -11,7 +11,7 @@ from torch import Tensor
 from layertap.models import fingerprint
 from layertap.models.capture.joined_rows import JoinedRows
 from layertap.models.catalog.catalog import Catalog
-from layertap.models.errors import Fault, RequestError
+from layertap.models.errors import Fault, LayertapError, RequestError
 from layertap.models.labels import Labels
 from layertap.models.selection.hook_points import (
     Embedding,
@@ -89,6 +89,16 @@ class ExtractRequest:
             return self
         changes = (*self.interventions, *options.interventions)
         return replace(self, objective=options.objective or self.objective, interventions=changes)
+
+    def leave_out(self, error: LayertapError) -> ExtractRequest:
+        """The request whose globs leave out the points that an error names; the error where they do so already."""
+        selectors = tuple(
+            replace(each, excluded=tuple({**error.points, **dict(each.excluded)}.items())) if each.is_glob else each
+            for each in self.selectors
+        )
+        if selectors == self.selectors:
+            raise error
+        return replace(self, selectors=selectors)
 
     def locate(self, error: RequestError, place: int) -> RequestError:
         """The error of ``for_input``'s request with pointers into this one."""

@@ -1,0 +1,122 @@
+"""Globs answer without the tensors that an input does not have, and parts that hooks can't see are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from layertap.models.spec import InputSpec, ModelSpec
+from tests.loading import load_model
+from tests.server import Live
+from tests.service.conftest import Serve
+from tests.service.support import Array, arrays_of, configured, problem, tensor
+
+LENGTH, WIDTH = 5, 4
+SHORT, LONG = slice(2, None), slice(LENGTH, None)  # what is zero of a row, which is padding
+
+
+class Ragged(nn.Module):
+    """Packs each row up to its padding; sends it to one of two experts by its first number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Linear(WIDTH, 6), nn.LSTM(6, 5, batch_first=True)
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[..., 1] != 0).sum(1).cpu()
+        packed = pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        hidden = self.lstm(packed)[1][0][-1]
+        out = hidden.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            taken = (x[:, 0, 0] > 50) == bool(number)
+            if taken.any():
+                out[taken] = expert(hidden[taken])
+        return out
+
+
+class Scripted(nn.Module):
+    """Its middle is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 2)
+        self.block = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.block(self.stem(x)))
+        return out
+
+
+def own(name: str, *shape: int) -> ModelSpec:
+    return ModelSpec(name, f"python:{__name__}:{name}", "random:0", "cpu", inputs=(InputSpec("x", shape),))
+
+
+@pytest.fixture(scope="module", params=[0, pytest.param(1, marks=pytest.mark.slow)], ids=["here", "in a worker"])
+def live(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Live]:
+    with serve(configured(own("Ragged", LENGTH, WIDTH)), workers=request.param) as live:
+        yield live
+
+
+def make_row(padding: slice, first: float = 1) -> Array:
+    row = np.random.default_rng(0).standard_normal((LENGTH, WIDTH)).astype(np.float32)
+    row[0, 0], row[padding] = first, 0
+    return row
+
+
+def ask(live: Live, rows: list[Array], *layers: str, **query: str) -> Any:
+    body = {"model": "Ragged", "inputs": list(map(tensor, rows)), "layers": list(layers), "encoding": "base64"}
+    return live.client.post("/extract", json=body, params=query)
+
+
+@pytest.mark.parametrize("pattern", ["*", "*#*"])
+def test_globs(live: Live, pattern: str) -> None:
+    """An expert that no row reaches, or only some, and a PackedSequence of other lengths are left out, and named."""
+    whole = arrays_of(ask(live, [make_row(LONG)], pattern))
+    assert {"experts.0", "lstm[0][data]", "embed"} <= whole.keys()
+    for rows, missing in (
+        ([make_row(SHORT)], ("lstm[0][data]", "lstm[0][batch_sizes]")),
+        ([make_row(LONG, 99)], ("experts.0",)),
+        ([make_row(LONG, 99), make_row(LONG)], ("experts.0",)),
+        ([make_row(SHORT), make_row(LONG, 99)], ("experts.0", "lstm[0][data]")),
+    ):
+        reply = ask(live, rows, pattern)
+        found = arrays_of(reply)
+        assert whole.keys() - found.keys() == set(missing)
+        (warning,) = reply.json()["warnings"]
+        assert all(f"'{name}'" in warning for name in missing), warning
+        np.testing.assert_allclose(
+            found["embed"], np.concatenate([arrays_of(ask(live, [row], "embed"))["embed"] for row in rows])
+        )
+
+
+def test_names(live: Live) -> None:
+    """What a request names itself is not left out: it is refused as ever, also beside a glob."""
+    for layers in (("experts.0",), ("*", "experts.0")):
+        assert "never reached 'experts.0#0:output'" in problem(ask(live, [make_row(LONG, 99)], *layers), 422)["detail"]
+    assert "with this input 'lstm#0[0][" in problem(ask(live, [make_row(SHORT)], "lstm"), 422)["detail"]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_scripted_parts(serve: Serve) -> None:
+    """A scripted part has its own input, output and gradient; of what is in it a refusal says why there are none."""
+    module = load_model(own("Scripted", WIDTH)).module
+    rows = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    stem = module.get_submodule("stem")(rows)
+    middle = module.get_submodule("block")(stem).detach().requires_grad_()
+    module.get_submodule("head")(middle).sum().backward()
+    body = {"model": "Scripted", "inputs": [tensor(row) for row in rows.numpy()], "encoding": "base64"}
+    layers = {"layers": ["block:input", "block", "block:grad_output"], "objective": {"kind": "sum"}}
+    with serve(configured(own("Scripted", WIDTH))) as live:
+        found = arrays_of(live.client.post("/extract", json=body | layers))
+        for value, wanted in zip(found.values(), (stem, middle, middle.grad), strict=True):
+            np.testing.assert_allclose(value, wanted.detach().numpy(), atol=1e-6)
+        for layer in ("block.0", "block.*"):
+            detail = problem(live.client.post("/extract", json=body | {"layers": [layer]}), 422)["detail"]
+            assert "scripted: hooks on its parts never run" in detail
