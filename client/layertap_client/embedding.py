@@ -208,12 +208,12 @@ class EmbeddingScheduler:
         return BatchOutcome(batch, tuple(_split_rows(result, [place for place, _ in items])), reply.refusals)
 
     def _check_fingerprint(self, group: object, fingerprint: str) -> None:
+        if fingerprint.startswith("unrepeatable-"):
+            raise FingerprintChangedError("the model is not deterministic: no two of its vectors can be compared")
         known = self._fingerprints.get(group)
         if known is None and len(self._fingerprints) < MAX_GROUPS:
             self._fingerprints[group] = fingerprint
         if known not in (None, fingerprint):
-            if fingerprint.startswith("unrepeatable-"):
-                raise FingerprintChangedError("the model is not deterministic: no two of its vectors can be compared")
             raise FingerprintChangedError(
                 f"vectors have fingerprint {fingerprint} now and had {known} before: the server's model is another one"
             )
